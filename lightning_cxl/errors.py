@@ -1,0 +1,48 @@
+"""Every exception and warning of the package.
+
+A message says what failed with its values, what is available, and what to do.
+"""
+
+
+class LightningCXLError(Exception):
+    """Base of every exception raised on purpose by this package."""
+
+
+class ConfigError(LightningCXLError, ValueError):
+    """An option, rule or decorator asks for something that does not exist or cannot be honoured."""
+
+
+class TierNotFoundError(ConfigError):
+    """A tier name that this machine's topology does not have."""
+
+
+class TierFullError(LightningCXLError, MemoryError):
+    """A tier (and every tier it may spill to) cannot hold a request: budget or node exhausted."""
+
+
+class PlacementError(LightningCXLError, RuntimeError):
+    """Pages are not on the node that was asked for, or the kernel refused to place them."""
+
+
+class PinnedMemoryError(LightningCXLError, RuntimeError):
+    """Page-locking host memory for the device failed."""
+
+
+class CheckpointError(LightningCXLError, RuntimeError):
+    """A checkpoint is missing, damaged, or does not fit the model or optimizer."""
+
+
+class UnsupportedError(LightningCXLError, NotImplementedError):
+    """A valid request that this version cannot serve; the message names what to use meanwhile."""
+
+
+class LightningCXLWarning(UserWarning):
+    """Base of every warning of this package."""
+
+
+class MissingTierWarning(LightningCXLWarning):
+    """A tier has no hardware behind it on this machine and is backed by another one."""
+
+
+class SpillWarning(LightningCXLWarning):
+    """Bytes went to another tier than the first choice."""

@@ -1,0 +1,1 @@
+"""Reports before and after a run: machine, placement, measured bytes."""

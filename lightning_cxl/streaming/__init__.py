@@ -1,0 +1,1 @@
+"""What moves during forward and backward: units and their offloaded activations."""

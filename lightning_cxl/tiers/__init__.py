@@ -1,0 +1,1 @@
+"""Which memory tiers exist and which tensor goes to which: pure Python, no torch."""

@@ -1,0 +1,1 @@
+"""Copies between the device and host memory: the only owner of streams and events."""
