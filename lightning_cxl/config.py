@@ -1,0 +1,151 @@
+"""What a user can choose about offloading: `OffloadConfig`, and where each value came from."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.units import parse_bytes
+
+Origin = Literal["argument", "environment", "default"]
+_PREFIX = "LIGHTNING_CXL_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig:
+    """How training state is spread over the host's memory tiers.
+
+    Every field can also be given as environment variable ``LIGHTNING_CXL_<FIELD>``, see `resolve`.
+    """
+
+    tiers: Mapping[str, Mapping[str, int | str] | int | str] = field(default_factory=dict)
+    """Byte budget per tier: ``{"cxl": "64GiB"}`` or ``{"cxl": {"budget": "64GiB"}}``. A tier that is not named is
+    limited by its free memory alone."""
+    tier_rules: Mapping[str, Mapping[str, str] | str] = field(default_factory=dict)
+    """Module name pattern -> tier, or -> ``{"weights" | "gradients" | "optimizer_state" | "activations": tier}``.
+    The last matching rule wins; a pattern also matches what the named module contains."""
+    activation_offload: bool = True
+    """Keep only each unit's input, on its activation tier, and compute the unit again in the backward pass."""
+    units: str | Sequence[str] = "auto"
+    """The modules that are offloaded as one: ``"auto"`` (the model's repeated blocks), or module name patterns or
+    class names."""
+    cpu_adam: bool = True
+    """Replace ``torch.optim.Adam`` and ``AdamW`` by the compiled `CPUAdam`."""
+    num_threads: int | None = None
+    """Threads of the optimizer's kernels; None uses every CPU that this process may use."""
+    on_missing_tier: Literal["fallback", "error"] = "fallback"
+    """Without CXL memory in the machine: back tier ``cxl`` by DRAM with one warning, or refuse."""
+    on_tier_full: Literal["spill", "error"] = "spill"
+    """When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse."""
+    pin_memory: bool | Literal["auto"] = "auto"
+    """Page-lock host memory that a device copies to or from; ``"auto"`` does so when the device is a CUDA device."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that no machine could honour."""
+        self.budgets()
+        if not isinstance(self.tier_rules, Mapping):
+            raise ConfigError(f"tier_rules must map module name patterns to tiers, got {self.tier_rules!r}")
+        for pattern, wanted in self.tier_rules.items():
+            _check_rule(pattern, wanted)
+        for name in ("activation_offload", "cpu_adam"):
+            _check_choice(name, getattr(self, name), (True, False))
+        _check_choice("on_missing_tier", self.on_missing_tier, ("fallback", "error"))
+        _check_choice("on_tier_full", self.on_tier_full, ("spill", "error"))
+        _check_choice("pin_memory", self.pin_memory, (True, False, "auto"))
+        threads = self.num_threads
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise ConfigError(f"num_threads must be a positive number of threads or None for all CPUs, got {threads!r}")
+        names = [self.units] if isinstance(self.units, str) else self.units
+        if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) and n for n in names):
+            raise ConfigError(
+                f'units must be "auto", a module name pattern or class name, or several, got {self.units!r}'
+            )
+
+    def budgets(self) -> dict[str, int]:
+        """Return the byte budget of every tier that has one."""
+        if not isinstance(self.tiers, Mapping):
+            raise ConfigError(f'tiers must map tier names to budgets, such as {{"cxl": "64GiB"}}, got {self.tiers!r}')
+        return {name: _budget(name, value) for name, value in self.tiers.items()}
+
+    @classmethod
+    def resolve(cls, **explicit: Any) -> tuple["OffloadConfig", dict[str, Origin]]:
+        """Build the configuration from arguments, environment and defaults, in that precedence.
+
+        An argument equal to its field's default counts as not given, because LightningCLI passes every default
+        explicitly. Environment: numbers, names and ``true``/``false`` as they are; lists as ``a,b``; mappings as
+        ``cxl=64GiB,dram=8GiB`` or in JSON.
+
+        Returns:
+            The configuration, and for every field where its value came from.
+
+        Raises:
+            ConfigError: an unknown argument, or a value that cannot be honoured.
+        """
+        names = [f.name for f in fields(cls)]
+        unknown = sorted(set(explicit) - set(names))
+        if unknown:
+            raise ConfigError(f"unknown option {', '.join(map(repr, unknown))}; the options are: {', '.join(names)}")
+        default = cls()
+        values: dict[str, Any] = {}
+        origins: dict[str, Origin] = {}
+        for name in names:
+            origins[name] = "default"
+            if name in explicit and explicit[name] != getattr(default, name):
+                values[name], origins[name] = explicit[name], "argument"
+            elif _PREFIX + name.upper() in os.environ:
+                values[name], origins[name] = _read_environment(name), "environment"
+        return cls(**values), origins
+
+
+def _budget(name: object, value: object) -> int:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f'tiers must map tier names to budgets, such as {{"cxl": "64GiB"}}, got the name {name!r}')
+    if isinstance(value, Mapping):
+        if set(value) != {"budget"}:
+            raise ConfigError(f'tiers: {name!r} takes the single option "budget", got {sorted(map(str, value))}')
+        value = value["budget"]
+    if not isinstance(value, (int, float, str)):
+        raise ConfigError(f'tiers: the budget of {name!r} must be bytes or a size such as "64GiB", got {value!r}')
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ConfigError(f"tiers: the budget of {name!r}: {error}") from None
+
+
+def _check_rule(pattern: object, wanted: object) -> None:
+    tiers = list(wanted.values()) if isinstance(wanted, Mapping) else [wanted]
+    if not isinstance(pattern, str) or not tiers or not all(isinstance(tier, str) and tier for tier in tiers):
+        raise ConfigError(
+            f"tier_rules: {pattern!r}: {wanted!r} must be a tier name or map weights, gradients, optimizer_state or "
+            f"activations to tier names"
+        )
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    # compares types too: 1 == True
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _read_environment(name: str) -> object:
+    variable, text = _PREFIX + name.upper(), os.environ[_PREFIX + name.upper()].strip()
+    try:
+        if name in ("tiers", "tier_rules"):
+            return json.loads(text) if text.startswith("{") else _parse_pairs(text)
+        if name == "units":
+            return text if "," not in text else [part.strip() for part in text.split(",")]
+        if name == "num_threads":
+            return int(text)
+    except ValueError as error:
+        raise ConfigError(f"environment variable {variable}={text!r} cannot be read: {error}") from None
+    return True if text.lower() in _TRUE else False if text.lower() in _FALSE else text
+
+
+def _parse_pairs(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(separator for _, separator, _ in pairs):
+        raise ValueError("write name=value,name=value or JSON")
+    return {name.strip(): value.strip() for name, _, value in pairs}
