@@ -120,7 +120,13 @@ class Topology:
     def fake(
         cls, dram: Sequence[int | str] = ("64GiB",), cxl: Sequence[int | str] = ("256GiB", "256GiB")
     ) -> "Topology":
-        """Invent a machine with one node per size, ids in order; with no `cxl` size, DRAM backs that tier."""
+        """Invent a machine with one node per size, ids in order; with no `cxl` size, DRAM backs that tier.
+
+        Raises:
+            ConfigError: no DRAM node.
+        """
+        if not dram:
+            raise ConfigError("an invented machine needs at least one DRAM node, such as dram=('64GiB',)")
         sizes = [(True, size) for size in dram] + [(False, size) for size in cxl]
         made = [
             Node(node_id, has_cpus, parse_bytes(size), 10 if has_cpus else 24)
