@@ -21,9 +21,12 @@ def parse_bytes(size: int | float | str) -> int:
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if match is None or match[2].upper() not in _FACTORS:
-            raise ValueError(f"cannot read {size!r} as a size: write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB")
-        return int(float(match[1]) * _FACTORS[match[2].upper()]) if "." in match[1] else int(match[1]) * _FACTORS[match[2].upper()]
-    if size < 0 or size != int(size):
+            raise ValueError(
+                f"cannot read {size!r} as a size: write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+            )
+        number = float(match[1]) if "." in match[1] else int(match[1])
+        return int(number * _FACTORS[match[2].upper()])
+    if size < 0 or size % 1:  # the remainder of infinity and NaN is NaN, which is true
         raise ValueError(f"a size must be a whole, non-negative number of bytes, got {size!r}")
     return int(size)
 

@@ -1,0 +1,121 @@
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import ConfigError
+
+NAMES = [field.name for field in dataclasses.fields(OffloadConfig)]
+
+
+def test_budgets_in_both_forms():
+    config = OffloadConfig(tiers={"cxl": {"budget": "64GiB"}, "dram": "1.5 GiB", "near": 4096})
+    assert config.budgets() == {"cxl": 64 << 30, "dram": 3 << 29, "near": 4096}
+    assert OffloadConfig().budgets() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiers": "cxl"}, "tiers must map tier names to budgets.*got 'cxl'"),
+        ({"tiers": {3: "1GiB"}}, "got the name 3"),
+        ({"tiers": {"cxl": {"budge": 1}}}, r"single option \"budget\", got \['budge'\]"),
+        ({"tiers": {"cxl": {}}}, "single option"),
+        ({"tiers": {"cxl": "3 apples"}}, "budget of 'cxl': cannot read '3 apples'"),
+        ({"tiers": {"cxl": -1}}, "budget of 'cxl': .*non-negative"),
+        ({"tiers": {"cxl": None}}, "budget of 'cxl' must be"),
+        ({"tiers": {"cxl": True}}, "budget of 'cxl': "),
+        ({"tier_rules": ["cxl"]}, "tier_rules must map"),
+        ({"tier_rules": {"layers.*": 3}}, r"'layers\.\*': 3 must be a tier name"),
+        ({"tier_rules": {"layers.*": {"weights": None}}}, "must be a tier name"),
+        ({"tier_rules": {"layers.*": {}}}, "must be a tier name"),
+        ({"activation_offload": 1}, "activation_offload must be one of True, False, got 1"),
+        ({"cpu_adam": "maybe"}, "cpu_adam must be one of"),
+        ({"units": []}, "units must be"),
+        ({"units": ""}, "units must be"),
+        ({"units": ["Block", 3]}, "units must be"),
+        ({"units": None}, "units must be"),
+        ({"num_threads": 0}, "num_threads must be a positive"),
+        ({"num_threads": True}, "num_threads must be a positive"),
+        ({"num_threads": "2"}, "num_threads must be a positive"),
+        ({"on_missing_tier": "warn"}, "on_missing_tier must be one of 'fallback', 'error'"),
+        ({"on_tier_full": "crash"}, "on_tier_full must be one of 'spill', 'error'"),
+        ({"pin_memory": 1}, "pin_memory must be one of True, False, 'auto'"),
+    ],
+)
+def test_bad_values(options, message):
+    with pytest.raises(ConfigError, match=message):
+        OffloadConfig(**options)
+
+
+def test_resolve_defaults(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(f"LIGHTNING_CXL_{name.upper()}", raising=False)
+    config, origins = OffloadConfig.resolve()
+    assert config == OffloadConfig()
+    assert origins == dict.fromkeys(NAMES, "default")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("tiers", "cxl=64GiB, dram=8GiB", {"cxl": "64GiB", "dram": "8GiB"}),
+        ("tiers", '{"cxl": {"budget": 4096}}', {"cxl": {"budget": 4096}}),
+        ("tier_rules", "layers.*=dram", {"layers.*": "dram"}),
+        ("tier_rules", '{"layers.*": {"weights": "dram"}}', {"layers.*": {"weights": "dram"}}),
+        ("activation_offload", "0", False),
+        ("cpu_adam", "No", False),
+        ("units", "LlamaDecoderLayer", "LlamaDecoderLayer"),
+        ("units", "Block, Head", ["Block", "Head"]),
+        ("num_threads", "3", 3),
+        ("on_missing_tier", "error", "error"),
+        ("on_tier_full", "error", "error"),
+        ("pin_memory", "true", True),
+    ],
+)
+def test_environment(monkeypatch, name, text, value):
+    monkeypatch.setenv(f"LIGHTNING_CXL_{name.upper()}", text)
+    config, origins = OffloadConfig.resolve()
+    assert getattr(config, name) == value
+    assert origins[name] == "environment"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("num_threads", "two", "LIGHTNING_CXL_NUM_THREADS='two' cannot be read"),
+        ("tiers", "{broken", "LIGHTNING_CXL_TIERS='{broken' cannot be read"),
+        ("tiers", "cxl", "name=value,name=value or JSON"),
+        ("cpu_adam", "perhaps", "cpu_adam must be one of True, False, got 'perhaps'"),
+    ],
+)
+def test_bad_environment(monkeypatch, name, text, message):
+    monkeypatch.setenv(f"LIGHTNING_CXL_{name.upper()}", text)
+    with pytest.raises(ConfigError, match=message):
+        OffloadConfig.resolve()
+
+
+def test_argument_beats_environment(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CXL_NUM_THREADS", "3")
+    config, origins = OffloadConfig.resolve(num_threads=5)
+    assert (config.num_threads, origins["num_threads"]) == (5, "argument")
+
+
+def test_default_passed_explicitly_does_not_beat_environment(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CXL_NUM_THREADS", "3")
+    config, origins = OffloadConfig.resolve(num_threads=None, units="auto")
+    assert (config.num_threads, origins["num_threads"]) == (3, "environment")
+    assert origins["units"] == "default"
+
+
+def test_resolve_refuses_unknown_options():
+    with pytest.raises(ConfigError, match=r"unknown option 'budget'; the options are: tiers, tier_rules"):
+        OffloadConfig.resolve(budget="1GiB")
+
+
+def test_copies_and_pickles():
+    config = OffloadConfig(tiers={"cxl": "1GiB"}, units=["Block"])
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
