@@ -1,0 +1,33 @@
+# Two commands for a new machine: `make demo` and `make test`. Both create .venv and install the package first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/installed
+	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check lightning_cxl tests examples
+	$(BIN)/ruff format --check lightning_cxl tests examples
+	$(BIN)/mypy
+	$(BIN)/cython-lint cython_ext
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix lightning_cxl tests examples
+	$(BIN)/ruff format lightning_cxl tests examples
+
+# torch goes first: with it installed, nothing else pulls another build of it
+$(VENV)/installed: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info lightning_cxl/*.so cython_ext/*.c

@@ -1,0 +1,127 @@
+"""Checkpoint files that cost no second copy of the model in memory, and what they hold beside the usual entries.
+
+A checkpoint is an ordinary Lightning file: `state_dict` and `optimizer_states` are what plain Lightning writes and reads.
+Under the key ``lightning_cxl`` lies what only we need: parameter names of the optimizers, so that state finds its
+parameter when their order changed, and master weights where they are not the model's weights themselves.
+"""
+
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.optim.masters import MasterWeights
+
+KEY = "lightning_cxl"
+
+
+def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
+    """Write `checkpoint` straight to a local file, which appears under its name only when it is complete.
+
+    Raises:
+        CheckpointError: the file system refused; nothing is left behind.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Read a local checkpoint through a private memory map: its pages count as file cache, not as a second copy.
+
+    Raises:
+        CheckpointError: the file is damaged or not a checkpoint.
+        FileNotFoundError: there is no such file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint file not found: {path}")
+    try:
+        mmap = zipfile.is_zipfile(path)  # files of torch before 1.6 are not
+        loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if "weights_only" in str(error).lower():
+            raise  # torch's own advice about weights_only is the right one
+        raise _damaged(path, error) from error
+    except (EOFError, RuntimeError, KeyError, zipfile.BadZipFile) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(loaded, dict):
+        raise _damaged(path, TypeError(f"it holds a {type(loaded).__name__}, not a dict"))
+    return loaded
+
+
+def describe_optimizers(optimizers: Iterable[Optimizer], masters: MasterWeights) -> dict[str, Any]:
+    """Return our own entry for a checkpoint: names of every optimizer's parameters, and separate master weights."""
+    names = [[[masters.name_of(p) for p in group["params"]] for group in opt.param_groups] for opt in optimizers]
+    return {"optimizer_param_names": names, "master_weights": masters.named_masters()}
+
+
+def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: list[list[str]]) -> dict[str, Any]:
+    """Return an optimizer's state dict with its indices brought into the order that the parameters have now.
+
+    Args:
+        state: torch's format, indices counting through the groups as they were when saved.
+        saved: parameter names by group when saved; None for a checkpoint of another strategy, whose order is kept.
+        current: parameter names by group now.
+
+    Raises:
+        CheckpointError: a group of the checkpoint and of the optimizer do not hold the same parameters.
+    """
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != [len(group) for group in current]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {sizes} parameters, this one has {[len(g) for g in current]}. "
+            "Configure the optimizer as it was when the checkpoint was saved."
+        )
+    if saved is None:
+        return dict(state)
+    groups = []
+    for saved_names, names, group in zip(saved, current, state["param_groups"], strict=True):
+        index_of = dict(zip(saved_names, group["params"], strict=True))
+        missing = [name for name in names if name not in index_of]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has no state for parameter `{missing[0]}` ({len(missing)} in all); it has "
+                f"{', '.join(f'`{name}`' for name in list(index_of)[:3])}, ... Configure the optimizer as it was when saved."
+            )
+        groups.append({**group, "params": [index_of[name] for name in names]})
+    return {**state, "param_groups": groups}
+
+
+def restore_masters(saved: Mapping[str, torch.Tensor] | None, masters: MasterWeights) -> None:
+    """Bring separate master weights back from a checkpoint, or take the loaded compute weights where it has none."""
+    masters.absorb_changes()
+    for name, master in masters.named_masters().items():
+        value = (saved or {}).get(name)
+        if value is None:
+            continue
+        if value.shape != master.shape:
+            raise CheckpointError(
+                f"the checkpoint's master weight `{name}` has shape {tuple(value.shape)}, the model's {tuple(master.shape)}"
+            )
+        with torch.no_grad():
+            master.copy_(value)
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    text = str(error).strip().splitlines()
+    return CheckpointError(
+        f"cannot read checkpoint `{path}`: {type(error).__name__}: {text[0] if text else 'file ends early'}. "
+        "The file is damaged or not a checkpoint: resume from another one."
+    )

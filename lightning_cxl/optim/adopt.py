@@ -1,0 +1,165 @@
+"""Turn the user's optimizers into host optimizers: same groups, same schedulers, same hyper-parameters.
+
+[Note: Adoption]
+Every parameter in a group is replaced by its master (the same object where compute is master). ``torch.optim.Adam`` and
+``AdamW`` themselves (not subclasses: those may do anything) become `CPUAdam`, which shares the very same group dicts; the
+schedulers that pointed at the old object are pointed at the new one. Any other optimizer keeps its object and gets a
+`HostStep`. Parameters added later (`add_param_group`) are adopted the same way. `Adoption.release` undoes what was put
+on optimizer objects.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.grads import GradientSink
+from lightning_cxl.optim.host_step import AllocationScope, HostStep
+from lightning_cxl.optim.masters import AllocateFor, HostParameter, MasterWeights
+from lightning_cxl.tiers.placement import TensorRole
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptionOptions:
+    """How optimizers are adopted."""
+
+    use_cpu_adam: bool
+    """Replace torch's Adam and AdamW by `CPUAdam`."""
+    num_threads: int | None
+    """For `CPUAdam`; None uses the cores this process may use."""
+    allocate_state: AllocateFor
+    """Gives host memory for momentum and variance of a compute parameter."""
+    scope: AllocationScope
+    """Places the state that a torch optimizer creates by itself."""
+
+
+class Adoption:
+    """Adopts the optimizers of one run.
+
+    Args:
+        masters: finds or makes master weights.
+        grads: receives the gradients of adopted parameters.
+        options: see there.
+    """
+
+    def __init__(self, masters: MasterWeights, grads: GradientSink, options: AdoptionOptions) -> None:
+        self._masters = masters
+        self._grads = grads
+        self._options = options
+        self._adopted: list[Optimizer] = []
+
+    def adopt(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer that takes the place of `optimizer` (itself unless it is torch's Adam or AdamW)."""
+        hosts: list[HostParameter] = []
+        for group in optimizer.param_groups:
+            own = [self._masters.adopt(p) for p in group["params"]]
+            group["params"] = [host.master for host in own]
+            hosts += own
+        self._move_state_keys(optimizer, hosts)
+        self._grads.watch(hosts)
+        scope, write_back = self._options.scope, self._masters.write_back
+        if self._options.use_cpu_adam and is_plain_adam(optimizer) and self._suits_cpu_adam(optimizer, hosts):
+            optimizer = self._make_cpu_adam(optimizer)
+            scope, write_back = nullcontext, partial(write_back, kernel_wrote=True)  # its state exists already
+        optimizer.step = HostStep(optimizer, scope, self._before_update, write_back)  # type: ignore[method-assign]
+        optimizer.add_param_group = _AddParamGroup(optimizer, self._adopt_group)  # type: ignore[method-assign]
+        self._adopted.append(optimizer)
+        return optimizer
+
+    def release(self) -> None:
+        """Undo what adoption put on optimizer objects; their state stays, as Lightning keeps it after a run."""
+        for optimizer in self._adopted:
+            for name in ("step", "add_param_group"):
+                if isinstance(optimizer.__dict__.get(name), (HostStep, _AddParamGroup)):
+                    del optimizer.__dict__[name]
+        self._adopted.clear()
+
+    def _adopt_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        params = group["params"]
+        named = isinstance(params, torch.Tensor) is False and any(isinstance(p, tuple) for p in (params := list(params)))
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        hosts = [self._masters.adopt(p[1] if isinstance(p, tuple) else p) for p in params]
+        self._grads.watch(hosts)
+        new: list[Any] = [host.master for host in hosts]
+        if named:
+            new = [(p[0], master) for p, master in zip(params, new, strict=True)]
+        return {**group, "params": new}
+
+    def _move_state_keys(self, optimizer: Optimizer, hosts: list[HostParameter]) -> None:
+        """State that exists already is keyed by the compute parameter: key it by the master."""
+        for host in hosts:
+            if not host.is_shared and host.compute in optimizer.state:
+                optimizer.state[host.master] = optimizer.state.pop(host.compute)
+
+    def _suits_cpu_adam(self, optimizer: Optimizer, hosts: Iterable[HostParameter]) -> bool:
+        other = [host for host in hosts if host.master.dtype != torch.float32]
+        if other:
+            log.info(
+                f"{type(optimizer).__name__} stays torch's own: CPUAdam updates float32 master weights, "
+                f"and `{other[0].name}` is {other[0].master.dtype}"
+            )
+        return not other
+
+    def _before_update(self) -> None:
+        self._grads.finish()
+        self._masters.absorb_changes()
+
+    def _make_cpu_adam(self, optimizer: Optimizer) -> CPUAdam:
+        return CPUAdam.from_torch(
+            optimizer,
+            num_threads=self._options.num_threads,
+            allocate_state=self._zeroed_state,
+            compute_weights=self._masters.kernel_weights,
+        )
+
+    def _zeroed_state(self, master: Parameter, role: TensorRole) -> torch.Tensor:
+        host = self._masters.find(master)
+        state = self._options.allocate_state(master if host is None else host.compute, role, torch.float32)
+        return state.zero_()
+
+
+def is_plain_adam(optimizer: Optimizer) -> bool:
+    """Whether this is torch's own Adam or AdamW; a subclass may do anything and is left alone."""
+    return type(optimizer) in (Adam, AdamW)
+
+
+def describe_optimizer(optimizer: Optimizer) -> str:
+    """Return one line for the report."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    name = f"{type(optimizer).__name__} on the host, {len(optimizer.param_groups)} groups, {count} parameters"
+    return f"{name}, {optimizer.isa}, {optimizer.num_threads} threads" if isinstance(optimizer, CPUAdam) else name
+
+
+class _AddParamGroup:
+    """`add_param_group` of an adopted optimizer: adopts the new parameters first."""
+
+    def __init__(self, optimizer: Optimizer, adopt_group: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._optimizer = optimizer
+        self._adopt_group = adopt_group
+
+    def __call__(self, param_group: dict[str, Any]) -> None:
+        type(self._optimizer).add_param_group(self._optimizer, self._adopt_group(param_group))
+
+
+def repoint_scheduler(scheduler: object, old: Optimizer, new: Optimizer) -> None:
+    """Make a scheduler, and the schedulers it contains, drive `new` instead of `old`."""
+    for name, value in list(vars(scheduler).items()):
+        if value is old:
+            setattr(scheduler, name, new)
+        elif isinstance(value, (LRScheduler, ReduceLROnPlateau)):
+            repoint_scheduler(value, old, new)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, (LRScheduler, ReduceLROnPlateau)):
+                    repoint_scheduler(item, old, new)

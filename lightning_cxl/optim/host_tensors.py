@@ -1,0 +1,32 @@
+"""Host tensors that mirror a parameter: same shape and memory layout, on memory of ours."""
+
+from collections.abc import Callable
+
+import torch
+
+FlatAllocate = Callable[[int, torch.dtype], torch.Tensor]
+"""Returns an uninitialised 1-D host tensor of that many elements."""
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` covers its memory without gaps or overlaps, in any dimension order.
+
+    A transposed or channels-last tensor is dense; an expanded one, or every second row of another, is not.
+    """
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def mirror(tensor: torch.Tensor, dtype: torch.dtype, allocate: FlatAllocate) -> torch.Tensor:
+    """Return an uninitialised host tensor of `tensor`'s shape, with its strides where it is dense.
+
+    Equal strides make element i of the flat memory the same element in every mirror, which is what a flat kernel needs.
+    """
+    flat = allocate(tensor.numel(), dtype)
+    if tensor.numel() and is_dense(tensor):
+        return flat.as_strided(tensor.shape, tensor.stride())
+    return flat.view(tensor.shape)

@@ -1,0 +1,108 @@
+"""Planned and measured bytes per tier and role: the dict behind `strategy.report()` and its one-screen text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_cxl.errors import TierFullError
+from lightning_cxl.tiers.placement import Placement, TensorRole
+from lightning_cxl.units import format_bytes
+
+
+class Plan:
+    """What a run intends to hold, summed up while it is set up, before the bytes are taken."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, dict[str, int]] = {}
+        self._reasons: dict[str, dict[str, None]] = {}  # an ordered set per role
+
+    def add(self, role: TensorRole, nbytes: int, placement: Placement) -> None:
+        """Count `nbytes` of a role for the first tier of its placement."""
+        tiers = self._bytes.setdefault(role.value, {})
+        tiers[placement.tiers[0]] = tiers.get(placement.tiers[0], 0) + nbytes
+        self._reasons.setdefault(role.value, {})[placement.describe()] = None
+
+    def roles(self) -> dict[str, dict[str, int]]:
+        """Return planned bytes by role and tier."""
+        return {role: dict(tiers) for role, tiers in self._bytes.items()}
+
+    def reasons(self) -> dict[str, list[str]]:
+        """Return, by role, why its bytes go where they go."""
+        return {role: list(reasons) for role, reasons in self._reasons.items()}
+
+
+def check_fits(
+    requests: Sequence[tuple[TensorRole, int, Placement]], free: Mapping[str, int], on_tier_full: str
+) -> None:
+    """Refuse a list of (role, bytes, placement) that the tiers cannot hold, before anything is allocated.
+
+    Raises:
+        TierFullError: names the first role that does not fit, how much it needs in all and what every tier has left.
+    """
+    left = dict(free)
+    for role, nbytes, placement in requests:
+        allowed = placement.tiers if on_tier_full == "spill" else placement.tiers[:1]
+        tier = next((name for name in allowed if left.get(name, 0) >= nbytes), None)
+        if tier is None:
+            needed = sum(size for other, size, _ in requests if other is role)
+            have = ", ".join(f"`{name}` {format_bytes(size)}" for name, size in free.items())
+            total = format_bytes(sum(size for _, size, _ in requests))
+            raise TierFullError(
+                f"cannot place {role.name} ({format_bytes(needed)} of {total} to place now) on tier `{allowed[0]}`"
+                f"{' or any other' if len(allowed) > 1 else ''}: free before that: {have}. Raise the tier's budget in "
+                "`tiers`, free memory, use a smaller model, or see what there is with `python -m lightning_cxl env`."
+            )
+        left[tier] -= nbytes
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Return the report as text of at most about forty lines of at most 110 columns."""
+    lines = [f"CXL offload on {report['device']}, {report['state']}"]
+    lines += _table(
+        ("tier", "capacity", "budget", "used", "peak"),
+        [
+            (name, *(_size(tier[key]) for key in ("capacity_bytes", "budget_bytes", "used_bytes", "peak_bytes")))
+            for name, tier in report["tiers"].items()
+        ],
+    )
+    rows = []
+    names = dict.fromkeys([*report["planned_roles"], *report["peak_roles"]])
+    for role in names:
+        tiers = dict.fromkeys([*report["planned_roles"].get(role, {}), *report["peak_roles"].get(role, {})])
+        rows += [
+            (
+                role,
+                tier,
+                _size(report["planned_roles"].get(role, {}).get(tier)),
+                _size(report["roles"].get(role, {}).get(tier, 0)),
+                _size(report["peak_roles"].get(role, {}).get(tier, 0)),
+            )
+            for tier in tiers
+        ]
+    if rows:
+        lines += ["", *_table(("role", "tier", "planned", "used", "peak"), rows)]
+    lines.append("")
+    lines.append(f"parameters: {report['num_parameters']:,} ({report['num_trainable']:,} trained)")
+    lines.append(f"units: {_units(report['units'])}")
+    lines += [f"optimizer: {text}" for text in report["optimizers"]]
+    lines += [f"note: {text}" for text in report["notes"]]
+    return "\n".join(lines)
+
+
+def _units(names: list[str]) -> str:
+    if not names:
+        return "none (activations stay where the model puts them)"
+    if len(names) == 1:
+        return names[0]
+    return f"{len(names)} blocks, {names[0]} to {names[-1]}, inputs kept on the activation tier, recomputed in backward"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) if i < len(header) - 3 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in [header, *rows]
+    ]

@@ -1,0 +1,285 @@
+"""`OffloadRuntime`: builds and owns everything one training run needs, and tears it down. Knows no framework.
+
+[Note: Order of life]
+Built: topology, memory, then (with the model) placements, engine, weights, gradients, activations, then optimizers.
+Torn down in the opposite order by `close`, which may be called at any moment and any number of times. What belongs to the
+user outlives it: the weights stay where they are, inside the model, and optimizer state stays with the optimizers (as
+with plain Lightning, so that a checkpoint can still be saved after a run); both are freed when those objects are.
+"""
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.memory.arena import ArenaResource
+from lightning_cxl.memory.hook import HostAllocationMode
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.scope import activate
+from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer, is_plain_adam
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.grads import GradientSink
+from lightning_cxl.optim.host_tensors import mirror
+from lightning_cxl.optim.masters import MasterWeights, needs_master
+from lightning_cxl.placements import ModelPlacements
+from lightning_cxl.planner.report import Plan, check_fits
+from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.units import find_units
+from lightning_cxl.streaming.weights import place_weights
+from lightning_cxl.tiers.annotate import TierSpec
+from lightning_cxl.tiers.placement import Placement, TensorRole
+from lightning_cxl.tiers.placer import Placer
+from lightning_cxl.tiers.policy import PlacementPolicy, RoleHomePolicy
+from lightning_cxl.tiers.rules import resolve
+from lightning_cxl.tiers.topology import Topology
+from lightning_cxl.transfer.engine import make_engine
+
+log = logging.getLogger(__name__)
+
+Wanted = tuple[torch.Tensor, TensorRole, torch.dtype]
+"""A parameter, and the role and dtype of a host tensor like it that will be allocated."""
+
+
+class OffloadRuntime:
+    """One run's host memory, placements, gradients, activations and optimizers.
+
+    Args:
+        config: the user's choices.
+        device: where the model computes.
+        topology: this machine's tiers; detected when None.
+        policy: places what no decorator or rule asks for; by role when None.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        device: torch.device,
+        topology: Topology | None = None,
+        policy: PlacementPolicy | None = None,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.topology = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
+        pin = device.type == "cuda" if config.pin_memory == "auto" else bool(config.pin_memory)
+        self.memory = HostMemory(
+            self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin
+        )
+        policy = policy or RoleHomePolicy(self.topology, pin=pin, cpu_computes=device.type == "cpu")
+        self.placer = Placer(self.topology, policy, self.memory.free_bytes, self._owner_spec)
+        self.engine = make_engine(device)
+        self.plan = Plan()
+        self.units: tuple[str, ...] = ()
+        self.optimizers: list[Optimizer] = []
+        self.unplaced: tuple[str, ...] = ()
+        self._model: nn.Module | None = None
+        self._placements: ModelPlacements | None = None
+        self._masters: MasterWeights | None = None
+        self._grads: GradientSink | None = None
+        self._adoption: Adoption | None = None
+        self._activations: ActivationOffload | None = None
+        self._arenas: dict[str, ArenaResource] = {}  # by unit; units on the same tier share one
+        self._closed = False
+
+    def allocation(self, role: TensorRole | None = None) -> AbstractContextManager[Any]:
+        """Return a region in which torch's host tensors are placed by policy, decorators, or as `role` (allocator hook)."""
+        return HostAllocationMode(self.memory, self.placer, role=role)
+
+    def activate(self) -> AbstractContextManager[Any]:
+        """Return a region in which `lightning_cxl.empty` and `host_allocation` use this run's memory and budgets."""
+        return activate(self.memory, self.placer)
+
+    def setup_model(self, model: nn.Module) -> None:
+        """Place the weights and attach activation offload.
+
+        Raises:
+            ConfigError: rules or decorators that cannot be honoured, or a model without parameters.
+            TierFullError: the weights do not fit.
+        """
+        tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
+        if next(model.parameters(), None) is None:
+            raise ConfigError(
+                f"{type(model).__name__} has no parameters, so there is nothing to place or train. Create its layers in "
+                "`__init__` or `configure_model`."
+            )
+        self._model = model
+        self._placements = ModelPlacements(model, tiers, self.placer)
+        self._masters = MasterWeights(self._placements.names, self._allocate_like)
+        self._grads = GradientSink(self.engine, self._allocate_like)
+        if self.device.type == "cpu":
+            self._reserve([(p, TensorRole.COMPUTE_WEIGHTS, p.dtype) for p in model.parameters()])
+            self.unplaced = place_weights(model, self._place_weights)
+        else:
+            model.to(self.device)
+        if self.config.activation_offload:
+            self._attach_activations(model)
+
+    def _attach_activations(self, model: nn.Module) -> None:
+        units = find_units(model, self.config.units)
+        self.units = tuple(name for name, _ in units)
+        if not units:
+            log.info("no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some")
+            return
+        self._activations = ActivationOffload(self.engine, self._allocate_activation)
+        self._activations.attach(units)
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption].
+
+        Raises:
+            TierFullError: gradients or optimizer state do not fit; nothing has been swapped then.
+            UnsupportedError: an Adam option that `CPUAdam` does not have.
+        """
+        assert self._masters is not None and self._grads is not None, "setup_model comes first"
+        self._reserve(self._host_tensors(optimizers))
+        self._adoption = Adoption(
+            self._masters,
+            self._grads,
+            AdoptionOptions(
+                use_cpu_adam=self.config.cpu_adam,
+                num_threads=self.config.num_threads,
+                allocate_state=self._allocate_like,
+                scope=partial(self.allocation, TensorRole.MOMENTUM),
+            ),
+        )
+        self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
+        if any(not host.is_shared for host in self._masters):
+            assert self._model is not None
+            self._model.zero_grad = _ZeroGrad(self._model, self._grads)  # type: ignore[method-assign]
+        return self.optimizers
+
+    def rehome_state(self, optimizer: Optimizer) -> None:
+        """Move optimizer state that a checkpoint brought in ordinary memory to where the policy wants it."""
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(optimizer, CPUAdam) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+                    continue
+                nbytes = value.numel() * value.element_size()
+                placement = self._placements_of(parameter, TensorRole.MOMENTUM, nbytes)
+                home = self.memory.tensor(value.shape, value.dtype, placement, TensorRole.MOMENTUM)
+                state[key] = home.copy_(value)
+
+    def finish_backward(self) -> None:
+        """Return when the gradients of the last backward are where the optimizer reads them."""
+        if self._grads is not None:
+            self._grads.finish()
+
+    def end_step(self) -> None:
+        """Tell the activation arenas that a training step is over."""
+        for arena in {id(arena): arena for arena in self._arenas.values()}.values():
+            arena.end_step()
+
+    @property
+    def masters(self) -> MasterWeights:
+        """The master weights of this run."""
+        assert self._masters is not None, "setup_model comes first"
+        return self._masters
+
+    def close(self) -> None:
+        """Free everything but weights and optimizer state. Idempotent. See [Note: Order of life]."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._model is not None:
+            self._model.__dict__.pop("zero_grad", None)
+        if self._adoption is not None:
+            self._adoption.release()
+        if self._activations is not None:
+            self._activations.detach()
+        if self._grads is not None:
+            self._grads.close()
+        self.engine.close()
+        self.memory.close()
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _allocate_like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
+        assert self._placements is not None
+        nbytes = parameter.numel() * dtype.itemsize
+        placement = self._placements.for_parameter(parameter, role, nbytes)
+        return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
+
+    def _place_weights(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self._allocate_like(parameter, TensorRole.COMPUTE_WEIGHTS, parameter.dtype)
+
+    def _allocate_activation(self, nbytes: int, unit: str) -> Buffer:
+        assert self._placements is not None
+        if unit not in self._arenas:
+            self._arenas[unit] = self.memory.arena(self._placements.for_unit(unit, TensorRole.ACTIVATIONS, nbytes))
+        return self._arenas[unit].allocate(nbytes)
+
+    def _placements_of(self, parameter: torch.Tensor, role: TensorRole, nbytes: int) -> Placement:
+        assert self._placements is not None and self._masters is not None
+        host = self._masters.find(parameter)
+        return self._placements.for_parameter(parameter if host is None else host.compute, role, nbytes)
+
+    def _owner_spec(self, tensor: object) -> TierSpec | None:
+        """Return what was asked for the module that owns a compute or master parameter (for the allocator hook)."""
+        if self._placements is None or self._masters is None or not isinstance(tensor, torch.Tensor):
+            return None
+        host = self._masters.find(tensor)
+        return self._placements.spec_of(tensor if host is None else host.compute)
+
+    def _host_tensors(self, optimizers: Sequence[Optimizer]) -> list[Wanted]:
+        """Return what adopting the optimizers will allocate: masters, gradients and, for CPUAdam, its state."""
+        wanted: dict[tuple[int, TensorRole], Wanted] = {}
+        for optimizer in optimizers:
+            roles = [TensorRole.MOMENTUM, TensorRole.VARIANCE] if self.config.cpu_adam and is_plain_adam(optimizer) else []
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                separate = needs_master(parameter)
+                dtype = torch.float32 if separate else parameter.dtype
+                grads = TensorRole.MASTER_GRADS if separate else TensorRole.COMPUTE_GRADS
+                for role in [grads, *roles, *([TensorRole.MASTER_WEIGHTS] if separate else [])]:
+                    wanted[id(parameter), role] = (parameter, role, dtype)
+        return list(wanted.values())
+
+    def _reserve(self, wanted: Sequence[Wanted]) -> None:
+        """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit."""
+        assert self._placements is not None
+        requests = []
+        for parameter, role, dtype in wanted:
+            nbytes = parameter.numel() * dtype.itemsize
+            requests.append((role, nbytes, self._placements.for_parameter(parameter, role, nbytes)))
+        check_fits(requests, self.memory.free_bytes(), self.config.on_tier_full)
+        for role, nbytes, placement in requests:
+            self.plan.add(role, nbytes, placement)
+
+    # -- report ------------------------------------------------------------------------------------------------------
+
+    def report(self, state: str = "running") -> dict[str, Any]:
+        """Return measured and planned bytes and what runs, as JSON-able data."""
+        parameters = [] if self._model is None else list(self._model.parameters())
+        notes = list(self.topology.notes)
+        if self.unplaced:
+            notes.append(f"{len(self.unplaced)} parameters stay in ordinary memory, e.g. `{self.unplaced[0]}` (shared storage)")
+        return {
+            "state": state,
+            "device": str(self.device),
+            **self.memory.stats(),
+            "planned_roles": self.plan.roles(),
+            "reasons": self.plan.reasons(),
+            "num_parameters": sum(p.numel() for p in parameters),
+            "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            "units": list(self.units),
+            "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
+            "notes": notes,
+        }
+
+
+class _ZeroGrad:
+    """`zero_grad` of a model whose gradients live on separate masters: clears those, too."""
+
+    def __init__(self, model: nn.Module, grads: GradientSink) -> None:
+        self._model = model
+        self._grads = grads
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._grads.zero()
+        type(self._model).zero_grad(self._model, set_to_none)

@@ -1,0 +1,291 @@
+"""`CXLOffloadStrategy`: the Lightning strategy. Thin: everything that trains lives in `OffloadRuntime`.
+
+[Note: Call order under Lightning]
+``tensor_init_context`` (configure_model: weights land on their tiers) -> ``setup`` (weights placed, units wrapped,
+optimizers adopted) -> weights of a checkpoint were loaded before ``setup``, optimizer state and masters after it -> per
+step: ``training_step``, ``backward`` (hooks collect gradients; ``post_backward`` waits for them), clipping and
+``on_before_optimizer_step`` (they read ``.grad`` of the optimizer's parameters: host gradients), ``optimizer.step`` ->
+``teardown``, also after an exception or Ctrl-C.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cxl import checkpoint as ckpt
+from lightning_cxl._lightning import (
+    Accelerator,
+    CheckpointIO,
+    LightningEnvironment,
+    LightningOptimizer,
+    ParallelStrategy,
+    Precision,
+    Trainer,
+)
+from lightning_cxl.checkpoint_io import CXLCheckpointIO
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import CheckpointError, UnsupportedError
+from lightning_cxl.optim.adopt import repoint_scheduler
+from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.planner.report import format_report
+from lightning_cxl.runtime import OffloadRuntime
+from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.tiers.policy import PlacementPolicy
+
+
+class CXLOffloadStrategy(ParallelStrategy):
+    """Train with weights, gradients, optimizer state and activations on host memory tiers.
+
+    Args:
+        accelerator: filled in by the Trainer.
+        checkpoint_io: how checkpoints are written; ours (direct, atomic, memory-mapped) when None.
+        precision_plugin: filled in by the Trainer from ``precision=``.
+        policy: places what no decorator or rule asks for; by role when None.
+        **options: the fields of `OffloadConfig`, e.g. ``tier_rules``, ``tiers``, ``activation_offload``, ``units``.
+
+    Raises:
+        ConfigError: an option with an impossible value.
+
+    Example::
+
+        import lightning_cxl
+        trainer = Trainer(strategy="cxl_offload")
+        trainer = Trainer(strategy=lightning_cxl.CXLOffloadStrategy(tiers={"dram": "16GiB"}))
+    """
+
+    strategy_name = "cxl_offload"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        policy: PlacementPolicy | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            cluster_environment=LightningEnvironment(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.config, self.config_origins = OffloadConfig.resolve(**options)
+        self._policy = policy
+        self._runtime: OffloadRuntime | None = None
+        self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
+        self._last_report: dict[str, Any] | None = None
+
+    # -- one process, one device -------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device the model computes on."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[0]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Never: one process drives one device."""
+        return False
+
+    def setup_environment(self) -> None:
+        """Refuse what this version cannot drive, then prepare the device."""
+        devices = self.parallel_devices or []
+        if len(devices) > 1:
+            raise UnsupportedError(
+                f"`{type(self).__name__}` drives one device in this version, and the Trainer gives it {len(devices)}: "
+                f"{', '.join(map(str, devices))}. Use `devices=1`; for several devices, FSDP with CPU offload "
+                "(`FSDPStrategy(cpu_offload=True)`) is what to use meanwhile."
+            )
+        if self.root_device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"`{type(self).__name__}` computes on cpu or cuda, not on {self.root_device}. "
+                'Use `accelerator="cpu"` or `accelerator="cuda"`.'
+            )
+        super().setup_environment()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Nothing to wait for: there is one process."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return `obj`: there is one process."""
+        return obj
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return `tensor`: there is one process."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return `decision`: there is one process."""
+        return decision
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Return `tensor`: there is one process."""
+        return tensor
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    @property
+    def runtime(self) -> OffloadRuntime:
+        """The run's memory and machinery; built at first use, replaced after teardown."""
+        if self._runtime is None:
+            self._runtime = OffloadRuntime(self.config, self.root_device, policy=self._policy)
+        return self._runtime
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Create weights where their tier is, from the first byte; on a GPU, on the GPU as Lightning does."""
+        with super().tensor_init_context(empty_init=empty_init):
+            if self.root_device.type == "cpu":
+                with self.runtime.activate(), self.runtime.allocation(TensorRole.COMPUTE_WEIGHTS):
+                    yield
+            else:
+                yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Place the model, then adopt its optimizers; on failure nothing of it stays behind."""
+        assert self.accelerator is not None and self.model is not None
+        self._last_report = None
+        try:
+            self.accelerator.setup(trainer)
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
+            if trainer.state.fn == "fit":
+                self.setup_optimizers(trainer)
+            self.setup_precision_plugin()
+        except BaseException:
+            self._close()
+            raise
+
+    def model_to_device(self) -> None:
+        """Move the model to its tiers (CPU) or to the device, and wrap its units."""
+        assert isinstance(self.model, nn.Module)
+        self.runtime.setup_model(self.model)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Let Lightning create optimizers and schedulers, then adopt them."""
+        super().setup_optimizers(trainer)
+        before = list(self.optimizers)
+        adopted = self.runtime.setup_optimizers(before)
+        self._masters = self.runtime.masters
+        for old, new in zip(before, adopted, strict=True):
+            for config in self.lr_scheduler_configs:
+                if old is not new:
+                    repoint_scheduler(config.scheduler, old, new)
+        self.optimizers = adopted
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Wait for the gradients: clipping and the optimizer read them next."""
+        self.runtime.finish_backward()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let the activation arenas forget the step before."""
+        self.runtime.end_step()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The plug-in that writes and reads files; a wrapper without one of its own gets ours."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = CXLCheckpointIO()
+        elif getattr(self._checkpoint_io, "checkpoint_io", self) is None:
+            self._checkpoint_io.checkpoint_io = CXLCheckpointIO()  # type: ignore[attr-defined]
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
+        if self._masters is not None and checkpoint.get("optimizer_states"):
+            optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
+            checkpoint = {**checkpoint, ckpt.KEY: ckpt.describe_optimizers(optimizers, self._masters)}
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer state into the host memory it has, by parameter name, then the master weights."""
+        assert self._masters is not None
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"the checkpoint has state of {len(states)} optimizers, `configure_optimizers` made {len(self.optimizers)}"
+            )
+        own = checkpoint.get(ckpt.KEY) or {}
+        saved_names = own.get("optimizer_param_names") or [None] * len(states)
+        for optimizer, state, names in zip(self.optimizers, states, saved_names, strict=True):
+            target = unwrap(optimizer)
+            current = [[self._masters.name_of(p) for p in group["params"]] for group in target.param_groups]
+            target.load_state_dict(ckpt.by_name(state, names, current))
+            self.runtime.rehome_state(target)
+        ckpt.restore_masters(own.get("master_weights"), self._masters)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Free everything but the model's weights and the optimizers' state, which belong to the user."""
+        self.checkpoint_io.teardown()  # first: it may still be writing
+        self._close()
+        if self.lightning_module is not None and self.root_device.type != "cpu":
+            self.lightning_module.cpu()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+
+    def _close(self) -> None:
+        if self._runtime is not None:
+            self._last_report = self._runtime.report(state="finished")
+            self._runtime.close()
+            self._runtime = None
+
+    # -- what it did -------------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """Return bytes planned, used and at the peak, per tier and role, as JSON-able data; the last run's when it is over.
+
+        Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}}, ``roles``,
+        ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``notes``.
+        """
+        if self._runtime is None and self._last_report is not None:
+            report = self._last_report
+        else:
+            report = self.runtime.report()
+        return {**report, "config": self.config.describe(self.config_origins)}
+
+    def __str__(self) -> str:
+        """Return the report as one screen of text."""
+        if self._runtime is None and self._last_report is None:
+            return f"{type(self).__name__}, not set up yet: {self.config}"
+        return format_report(self.report())
+
+    def __repr__(self) -> str:
+        """Return the class and the options that are not at their default."""
+        given = {name: getattr(self.config, name) for name, origin in self.config_origins.items() if origin != "default"}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``strategy="cxl_offload"`` and its variants."""
+        variants = {
+            "cxl_offload": {},
+            # optimizer state and gradients only: no recomputation
+            "cxl_offload_optimizer": {"activation_offload": False},
+        }
+        for name, options in variants.items():
+            strategy_registry.register(name, cls, description=f"{cls.__name__} {options or ''}".strip(), override=True, **options)
+
+
+def unwrap(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer inside Lightning's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
