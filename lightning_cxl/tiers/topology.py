@@ -68,7 +68,7 @@ class Tier:
         speeds = [f"{self.read_bytes_per_s / 1e9:.1f} GB/s read"] if self.read_bytes_per_s is not None else []
         speeds += [f"{self.read_latency_ns:.0f} ns"] if self.read_latency_ns is not None else []
         text += f" ({', '.join(speeds)})" if speeds else ""
-        return text + (" [emulated: no such hardware, these are another tier's nodes]" if self.emulated else "")
+        return text + (" [emulated: backed by DRAM]" if self.emulated else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Topology:
     root: Path | None = None
     """Where ``sys`` and ``proc`` were read; None for an invented machine, all of whose memory counts as free."""
     notes: tuple[str, ...] = ()
-    """What detection left out or made up, one sentence each."""
+    """What detection left out and why, one sentence each."""
 
     @classmethod
     def detect(
@@ -207,8 +207,7 @@ class Topology:
             MissingTierWarning,
             stacklevel=3,
         )
-        note = f"tier 'cxl' is backed by DRAM on node {ids}"
-        return replace(self, tiers=(*self.tiers, backing), notes=(*self.notes, note))
+        return replace(self, tiers=(*self.tiers, backing))
 
 
 def _group(usable: Sequence[Node]) -> tuple[Tier, ...]:
