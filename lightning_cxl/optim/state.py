@@ -1,0 +1,106 @@
+"""Reads an optimizer state dict in torch's format: which saved entry belongs to which parameter, and is it sound."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_cxl.errors import CheckpointError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def parameter_name(group: Mapping[str, Any], index: int) -> str:
+    """Return how messages call parameter `index` of `group`: its name where known, else place and shape."""
+    names = group.get("param_names")
+    if names is not None:
+        return f"`{names[index]}`"
+    return f"parameter {index} of its group (shape {tuple(group['params'][index].shape)})"
+
+
+def match_groups(
+    own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[tuple[Mapping[str, Any], list[Hashable]]]:
+    """Return for each own group the saved group that it continues and the saved id of each of its parameters.
+
+    By parameter name when every group of both sides has names, so that order does not matter; else by order.
+
+    Raises:
+        CheckpointError: the two sides do not have the same groups of parameters.
+    """
+    if len(own) != len(saved):
+        raise CheckpointError(
+            f"the saved optimizer state has {len(saved)} parameter groups, this optimizer has {len(own)}: "
+            "configure the optimizer as it was when the checkpoint was written"
+        )
+    if all("param_names" in group for group in [*own, *saved]):
+        return _match_by_name(own, saved)
+    matched: list[tuple[Mapping[str, Any], list[Hashable]]] = []
+    for index, (group, saved_group) in enumerate(zip(own, saved, strict=True)):
+        if len(group["params"]) != len(saved_group["params"]):
+            raise CheckpointError(
+                f"group {index} of the saved optimizer state has {len(saved_group['params'])} parameters, "
+                f"this optimizer's has {len(group['params'])}: the model or the groups have changed"
+            )
+        matched.append((saved_group, list(saved_group["params"])))
+    return matched
+
+
+def _match_by_name(
+    own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[tuple[Mapping[str, Any], list[Hashable]]]:
+    places = {
+        name: (index, param_id)
+        for index, group in enumerate(saved)
+        for name, param_id in zip(group["param_names"], group["params"], strict=True)
+    }
+    own_names = {name for group in own for name in group["param_names"]}
+    if own_names != places.keys():
+        raise CheckpointError(
+            "the saved optimizer state is for other parameters: "
+            f"not in the checkpoint: {_some(own_names - places.keys())}; "
+            f"not in this optimizer: {_some(places.keys() - own_names)}"
+        )
+    matched: list[tuple[Mapping[str, Any], list[Hashable]]] = []
+    for index, group in enumerate(own):
+        names = group["param_names"]
+        sources = sorted({places[name][0] for name in names}) or [index]
+        if len(sources) > 1:
+            raise CheckpointError(
+                f"parameters of group {index} ({_some(names)}) are spread over the saved groups {sources}: "
+                "their hyper-parameters cannot be merged; group the parameters as when the checkpoint was written"
+            )
+        matched.append((saved[sources[0]], [places[name][1] for name in names]))
+    return matched
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first few names, sorted, or ``"none"``."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
+    return ", ".join(f"`{name}`" for name in ordered[:5]) + more or "none"
+
+
+def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
+    """Check that `entry` is an Adam state that fits `parameter`.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape; names the parameter.
+    """
+    missing = [key for key in ("step", *_MOMENTS) if key not in entry]
+    if missing:
+        raise CheckpointError(
+            f"the saved state of {name} has no {', '.join(missing)} (only {', '.join(map(str, entry)) or 'nothing'}): "
+            "only the state of Adam or AdamW can be loaded"
+        )
+    for key in _MOMENTS:
+        value = entry[key]
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise CheckpointError(
+                f"the saved {key} of {name} has shape {found}, the parameter has {tuple(parameter.shape)}: "
+                "the checkpoint is of another model"
+            )
+    step = entry["step"]
+    if isinstance(step, torch.Tensor) and step.numel() != 1:
+        raise CheckpointError(f"the saved step of {name} has shape {tuple(step.shape)}, it must be one number")
