@@ -1,5 +1,7 @@
 """Types of the compiled module `cython_ext/_numa.pyx`."""
 
+NOWHERE: int
+
 class Range:
     """Exports ``[address, address + nbytes)`` through the buffer protocol and keeps `owner` alive."""
 
@@ -21,3 +23,4 @@ class Mapping:
     def discard(self, offset: int, nbytes: int) -> None: ...
 
 def page_nodes(address: int, nbytes: int) -> dict[int, int]: ...
+def gather_pages(address: int, nbytes: int, node_id: int) -> None: ...

@@ -8,6 +8,7 @@ a lock that user code can hold: pools only append to a deque there and drain it 
 ever closed under a living tensor: closing a resource gives back what is free and lets the rest follow by itself.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,7 +53,7 @@ class Buffer:
         parent: the buffer or mapping these bytes were cut from; kept alive.
     """
 
-    __slots__ = ("address", "nbytes", "spans", "resource", "parent", "__weakref__")
+    __slots__ = ("__weakref__", "address", "nbytes", "parent", "resource", "spans")
 
     def __init__(
         self, address: int, nbytes: int, spans: tuple[Span, ...], resource: MemoryResource | None, parent: object = None
@@ -86,17 +87,31 @@ class Buffer:
             num_elements *= size
         needed = num_elements * dtype.itemsize
         if needed > self.nbytes:
-            raise ValueError(f"a tensor of shape {tuple(shape)} and {dtype} needs {needed} bytes, the buffer has {self.nbytes}")
+            raise ValueError(
+                f"a tensor of shape {tuple(shape)} and {dtype} needs {needed} bytes, the buffer has {self.nbytes}"
+            )
         if num_elements == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         return torch.frombuffer(Range(self.address, needed, self), dtype=dtype, count=num_elements).view(tuple(shape))
 
 
-def cut_spans(spans: tuple[Span, ...], offset: int, nbytes: int) -> tuple[Span, ...]:
-    """Return the spans of ``[offset, offset + nbytes)``, with offsets relative to its start."""
+def cut_spans(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span, ...]:
+    """Return the spans of ``[offset, offset + nbytes)``, with offsets relative to its start.
+
+    Args:
+        spans: in order, without gaps.
+        offset: start of the part.
+        nbytes: size of the part.
+    """
     cut = []
-    for span in spans:
+    for index in range(bisect_right(spans, offset, key=_span_offset) - 1, len(spans)):
+        span = spans[index]
         begin, end = max(span.offset, offset), min(span.offset + span.nbytes, offset + nbytes)
-        if begin < end:
-            cut.append(Span(span.tier, span.node_id, begin - offset, end - begin))
+        if begin >= end:
+            break
+        cut.append(Span(span.tier, span.node_id, begin - offset, end - begin))
     return tuple(cut)
+
+
+def _span_offset(span: Span) -> int:
+    return span.offset

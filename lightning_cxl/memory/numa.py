@@ -1,0 +1,193 @@
+"""The leaf resource: memory of one NUMA node, placed so that it is really there and nothing is ever killed for it.
+
+[Note: Placing Pages Safely]
+``MPOL_BIND`` to a node that is too full ends a process with SIGKILL, and ``MPOL_PREFERRED`` goes elsewhere without a
+word. So every range of pages goes through `NumaResource.commit`: compare the request with what the node has free,
+prefer the node, populate in steps, and after each step ask the kernel where the pages are. Pages that lie elsewhere
+are moved over once (that makes the kernel drop file cache on the node, and never kills); if some still do, the whole
+range is given back and `TierFullError` raised. Pinning comes after all this, see `memory/pinned.py`.
+"""
+
+import errno
+from collections.abc import Callable
+from typing import Protocol
+
+from lightning_cxl._numa import NOWHERE, Mapping, gather_pages, page_nodes
+from lightning_cxl.errors import PlacementError, TierFullError
+from lightning_cxl.memory.resource import Buffer, Span
+from lightning_cxl.tiers.topology import Topology
+from lightning_cxl.units import format_bytes
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 * 2**20
+_STEP_BYTES = 256 * 2**20
+
+PageNodes = Callable[[int, int], dict[int, int]]
+"""Where the pages of (address, nbytes) are: bytes per node id."""
+
+
+class PageSource(Protocol):
+    """What backs ranges of a mapping with memory: one node, or several in stripes."""
+
+    tier_name: str
+    inherit: bool
+
+    def free_bytes(self) -> int:
+        """Return how much could be committed now without hurting anyone."""
+
+    def commit(self, mapping: Mapping, offset: int, nbytes: int) -> tuple[Span, ...]:
+        """Back ``[offset, offset + nbytes)`` of `mapping` now, or leave it unbacked and raise.
+
+        Returns:
+            Which node got which part, offsets relative to the mapping.
+
+        Raises:
+            TierFullError: not enough free memory, or the pages landed elsewhere.
+            PlacementError: the kernel refuses to place pages.
+        """
+
+
+class NumaResource:
+    """Allocates from one node, straight from the OS: whole pages, populated, verified.
+
+    Args:
+        tier_name: tier the bytes are accounted to.
+        node_id: NUMA node of the pages.
+        topology: answers how much is free.
+        inherit: whether forked children see the memory.
+        free_bytes: replaces the topology's answer to "how much is free on the node".
+        where: replaces the kernel's answer to "where are these pages"; by default it is asked only when the machine
+            has more than one node.
+    """
+
+    def __init__(
+        self,
+        tier_name: str,
+        node_id: int,
+        topology: Topology,
+        *,
+        inherit: bool = False,
+        free_bytes: Callable[[], int] | None = None,
+        where: PageNodes | None = None,
+    ) -> None:
+        self.tier_name = tier_name
+        self.node_id = node_id
+        self.inherit = inherit
+        self._topology = topology
+        self._free_bytes = free_bytes
+        self._single_node = len({node for tier in topology.tiers for node in tier.node_ids}) == 1
+        self._where = where if where is not None else (None if self._single_node else page_nodes)
+
+    def free_bytes(self) -> int:
+        """Return what the node and the process's limits leave, head-room subtracted."""
+        if self._free_bytes is not None:
+            return self._free_bytes()
+        return self._topology.node_free_bytes(self.node_id)
+
+    def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> Buffer:
+        """Return `nbytes` of this node's memory, see `allocate_pages`."""
+        return allocate_pages(self, nbytes, alignment)
+
+    def deallocate(self, buffer: Buffer) -> None:
+        """Nothing to do: the mapping dies with its buffer."""
+
+    def commit(self, mapping: Mapping, offset: int, nbytes: int) -> tuple[Span, ...]:
+        """Back a range with this node's pages. See [Note: Placing Pages Safely]."""
+        free = self.free_bytes()
+        if nbytes > free:
+            raise TierFullError(
+                f"cannot place {format_bytes(nbytes)} on node {self.node_id} of tier `{self.tier_name}`: "
+                f"{format_bytes(free)} free. Use a smaller job, or allow another tier."
+            )
+        return self.back(mapping, offset, nbytes)
+
+    def back(self, mapping: Mapping, offset: int, nbytes: int) -> tuple[Span, ...]:
+        """Do what `commit` does for a caller that has just compared the request with what is free."""
+        self._prefer(mapping, offset, nbytes)
+        huge = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if huge:
+            mapping.advise_huge(offset, huge)
+        try:
+            for begin in range(offset, offset + nbytes, _STEP_BYTES):
+                self._populate(mapping, begin, min(_STEP_BYTES, offset + nbytes - begin))
+        except BaseException:
+            mapping.discard(offset, nbytes)
+            raise
+        return (Span(self.tier_name, self.node_id, offset, nbytes),)
+
+    def _prefer(self, mapping: Mapping, offset: int, nbytes: int) -> None:
+        try:
+            mapping.prefer(offset, nbytes, self.node_id)
+        except OSError as error:
+            if self._single_node:
+                return  # a container without mbind: there is only one place the pages can go
+            raise PlacementError(
+                f"the kernel refused to place memory on node {self.node_id} of tier `{self.tier_name}` ({error}). In a "
+                f"container allow the system calls mbind and move_pages (CAP_SYS_NICE), and check the cpuset."
+            ) from error
+
+    def _populate(self, mapping: Mapping, offset: int, nbytes: int) -> None:
+        try:
+            mapping.populate(offset, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOMEM, errno.EFAULT):
+                raise
+            raise TierFullError(
+                f"the kernel has no memory for {format_bytes(nbytes)} on tier `{self.tier_name}` ({error}). "
+                f"Use a smaller job, or raise the memory limit of this process (ulimit, cgroup)."
+            ) from error
+        if self._where is None or not self._elsewhere(mapping, offset, nbytes):
+            return
+        gather_pages(mapping.address + offset, nbytes, self.node_id)
+        elsewhere = self._elsewhere(mapping, offset, nbytes)
+        if elsewhere:
+            nodes = ", ".join(f"{format_bytes(size)} on node {node}" for node, size in sorted(elsewhere.items()))
+            raise TierFullError(
+                f"node {self.node_id} of tier `{self.tier_name}` is full: of {format_bytes(nbytes)} the kernel put "
+                f"{nodes}. They were given back. Free memory on that node, or allow another tier."
+            )
+
+    def _elsewhere(self, mapping: Mapping, offset: int, nbytes: int) -> dict[int, int]:
+        """Return the bytes that are on other nodes, per node."""
+        assert self._where is not None
+        try:
+            nodes = self._where(mapping.address + offset, nbytes)
+        except OSError as error:
+            raise PlacementError(
+                f"the kernel refuses to say where pages are ({error}). In a container allow the system call move_pages."
+            ) from error
+        return {node: size for node, size in nodes.items() if node not in (self.node_id, NOWHERE)}
+
+
+def allocate_pages(source: PageSource, nbytes: int, alignment: int) -> Buffer:
+    """Map `nbytes`, back them from `source`, and return the buffer that owns the mapping.
+
+    From 2 MiB on the start is aligned to a transparent huge page. Zero bytes need no memory.
+
+    Raises:
+        TierFullError: no addresses or not enough free memory; nothing stays mapped.
+    """
+    if nbytes == 0:
+        return Buffer(0, 0, (), None)
+    whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    page = HUGE_PAGE_BYTES if whole >= HUGE_PAGE_BYTES else PAGE_BYTES
+    mapping = reserve(whole, max(alignment, page), source.inherit)
+    spans = source.commit(mapping, 0, whole)
+    last = spans[-1]
+    spans = (*spans[:-1], Span(last.tier, last.node_id, last.offset, nbytes - last.offset))
+    return Buffer(mapping.address, nbytes, spans, None, mapping)
+
+
+def reserve(nbytes: int, alignment: int, inherit: bool) -> Mapping:
+    """Reserve addresses without backing them.
+
+    Raises:
+        TierFullError: the address space of the process is limited or full.
+    """
+    try:
+        return Mapping(nbytes, alignment, inherit)
+    except OSError as error:
+        raise TierFullError(
+            f"cannot reserve {format_bytes(nbytes)} of addresses ({error}). Raise `ulimit -v` and "
+            f"`vm.overcommit_memory`, or lower the budgets of the tiers."
+        ) from error

@@ -1,0 +1,139 @@
+"""Page-lock memory and register it with the CUDA driver, so that copies can run beside compute.
+
+Pin after placing: see [Note: Placing Pages Safely]. A long-term pin moves pages out of a zone of movable memory, which
+CXL memory often is, silently to another node; so the kernel is asked again afterwards.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from lightning_cxl._numa import page_nodes
+from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
+from lightning_cxl.memory.numa import PageNodes
+from lightning_cxl.memory.resource import Buffer, MemoryResource
+from lightning_cxl.units import format_bytes
+
+# One copy must not cross the border of two registrations, so a chunk is larger than any sane tensor; the driver fails
+# above 128 GiB, where the size of its page tables no longer fits an int (open-gpu-kernel-modules, PR 1234).
+_CHUNK_BYTES = 16 * 2**30
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+def cuda_register(address: int, nbytes: int) -> None:
+    """Page-lock ``[address, address + nbytes)`` for all CUDA devices.
+
+    Raises:
+        PinnedMemoryError: the driver refuses, or there is none.
+    """
+    try:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA, or no driver
+        raise PinnedMemoryError(f"CUDA cannot be used: {error}") from error
+    if code == 0:
+        return
+    # the failure also stays behind as the runtime's "last error": let a launch that does not matter report it
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    raise PinnedMemoryError(f"cudaHostRegister of {format_bytes(nbytes)} failed with CUDA error {code}")
+
+
+def cuda_unregister(address: int) -> None:
+    """Undo `cuda_register`. Never raises: it runs while buffers die, when the driver may be gone already."""
+    try:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    except Exception:
+        return
+
+
+class PinnedResource:
+    """Page-locks every buffer of `upstream`; put a pool above it, for this is slow.
+
+    The first failure makes it pass on pageable memory from then on, with one warning.
+
+    Args:
+        upstream: gives the memory; populated already.
+        required: raise `PinnedMemoryError` on a failure instead.
+        register: page-locks (address, nbytes), raising `PinnedMemoryError`.
+        unregister: undoes it, given the address.
+        where: asks where pages are, after pinning; None on a machine where they can only be in one place.
+        chunk_bytes: most bytes of one registration.
+    """
+
+    def __init__(
+        self,
+        upstream: MemoryResource,
+        *,
+        required: bool = False,
+        register: Callable[[int, int], None] = cuda_register,
+        unregister: Callable[[int], None] = cuda_unregister,
+        where: PageNodes | None = page_nodes,
+        chunk_bytes: int = _CHUNK_BYTES,
+    ) -> None:
+        self.pageable = False
+        self._upstream = upstream
+        self._required = required
+        self._register = register
+        self._unregister = unregister
+        self._where = where
+        self._chunk_bytes = chunk_bytes
+        self._chunks: dict[int, list[int]] = {}  # buffer address -> addresses registered
+        self._pid = os.getpid()
+
+    def allocate(self, nbytes: int, *, alignment: int = 4096) -> Buffer:
+        """Return a pinned buffer, or a pageable one after a failure.
+
+        Raises:
+            TierFullError: `upstream` is exhausted.
+            PinnedMemoryError: pinning failed and is required; nothing stays allocated.
+        """
+        if not self.pageable and nbytes:
+            try:
+                return self._allocate_pinned(nbytes, alignment)
+            except PinnedMemoryError as error:
+                if self._required:
+                    raise
+                reason = str(error)
+            self.pageable = True
+            warnings.warn(
+                f"{reason} Memory stays pageable: copies to and from it wait.", LightningCXLWarning, stacklevel=2
+            )
+        return self._upstream.allocate(nbytes, alignment=alignment)
+
+    def deallocate(self, buffer: Buffer) -> None:
+        """Unregister a dying buffer; `upstream` gets its own buffer back afterwards by itself."""
+        for address in self._chunks.pop(buffer.address, ()):
+            if os.getpid() == self._pid:  # a forked child has neither the memory nor the driver
+                self._unregister(address)
+
+    def _allocate_pinned(self, nbytes: int, alignment: int) -> Buffer:
+        inner = self._upstream.allocate(nbytes, alignment=max(alignment, 4096))
+        # from here on the new buffer's death unregisters what was registered
+        chunks = self._chunks[inner.address] = []
+        buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
+        for offset in range(0, nbytes, self._chunk_bytes):
+            try:
+                self._register(buffer.address + offset, min(self._chunk_bytes, nbytes - offset))
+            except PinnedMemoryError as error:
+                raise PinnedMemoryError(
+                    f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l`, "
+                    f"or set pin_memory=False."
+                ) from error
+            chunks.append(buffer.address + offset)
+        self._check_nodes(buffer)
+        return buffer
+
+    def _check_nodes(self, buffer: Buffer) -> None:
+        if self._where is None:
+            return
+        nodes = {span.node_id for span in buffer.spans}
+        moved = {node: size for node, size in self._where(buffer.address, buffer.nbytes).items() if node not in nodes}
+        if moved:
+            raise PinnedMemoryError(
+                f"page-locking moved {format_bytes(sum(moved.values()))} of {format_bytes(buffer.nbytes)} on nodes "
+                f"{sorted(nodes)} to nodes {sorted(moved)}: their memory is online as movable. Bring it online with "
+                f"`daxctl online-memory --no-movable`, or set pin_memory=False."
+            )
