@@ -70,6 +70,10 @@ class OffloadConfig:
             raise ConfigError(f'tiers must map tier names to budgets, such as {{"cxl": "64GiB"}}, got {self.tiers!r}')
         return {name: _budget(name, value) for name, value in self.tiers.items()}
 
+    def describe(self, origins: Mapping[str, Origin]) -> dict[str, dict[str, Any]]:
+        """Return every field as ``{"value": ..., "origin": ...}`` for a report; `origins` as `resolve` returns them."""
+        return {f.name: {"value": getattr(self, f.name), "origin": origins[f.name]} for f in fields(self)}
+
     @classmethod
     def resolve(cls, **explicit: Any) -> tuple["OffloadConfig", dict[str, Origin]]:
         """Build the configuration from arguments, environment and defaults, in that precedence.

@@ -1,19 +1,18 @@
 """The `tier` decorator: says on a module class or instance where its tensors live. Imports no torch.
 
 [Note: Constructing a Decorated Class]
-While an object of a decorated class (or of a subclass) is under construction, its `TierSpec` is what
-`constructing_spec()` returns, so that the allocator hook can place each weight from the first byte. The class's
-``__init__`` is replaced by a `_ConstructingInit`. Read from the class it is the plain function, so signatures, source
-code and explicit base calls look untouched (LightningCLI and ``save_hyperparameters`` read them). Read from an
-instance it is the plain method if that instance is already under construction, else a method that enters the spec
-around it. Subclasses get one of their own, when they are defined or when their base is decorated, so that what their
-``__init__`` creates after ``super().__init__()`` counts too.
+While an object of a decorated class (or of a subclass) is under construction, `constructing_spec` returns what its
+class says, so that the allocator hook can place each weight from the first byte. It finds out by looking at the call
+stack for running ``__init__`` functions whose first argument is such an object. Nothing is wrapped, on purpose: a class
+keeps its own ``__init__``, which LightningCLI reads with `inspect` and ``save_hyperparameters`` finds on the stack (a
+wrapper between a subclass and its base loses the subclass's arguments), and what a subclass creates after
+``super().__init__()`` counts as well. A constructor compiled to native code has no frame and is not seen.
 """
 
-import contextvars
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.tiers.placement import TensorRole
@@ -136,15 +135,20 @@ def instance_spec(module: object) -> TierSpec | None:
 
 
 def constructing_spec() -> TierSpec | None:
-    """Return the spec of the innermost decorated class under construction, empty fields filled from outer ones."""
-    stack = _CONSTRUCTING.get()
-    return stack[-1][1] if stack else None
+    """Return what the decorated classes under construction in this thread say, the innermost first; None without any.
 
-
-# (object under construction, its spec), outermost first
-_CONSTRUCTING: contextvars.ContextVar[tuple[tuple[object, TierSpec], ...]] = contextvars.ContextVar(
-    "lightning_cxl_constructing", default=()
-)
+    See [Note: Constructing a Decorated Class].
+    """
+    spec: TierSpec | None = None
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount > 0:
+            own = class_spec(type(frame.f_locals.get(code.co_varnames[0])))
+            if own is not None:
+                spec = own if spec is None else spec.or_else(own)
+        frame = frame.f_back
+    return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,69 +162,7 @@ class _Mark:
             kind = target.__name__ if isinstance(target, type) else f"a {type(target).__name__}"
             raise ConfigError(f"tier({self.spec}) decorates an nn.Module class or instance, got {kind}")
         if isinstance(target, type):
-            if _MARK not in vars(target):
-                setattr(target, "__init_subclass__", _subclass_hook(target))  # noqa: B010  mypy forbids an assignment
-                _watch_tree(target)
             setattr(target, _MARK, self.spec.or_else(vars(target).get(_MARK)))
         else:
             setattr(target, _MARK, self.spec.or_else(instance_spec(target)))
         return target
-
-
-class _ConstructingInit:
-    """Stands in for the ``__init__`` of a decorated class. See [Note: Constructing a Decorated Class]."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
-
-    def __get__(self, instance: object | None, owner: type | None = None) -> Any:
-        if instance is None:
-            return self.function
-        method = self.function.__get__(instance, owner)
-        if any(instance is other for other, _ in _CONSTRUCTING.get()):
-            return method
-        return _Construction(instance, method)
-
-
-@dataclass(frozen=True, slots=True)
-class _Construction:
-    """A bound ``__init__`` that enters the spec of its instance's class."""
-
-    instance: object
-    method: Callable[..., None]
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> None:
-        spec = class_spec(type(self.instance))
-        assert spec is not None, "only decorated classes and their subclasses are watched"
-        token = _CONSTRUCTING.set((*_CONSTRUCTING.get(), (self.instance, spec.or_else(constructing_spec()))))
-        try:
-            self.method(*args, **kwargs)
-        finally:
-            _CONSTRUCTING.reset(token)
-
-
-def _subclass_hook(decorated: type[Any]) -> Any:
-    """Return an ``__init_subclass__`` for a decorated class that does what it did, then watches the new class."""
-    own = vars(decorated).get("__init_subclass__")
-
-    def __init_subclass__(new_class: type[Any], /, **kwargs: Any) -> None:
-        if own is not None:
-            own.__get__(None, new_class)(**kwargs)
-        else:
-            super(decorated, new_class).__init_subclass__(**kwargs)
-        _watch_init(new_class)
-
-    return classmethod(__init_subclass__)
-
-
-def _watch_tree(cls: type[Any]) -> None:
-    """Watch the constructors of a class and of the subclasses that it already has."""
-    _watch_init(cls)
-    for subclass in cls.__subclasses__():
-        _watch_tree(subclass)
-
-
-def _watch_init(cls: type) -> None:
-    first = next(vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base))
-    if not isinstance(first, _ConstructingInit):
-        setattr(cls, "__init__", _ConstructingInit(first))  # noqa: B010  mypy forbids an assignment

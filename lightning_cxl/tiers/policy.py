@@ -71,11 +71,13 @@ class RoleHomePolicy:
     Args:
         topology: the tiers there are.
         pin: a device copies to and from host memory: page-lock what it touches (never masters and moments).
+        cpu_computes: the CPU is the accelerator, so it reads the weights all the time: they are at home in DRAM then.
     """
 
-    def __init__(self, topology: Topology, *, pin: bool = False) -> None:
+    def __init__(self, topology: Topology, *, pin: bool = False, cpu_computes: bool = False) -> None:
         self._topology = topology
         self._pin = pin
+        self._homes = {**_HOMES, TensorRole.COMPUTE_WEIGHTS: _DRAM_FIRST} if cpu_computes else _HOMES
 
     def place(self, request: PlacementRequest, free: Mapping[str, int]) -> Placement:
         """Return the explicit tier or the role's home, then the others.
@@ -88,7 +90,7 @@ class RoleHomePolicy:
             others = [name for name in self._topology.names if name != first]
             reason = request.source or "asked for explicitly"
         else:
-            first, *others = self._by_kind(_HOMES[request.role])
+            first, *others = self._by_kind(self._homes[request.role])
             reason = f"home of {request.role.value}"
         if free.get(first, request.nbytes) < request.nbytes:
             reason += f"; {first} has {format_bytes(free[first])} free of {format_bytes(request.nbytes)} needed"

@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import json
 import pickle
 
 import pytest
@@ -108,6 +109,14 @@ def test_default_passed_explicitly_does_not_beat_environment(monkeypatch):
     config, origins = OffloadConfig.resolve(num_threads=None, units="auto")
     assert (config.num_threads, origins["num_threads"]) == (3, "environment")
     assert origins["units"] == "default"
+
+
+def test_describe_tells_where_values_come_from():
+    config, origins = OffloadConfig.resolve(tiers={"cxl": "1GiB"})
+    described = config.describe(origins)
+    assert list(described) == NAMES
+    assert described["tiers"] == {"value": {"cxl": "1GiB"}, "origin": "argument"}
+    assert json.loads(json.dumps(described)) == described
 
 
 def test_resolve_refuses_unknown_options():

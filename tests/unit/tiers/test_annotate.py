@@ -1,8 +1,9 @@
-import contextvars
 import copy
 import inspect
 import pickle
+import threading
 
+import jsonargparse
 import pytest
 import torch
 from torch import nn
@@ -247,17 +248,42 @@ def test_decorated_modules_copy_and_pickle_and_compute():
     assert module(torch.zeros(1, 8)).shape == (1, 8)
 
 
-def test_another_context_sees_nothing():
+def test_another_thread_sees_nothing():
     seen = []
 
     @tier("cxl")
     class Spy(nn.Module):
         def __init__(self):
             super().__init__()
-            seen.append(contextvars.Context().run(constructing_spec))
+            thread = threading.Thread(target=lambda: seen.append(constructing_spec()))
+            thread.start()
+            thread.join()
 
     Spy()
     assert seen == [None]
+
+
+def test_self_may_have_any_name_and_be_captured():
+    @tier(weights="cxl")
+    class Odd(nn.Module):
+        def __init__(this):
+            super().__init__()
+            this.seen = constructing_spec()
+            this.read_seen = lambda: this.seen
+
+    assert Odd().read_seen() == TierSpec(weights="cxl")
+
+
+def test_lightning_cli_reads_the_arguments_of_decorated_classes_and_subclasses():
+    class Sub(Block):
+        def __init__(self, depth: int, **kwargs) -> None:
+            super().__init__(**kwargs)
+
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(Sub, "model")
+    arguments = parser.parse_args(["--model.depth=3", "--model.width=2"])
+    assert arguments.model.as_dict() == {"depth": 3, "width": 2, "bias": True}
+    assert Sub(**arguments.model.as_dict()).seen == BLOCK
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,12 @@ def test_every_role_has_a_home(role):
     assert role.value in placement.reason
 
 
+def test_weights_are_at_home_where_the_cpu_computes():
+    policy = RoleHomePolicy(TOPOLOGY, cpu_computes=True)
+    assert policy.place(PlacementRequest(TensorRole.COMPUTE_WEIGHTS, 1), FREE).tiers == ("dram", "cxl")
+    assert policy.place(PlacementRequest(TensorRole.ACTIVATIONS, 1), FREE).tiers == ("cxl", "dram")
+
+
 @pytest.mark.parametrize("role", list(TensorRole))
 def test_masters_and_moments_are_never_pinned(role):
     placement = RoleHomePolicy(TOPOLOGY, pin=True).place(PlacementRequest(role, 1024), FREE)
