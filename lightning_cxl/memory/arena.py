@@ -32,7 +32,7 @@ class ArenaResource(ReclaimingResource):
         self._source = source
         self._budget = budget
         self._step_bytes = step_bytes
-        self._mapping = reserve(reserve_bytes, HUGE_PAGE_BYTES, source.inherit)
+        self._mapping = reserve(reserve_bytes, HUGE_PAGE_BYTES, source)
         self._blocks = BlockList()
         self._blocks.add_range(0, self._mapping.nbytes)
         self._used_bytes = 0
@@ -87,13 +87,14 @@ class ArenaResource(ReclaimingResource):
             return self._used_bytes, self._backed
 
     def _grow(self, end: int) -> None:
-        rounded = min(-(-end // self._step_bytes) * self._step_bytes, self._mapping.nbytes)
-        try:
-            self._back_up_to(rounded)
-        except TierFullError:  # the last bytes of a budget need no whole step
-            if whole_pages(end) == rounded:
-                raise
-            self._back_up_to(whole_pages(end))
+        """Back the range up to `end` and some more; near the end of a budget by less and less more."""
+        sizes = [min(-(-end // unit) * unit, self._mapping.nbytes) for unit in (self._step_bytes, HUGE_PAGE_BYTES)]
+        for size in sizes:
+            try:
+                return self._back_up_to(size)
+            except TierFullError:
+                continue
+        self._back_up_to(whole_pages(end))
 
     def _back_up_to(self, end: int) -> None:
         nbytes = end - self._backed

@@ -171,23 +171,23 @@ def allocate_pages(source: PageSource, nbytes: int, alignment: int) -> Buffer:
         return Buffer(0, 0, (), None)
     whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
     page = HUGE_PAGE_BYTES if whole >= HUGE_PAGE_BYTES else PAGE_BYTES
-    mapping = reserve(whole, max(alignment, page), source.inherit)
+    mapping = reserve(whole, max(alignment, page), source)
     spans = source.commit(mapping, 0, whole)
     last = spans[-1]
     spans = (*spans[:-1], Span(last.tier, last.node_id, last.offset, nbytes - last.offset))
     return Buffer(mapping.address, nbytes, spans, None, mapping)
 
 
-def reserve(nbytes: int, alignment: int, inherit: bool) -> Mapping:
-    """Reserve addresses without backing them.
+def reserve(nbytes: int, alignment: int, source: PageSource) -> Mapping:
+    """Reserve addresses for `source` to back.
 
     Raises:
         TierFullError: the address space of the process is limited or full.
     """
     try:
-        return Mapping(nbytes, alignment, inherit)
-    except OSError as error:
+        return Mapping(nbytes, alignment, source.inherit)
+    except (OSError, OverflowError) as error:
         raise TierFullError(
-            f"cannot reserve {format_bytes(nbytes)} of addresses ({error}). Raise `ulimit -v` and "
-            f"`vm.overcommit_memory`, or lower the budgets of the tiers."
+            f"cannot reserve {format_bytes(nbytes)} of addresses for tier `{source.tier_name}` ({error}). Use a smaller "
+            f"job, raise `ulimit -v` and `vm.overcommit_memory`, or lower the budget of `{source.tier_name}`."
         ) from error

@@ -82,10 +82,7 @@ class PoolResource(ReclaimingResource):
     def _allocate_small(self, nbytes: int, alignment: int) -> Buffer:
         address = self._blocks.allocate(nbytes, alignment)
         if address is None:
-            try:
-                slab = self._new_slab(self._slab_bytes, 4096)
-            except TierFullError:  # a budget smaller than a slab may still hold the request
-                slab = self._new_slab(nbytes, max(alignment, 4096))
+            slab = self._new_shared_slab(nbytes, alignment)
             self._shared[slab.address] = slab
             insort(self._shared_starts, slab.address)
             self._blocks.add_range(slab.address, slab.nbytes)
@@ -93,6 +90,14 @@ class PoolResource(ReclaimingResource):
             assert address is not None
         slab = self._shared[self._shared_starts[bisect_right(self._shared_starts, address) - 1]]
         return Buffer(address, nbytes, cut_spans(slab.spans, address - slab.address, nbytes), self)
+
+    def _new_shared_slab(self, nbytes: int, alignment: int) -> Buffer:
+        for size in (self._slab_bytes, self._large_bytes):
+            try:
+                return self._new_slab(size, max(alignment, 4096))
+            except TierFullError:
+                continue
+        return self._new_slab(nbytes, max(alignment, 4096))  # the end of a budget may still hold the request itself
 
     def _new_slab(self, nbytes: int, alignment: int) -> Buffer:
         nbytes = whole_pages(nbytes)

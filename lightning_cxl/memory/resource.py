@@ -8,8 +8,9 @@ a lock that user code can hold: pools only append to a deque there and drain it 
 ever closed under a living tensor: closing a resource gives back what is free and lets the rest follow by itself.
 """
 
+import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,10 +65,10 @@ class Buffer:
         self.resource = resource
         self.parent = parent
 
-    def __del__(self) -> None:
-        """Hand the bytes back to the resource they came from."""
+    def __del__(self, _finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Hand the bytes back to the resource they came from; while the interpreter ends, leave that to the OS."""
         resource = getattr(self, "resource", None)
-        if resource is not None:
+        if resource is not None and not _finalizing():
             resource.deallocate(self)
 
     def slice(self, offset: int, nbytes: int) -> "Buffer":

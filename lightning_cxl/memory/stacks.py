@@ -172,11 +172,14 @@ class HostMemory:
         try:
             return stack.allocate(nbytes, alignment=alignment)
         except TierFullError:
-            # the tier's other stacks, or those of a tier on the same nodes, may keep memory that nobody uses
-            before = sum(other.held_bytes() for other in self._neighbours(stacks))
-            for other in self._neighbours(stacks):
+            # the tier's other stacks may keep memory that nobody uses; or those of a tier on the same nodes, unless it is
+            # the budget that is exhausted
+            by_budget = stacks.held_bytes() + nbytes > stacks.budget.limit_bytes
+            others = [stacks] if by_budget else self._neighbours(stacks)
+            before = sum(other.held_bytes() for other in others)
+            for other in others:
                 other.trim()
-            if sum(other.held_bytes() for other in self._neighbours(stacks)) == before:
+            if sum(other.held_bytes() for other in others) == before:
                 raise
             return stack.allocate(nbytes, alignment=alignment)
 

@@ -1,0 +1,224 @@
+"""What every memory resource and every canonical stack promises."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lightning_cxl._numa import page_nodes
+from lightning_cxl.errors import TierFullError
+from lightning_cxl.memory.adaptors import Budget, BudgetResource
+from lightning_cxl.memory.arena import ArenaResource
+from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.pinned import PinnedResource
+from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.memory.resource import Buffer, MemoryResource
+from lightning_cxl.memory.striped import StripedResource
+from lightning_cxl.memory.tier_stacks import TierStacks
+from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.tiers.topology import Topology
+
+MIB = 2**20
+LIMIT = 64 * MIB
+
+
+@dataclass
+class Case:
+    """A resource, and how many bytes its whole stack holds from the OS."""
+
+    resource: MemoryResource
+    held_bytes: Callable[[], int] = lambda: 0
+
+
+def numa(topology: Topology, free: int = LIMIT) -> NumaResource:
+    return NumaResource("cxl", 0, topology, free_bytes=lambda: free)
+
+
+def striped(topology: Topology) -> StripedResource:
+    return StripedResource([(numa(topology, LIMIT // 2), 3.0), (numa(topology, LIMIT // 2), 1.0)])
+
+
+def pin(upstream: MemoryResource) -> PinnedResource:
+    return PinnedResource(
+        upstream, register=lambda address, nbytes: None, unregister=lambda address: None, chunk_bytes=3 * MIB
+    )
+
+
+def make_stack(topology: Topology, kind: str, leaf: NumaResource | StripedResource) -> Case:
+    stacks = TierStacks(topology.tier("cxl"), leaf, LIMIT, pin)
+    role = TensorRole.ACTIVATIONS if kind == "activations" else TensorRole.COMPUTE_GRADS
+    return Case(stacks.stack(role, kind == "pinned"), lambda: (stacks.trim(), stacks.held_bytes())[1])
+
+
+def make_budgeted(topology: Topology) -> Case:
+    budget = Budget("cxl", LIMIT)
+    return Case(BudgetResource(numa(topology), budget), lambda: budget.held_bytes)
+
+
+CASES: dict[str, Callable[[Topology], Case]] = {
+    "numa": lambda topology: Case(numa(topology)),
+    "striped": lambda topology: Case(striped(topology)),
+    "budget": make_budgeted,
+    "pinned": lambda topology: Case(pin(numa(topology))),
+    "pool": lambda topology: Case(PoolResource(numa(topology), slab_bytes=MIB)),
+    "arena": lambda topology: Case(ArenaResource(numa(topology), Budget("cxl", LIMIT), LIMIT)),
+    "stack pageable": lambda topology: make_stack(topology, "pageable", numa(topology)),
+    "stack pinned": lambda topology: make_stack(topology, "pinned", numa(topology)),
+    "stack activations": lambda topology: make_stack(topology, "activations", numa(topology)),
+    "stack striped pageable": lambda topology: make_stack(topology, "pageable", striped(topology)),
+    "stack striped pinned": lambda topology: make_stack(topology, "pinned", striped(topology)),
+    "stack striped activations": lambda topology: make_stack(topology, "activations", striped(topology)),
+}
+
+
+@pytest.fixture(scope="module")
+def topology() -> Topology:
+    return Topology.detect()
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, topology: Topology) -> Iterator[Case]:
+    yield CASES[request.param](topology)
+
+
+@pytest.mark.parametrize("nbytes", [1, 63, 64, 4095, 4096, 100_003, 4 * MIB, 4 * MIB + 1, 9_000_001])
+def test_buffer_has_exactly_the_size_and_its_spans_cover_it(case: Case, nbytes: int) -> None:
+    buffer = case.resource.allocate(nbytes)
+
+    assert buffer.nbytes == nbytes
+    position = 0
+    for span in buffer.spans:
+        assert (span.offset, span.tier, span.node_id) == (position, "cxl", 0)
+        position += span.nbytes
+    assert position == nbytes
+
+
+@pytest.mark.parametrize("alignment", [64, 4096, 2 * MIB])
+@pytest.mark.parametrize("nbytes", [100, 5 * MIB + 1])
+def test_address_is_aligned_as_asked(case: Case, alignment: int, nbytes: int) -> None:
+    buffers = [case.resource.allocate(nbytes, alignment=alignment) for _ in range(3)]
+
+    assert [buffer.address % alignment for buffer in buffers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("nbytes", [1000, 6 * MIB])
+def test_memory_is_backed_on_return(case: Case, nbytes: int) -> None:
+    buffer = case.resource.allocate(nbytes)
+
+    assert page_nodes(buffer.address, nbytes) == {0: nbytes}
+
+
+def test_living_buffers_never_share_bytes(case: Case) -> None:
+    sizes = [1, 64, 100, 4096, 5000, 300_000, 3 * MIB, 7 * MIB]
+    buffers = [case.resource.allocate(size, alignment=64) for size in sizes * 2]
+    tensors = [buffer.tensor((buffer.nbytes,), torch.uint8).fill_(i) for i, buffer in enumerate(buffers)]
+
+    for i, tensor in enumerate(tensors):
+        assert bool((tensor == i).all())
+
+
+def test_zero_bytes_give_an_empty_buffer(case: Case) -> None:
+    buffer = case.resource.allocate(0)
+
+    assert (buffer.nbytes, buffer.spans) == (0, ())
+    assert buffer.tensor((0, 3), torch.float32).shape == (0, 3)
+
+
+@pytest.mark.parametrize("nbytes", [LIMIT + 1, 2**40, 2**50, 2**62, 2**63, 2**70])
+def test_too_much_is_refused_and_leaves_nothing_behind(case: Case, nbytes: int) -> None:
+    before = mapped_bytes()
+
+    with pytest.raises(TierFullError, match="tier `cxl`"):
+        case.resource.allocate(nbytes)
+
+    assert mapped_bytes() <= before + MIB
+    assert case.held_bytes() == 0
+    assert case.resource.allocate(LIMIT // 4).nbytes == LIMIT // 4
+
+
+def test_memory_comes_back_when_buffers_die(case: Case) -> None:
+    for _ in range(5):  # 5 x 36 MiB would not fit at once
+        buffers = [case.resource.allocate(size) for size in (20 * MIB, 15 * MIB, 3000)]
+        del buffers
+
+    assert case.held_bytes() == 0
+
+
+def test_tensor_keeps_its_memory_alive(case: Case) -> None:
+    tensor = case.resource.allocate(4 * MIB).tensor((MIB,), torch.float32)
+    view = tensor.fill_(3.0)[10:20]
+    del tensor
+    gc.collect()
+    case.resource.allocate(4 * MIB).tensor((MIB,), torch.float32).fill_(5.0)
+
+    assert view.tolist() == [3.0] * 10
+
+
+def test_thousands_of_cycles_do_not_leak(case: Case) -> None:
+    def cycle(times: int) -> None:
+        for i in range(times):
+            kept = [case.resource.allocate(size) for size in (100 + i % 7, 70_000, 4 * MIB if i % 20 == 0 else 5000)]
+            del kept
+
+    cycle(20)
+    before = mapped_bytes()
+    cycle(1000)
+
+    assert mapped_bytes() <= before + 16 * MIB
+    assert case.held_bytes() == 0
+
+
+def test_buffers_may_die_on_any_thread_and_inside_the_garbage_collector(case: Case) -> None:
+    class Knot:
+        def __init__(self, buffer: Buffer) -> None:
+            self.buffer, self.me = buffer, self
+
+    handed_over: list[Buffer] = []
+    stop = threading.Event()
+
+    def reaper() -> None:
+        while not stop.is_set() or handed_over:
+            if handed_over:
+                handed_over.pop()
+
+    thread = threading.Thread(target=reaper)
+    thread.start()
+    try:
+        for i in range(300):
+            handed_over.append(case.resource.allocate(500 + i))
+            Knot(case.resource.allocate(1000 + i))
+            if i % 150 == 0:
+                gc.collect()
+    finally:
+        stop.set()
+        thread.join()
+    gc.collect()
+
+    assert case.held_bytes() == 0
+
+
+def test_concurrent_allocations_get_disjoint_memory(topology: Topology) -> None:
+    for name in ("pool", "arena", "stack pinned", "stack activations"):
+        resource = CASES[name](topology).resource
+        wrong: list[int] = []
+
+        def work(mark: int, resource: MemoryResource = resource, wrong: list[int] = wrong) -> None:
+            for i in range(100):
+                tensor = resource.allocate(100 + 37 * i).tensor((100 + 37 * i,), torch.uint8).fill_(mark)
+                if not bool((tensor == mark).all()):
+                    wrong.append(mark)
+
+        threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == [], name
+
+
+def mapped_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * 4096
