@@ -1,0 +1,242 @@
+"""`HostAllocationMode`: host tensors that torch creates land on the tier that is asked for.
+
+[Note: What the Hook Touches]
+A dispatch mode sees every operator of its thread. An operator that creates a host tensor is answered with memory of
+ours of the same shape, strides and dtype:
+* ``empty*``, ``zeros*``, ``ones*``, ``full*`` run on the meta device (no bytes, torch's own checks and strides) and the
+  tensor is then made, and filled, in place;
+* ``clone``, ``.to``, ``pin_memory`` copy straight from the source into our memory;
+* every other factory (random numbers, ranges, windows) runs as it is, so that it draws the same numbers, and its result
+  is copied; so is what ``torch.tensor`` made, but not what shares memory with somebody else (``torch.from_numpy``).
+Arithmetic creates tensors as well, and those are left alone: they come and go. Only while weights are being made (a
+decorated module is under construction, or the role is COMPUTE_WEIGHTS) are they copied too, because
+``nn.Parameter(torch.randn(n) * 0.02)`` is a weight. Never touched: results on other devices, tensors without elements
+(torch resizes those), views, ``out=``, sparse and quantized tensors, tensor subclasses with a dispatch of their own,
+storages copied or read as a whole (``torch.load``, ``deepcopy`` of a tensor that is no parameter), and a forked child
+of this process (it does not inherit the memory).
+"""
+
+import enum
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_cxl.memory.lineage import Lineage
+from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.tiers.annotate import TierSpec, constructing_spec
+from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.tiers.placer import Placer
+
+_OPTIONS = {"dtype", "layout", "device", "pin_memory"}
+_EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
+_ONES = {"ones", "ones_like", "new_ones"}
+_FULL = {"full", "full_like", "new_full"}
+_COPIES = {"clone", "_to_copy", "_pin_memory"}
+_OPTIMIZER_STATE = (TensorRole.MOMENTUM, TensorRole.VARIANCE)
+
+
+class _Kind(enum.Enum):
+    FILLED = enum.auto()  # empty, zeros, ones, full
+    COPY = enum.auto()  # of the first argument
+    LIFT = enum.auto()  # how torch.tensor announces what it made
+    FACTORY = enum.auto()  # everything else that takes tensor options
+    COMPUTED = enum.auto()  # a new tensor, but no factory
+    OTHER = enum.auto()
+
+
+class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """While active, host tensors that torch creates in this thread go where role, tier and decorators say.
+
+    Which tier: the innermost of `tier` and the decorated module under construction; else the module that owns the
+    source of the new tensor (``zeros_like(parameter)`` in an optimizer); else the policy.
+
+    Args:
+        memory: where the tensors are made.
+        place: decides.
+        role: what they are for. None: weights, except that what an optimizer makes from a parameter with a ``*_like``
+            or ``new_*`` function is optimizer state.
+        tier: an explicit tier.
+
+    Raises:
+        TierFullError: from any factory, when the tiers are exhausted.
+        TierNotFoundError: from any factory, when a decorator names a tier that does not exist.
+    """
+
+    def __init__(
+        self, memory: HostMemory, place: Placer, *, role: TensorRole | None = None, tier: str | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        if tier is not None:
+            place.topology.tier(tier)
+        self._memory = memory
+        self._place = place
+        self._role = role
+        self._tier = tier
+        self._outer_spec = constructing_spec()
+        self._lineage = Lineage(place.owner)
+        self._pid = os.getpid()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operator; see [Note: What the Hook Touches]."""
+        kwargs = kwargs or {}
+        kind = _kind(func)
+        if kind is _Kind.OTHER or os.getpid() != self._pid:
+            return self._run(func, args, kwargs)
+        source = args[0] if args and isinstance(args[0], Tensor) else None
+        if source is not None and not _is_plain(source):
+            return func(*args, **kwargs)
+        if kind is _Kind.FILLED and _makes_host_tensor(source, kwargs):
+            like = func(*args, **{**kwargs, "device": "meta", "pin_memory": False})
+            is_ours = like.numel() and not like.is_quantized
+            return _fill(func, args, self._new(like, source, kwargs)) if is_ours else func(*args, **kwargs)
+        if kind is _Kind.COPY and source is not None and source.numel() and not source.is_meta:
+            return self._copy(func, source, args, kwargs)
+        if kind is _Kind.LIFT and source is not None:
+            return self._adopt(source, source) if source.untyped_storage().resizable() else func(source)
+        if kind is _Kind.FACTORY and _makes_host_tensor(source, kwargs):
+            plain = {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+            return self._adopt(func(*args, **plain), source, bool(kwargs.get("pin_memory")))
+        if kind is _Kind.COMPUTED and self._makes_weights():
+            result = func(*args, **kwargs)
+            return result if _shares_memory(result, args) else self._adopt(result, None)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if self._role in _OPTIMIZER_STATE and args:
+            self._lineage.follow(args[0], result)
+        return result
+
+    def _copy(self, func: Any, source: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Answer ``clone``, ``.to`` or ``pin_memory``; the copy is complete on return, whatever ``non_blocking`` is."""
+        if func is torch.ops.aten._to_copy.default:
+            if not _makes_host_tensor(source, kwargs):
+                result: Tensor = func(*args, **kwargs)
+                return result
+            like = func(source, **{**kwargs, "device": "meta", "pin_memory": False})
+        elif source.device.type != "cpu":
+            result = func(*args, **kwargs)
+            return result
+        else:
+            memory_format = kwargs.get("memory_format") or torch.preserve_format
+            like = torch.empty_like(source, device="meta", memory_format=memory_format)
+        pinned = func is torch.ops.aten._pin_memory.default
+        new = self._new(like, source, {"pin_memory": pinned or kwargs.get("pin_memory")}, is_copy=not pinned)
+        return new.copy_(source)
+
+    def _adopt(self, result: Tensor, source: Tensor | None, pinned: bool = False) -> Tensor:
+        """Return a copy of a fresh tensor in our memory, or the tensor itself where it is not ours to place."""
+        if not _is_plain(result) or result.device.type != "cpu" or not result.numel():
+            return result
+        return self._new(result, source, {"pin_memory": pinned or result.is_pinned()}).copy_(result)
+
+    def _new(self, like: Tensor, source: Tensor | None, options: Mapping[str, Any], *, is_copy: bool = False) -> Tensor:
+        """Return an uninitialised tensor with the shape, strides and dtype of `like`."""
+        count = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        role, tier, spec = self._wish(source, is_copy)
+        placement = self._place.place(role, count * like.dtype.itemsize, tier=tier, spec=spec)
+        if options.get("pin_memory"):
+            placement = replace(placement, pinned=True)
+        flat = self._memory.tensor((count,), like.dtype, placement, role)
+        return flat.as_strided(like.shape, like.stride())
+
+    def _wish(self, source: Tensor | None, is_copy: bool) -> tuple[TensorRole, str | None, TierSpec | None]:
+        """Return role, explicit tier and spec of a new tensor; copies of parameters are weights."""
+        spec = constructing_spec()
+        role = self._role
+        is_inner = spec is not None and spec is not self._outer_spec
+        if spec is None and source is not None:
+            spec = self._lineage.spec(source)
+            if role is None and spec is not None and not is_copy:
+                role = TensorRole.MOMENTUM
+        role = role or TensorRole.COMPUTE_WEIGHTS
+        tier = None if is_inner and spec is not None and spec.for_role(role) is not None else self._tier
+        return role, tier, spec
+
+    def _makes_weights(self) -> bool:
+        return self._role is TensorRole.COMPUTE_WEIGHTS or (self._role is None and constructing_spec() is not None)
+
+
+@functools.cache
+def _kind(func: Any) -> _Kind:
+    """Return what the hook does about an operator."""
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
+        return _Kind.OTHER
+    if name == "lift_fresh":
+        return _Kind.LIFT
+    if schema.returns[0].alias_info is not None or not schema.name.startswith("aten::") or name == "from_file":
+        return _Kind.OTHER
+    if name in _COPIES:
+        return _Kind.COPY
+    if name in _EMPTY | _ZEROS | _ONES | _FULL:
+        return _Kind.FILLED
+    options = {argument.name for argument in schema.arguments if argument.kwarg_only}
+    if (options >= _OPTIONS and not name.startswith("_")) or name == "normal":
+        return _Kind.FACTORY
+    return _Kind.COMPUTED
+
+
+def _fill(func: Any, args: tuple[Any, ...], new: Tensor) -> Tensor:
+    name = func._schema.name.partition("::")[2]
+    if name in _ZEROS:
+        return new.zero_()
+    if name in _ONES:
+        return new.fill_(1)
+    if name in _FULL:
+        return new.fill_(args[-1])
+    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+        return new.fill_(_deterministic_value(new.dtype))
+    return new
+
+
+def _deterministic_value(dtype: torch.dtype) -> float | int | bool:
+    """Return what torch fills uninitialised memory with under deterministic algorithms."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is strided memory and no subclass with a dispatch of its own."""
+    return (
+        type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()
+    )
+
+
+def _makes_host_tensor(source: Tensor | None, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a factory with these options makes a strided tensor on the CPU."""
+    if kwargs.get("layout") not in (None, torch.strided):
+        return False
+    device = kwargs.get("device")
+    if device is None:
+        device = torch.get_default_device() if source is None else source.device
+    return bool(torch.device(device).type == "cpu")
+
+
+def _shares_memory(result: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether a result is one of the arguments in disguise, though its operator does not say so."""
+    if not _is_plain(result) or result.device.type != "cpu":
+        return False
+    address = result.untyped_storage().data_ptr()
+    return any(
+        isinstance(arg, Tensor) and _is_plain(arg) and arg.untyped_storage().data_ptr() == address for arg in args
+    )

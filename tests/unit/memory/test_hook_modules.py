@@ -1,0 +1,217 @@
+import copy
+import io
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cxl.errors import TierFullError, TierNotFoundError
+from lightning_cxl.tiers.annotate import tier
+from lightning_cxl.tiers.placement import TensorRole
+from tests.unit.memory.host import LIMIT, Host, Net
+
+
+@pytest.fixture
+def host():
+    made = Host()
+    yield made
+    made.memory.close()
+
+
+def test_modules_keep_their_initial_values(host):
+    torch.manual_seed(0)
+    expected = Net()
+    torch.manual_seed(0)
+    with host.mode(role=TensorRole.COMPUTE_WEIGHTS):
+        got = Net()
+    for (name, left), right in zip(got.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+        assert host.tier(left) == "cxl", name  # home of weights
+    assert all(isinstance(parameter, nn.Parameter) and parameter.requires_grad for parameter in got.parameters())
+    used = sum(value.numel() * value.element_size() for value in got.state_dict().values())
+    assert sum(host.bytes_of(TensorRole.COMPUTE_WEIGHTS).values()) == used
+
+
+def test_the_innermost_decorated_module_decides(host):
+    @tier(weights="cxl")
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.scale = nn.Parameter(torch.randn(4) * 0.02)
+
+    @tier(weights="dram", activations="cxl")
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(2, 2)
+            self.inner = Inner()
+            self.scale = nn.Parameter(torch.zeros(4) + 1)
+
+    with host.mode():
+        net = Outer()
+        outside = torch.ones(3)
+    where = {name: host.tier(value) for name, value in net.named_parameters()}
+    assert where == {
+        "scale": "dram",
+        "before.weight": "dram",
+        "before.bias": "dram",
+        "inner.scale": "cxl",
+        "inner.linear.weight": "cxl",
+        "inner.linear.bias": "cxl",
+    }
+    assert host.tier(outside) == "cxl"
+
+
+def test_of_tier_and_decorator_the_innermost_decides(host):
+    @tier(weights="dram")
+    class Decorated(nn.Module):
+        def __init__(self, inner_tier: str | None = None) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            if inner_tier is not None:
+                with host.mode(tier=inner_tier):
+                    self.inner = nn.Parameter(torch.ones(3))
+                    self.child = Decorated()
+
+    with host.mode(tier="cxl"):
+        net = Decorated("cxl")
+        after = torch.ones(3)
+    assert [host.tier(t) for t in (net.weight, net.inner, net.child.weight, after)] == ["dram", "cxl", "dram", "cxl"]
+
+
+def test_a_decorator_answers_for_the_role_of_the_mode(host):
+    @tier(weights="dram", activations="cxl")
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = torch.zeros(3)
+
+    with host.mode(role=TensorRole.ACTIVATIONS):
+        assert host.tier(Cache().seen) == "cxl"
+
+
+def test_a_decorator_with_an_unknown_tier_names_what_exists(host):
+    @tier("hbm")
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+    with host.mode(), pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
+        Wrong()
+
+
+def test_a_parameter_made_from_a_view_still_shares_it(host):
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = torch.randn(4) * 2
+            self.left = nn.Parameter(self.both[:2])
+
+    with host.mode(role=TensorRole.COMPUTE_WEIGHTS):
+        split = Split()
+    assert split.left.data_ptr() == split.both.data_ptr()
+
+
+def test_deepcopy_save_and_load(host):
+    with host.mode(tier="cxl"):
+        net = Net()
+        copied = copy.deepcopy(net)
+        file = io.BytesIO()
+        torch.save(net.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+    file.seek(0)
+    outside = torch.load(file, weights_only=True)
+    assert {host.tier(parameter) for parameter in copied.parameters()} == {"cxl"}
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, copied.state_dict()[name])
+        assert torch.equal(value, loaded[name]) and torch.equal(value, outside[name])
+    net.load_state_dict(loaded, assign=True)
+    copied.load_state_dict(outside)
+    assert file.getbuffer().nbytes < 2 * sum(v.numel() * v.element_size() for v in loaded.values()) + 20000
+
+
+def test_share_memory(host):
+    with host.mode(tier="cxl"):
+        made = torch.arange(5.0)
+        made.share_memory_()
+    assert made.is_shared() and made.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_modes_nest(host):
+    with host.mode(tier="cxl"):
+        first = torch.ones(3)
+        with host.mode(tier="dram"):
+            second = torch.ones(3)
+        third = torch.ones(3)
+    assert [host.tier(tensor) for tensor in (first, second, third, torch.ones(3))] == ["cxl", "dram", "cxl", None]
+
+
+def test_one_mode_may_be_entered_again(host):
+    mode = host.mode(tier="cxl")
+    with mode, mode:
+        assert host.tier(torch.ones(3)) == "cxl"
+    assert host.tier(torch.ones(3)) is None
+    with mode:
+        assert host.tier(torch.ones(3)) == "cxl"
+
+
+def test_exceptions_end_the_mode_and_leak_nothing(host):
+    with pytest.raises(KeyError), host.mode(tier="cxl"):
+        kept = torch.ones(1000)
+        raise KeyError(kept.shape)
+    del kept
+    assert host.tier(torch.ones(3)) is None
+    with host.mode(tier="cxl"):
+        with pytest.raises(RuntimeError, match="negative dimension"):
+            torch.empty(-1)
+        with pytest.raises(TierFullError, match="COMPUTE_WEIGHTS"):
+            torch.empty(2 * LIMIT)
+        assert host.tier(torch.ones(3)) == "cxl"
+    assert host.memory.stats()["tiers"]["cxl"]["used_bytes"] == 0
+
+
+def test_an_unknown_tier_is_refused_at_once(host):
+    with pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
+        host.mode(tier="hbm")
+
+
+def test_other_threads_are_not_affected(host):
+    inside: dict[str, str | None] = {}
+
+    def without() -> None:
+        inside["without"] = host.tier(torch.ones(3))
+
+    def with_own() -> None:
+        with host.mode(tier="dram"):
+            inside["own"] = host.tier(torch.ones(3))
+
+    with host.mode(tier="cxl"):
+        for target in (without, with_own):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+        assert host.tier(torch.ones(3)) == "cxl"
+    assert inside == {"without": None, "own": "dram"}
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index**2))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_loader_works_inside(host, num_workers):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        with host.mode(tier="cxl"):
+            loader = torch.utils.data.DataLoader(Squares(), 2, shuffle=True, num_workers=num_workers)
+            batches = list(loader)
+    assert sorted(torch.cat(batches)[:, 0].tolist()) == [0.0, 1.0, 4.0, 9.0, 16.0, 25.0]
