@@ -8,6 +8,7 @@ are moved over once (that makes the kernel drop file cache on the node, and neve
 range is given back and `TierFullError` raised. Pinning comes after all this, see `memory/pinned.py`.
 """
 
+import contextlib
 import errno
 from collections.abc import Callable
 from typing import Protocol
@@ -138,7 +139,8 @@ class NumaResource:
             ) from error
         if self._where is None or not self._elsewhere(mapping, offset, nbytes):
             return
-        gather_pages(mapping.address + offset, nbytes, self.node_id)
+        with contextlib.suppress(OSError):  # a best effort: the next look decides
+            gather_pages(mapping.address + offset, nbytes, self.node_id)
         elsewhere = self._elsewhere(mapping, offset, nbytes)
         if elsewhere:
             nodes = ", ".join(f"{format_bytes(size)} on node {node}" for node, size in sorted(elsewhere.items()))

@@ -1,0 +1,153 @@
+import mmap
+import os
+
+import pytest
+import torch
+
+from lightning_cxl._numa import NOWHERE, Mapping, Range, gather_pages, page_nodes
+from lightning_cxl.errors import PlacementError, TierFullError
+from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.tiers.topology import Topology
+
+MIB = 2**20
+
+
+class LostPages:
+    """Says that pages of node 0 are on node 1 from the n-th question on, as a full node would."""
+
+    def __init__(self, first_wrong: int) -> None:
+        self.first_wrong = first_wrong
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, address: int, nbytes: int) -> dict[int, int]:
+        self.asked.append((address, nbytes))
+        return page_nodes(address, nbytes) if len(self.asked) < self.first_wrong else {0: nbytes - 8192, 1: 8192}
+
+
+@pytest.fixture(scope="module")
+def topology() -> Topology:
+    return Topology.detect()
+
+
+def test_mapping_is_backed_only_where_populated() -> None:
+    mapping = Mapping(8 * MIB, 2 * MIB)
+    assert mapping.address % (2 * MIB) == 0
+    assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 8 * MIB}
+
+    mapping.populate(MIB, MIB)
+    assert page_nodes(mapping.address, mapping.nbytes) == {0: MIB, NOWHERE: 7 * MIB}
+
+    mapping.discard(MIB, 4096)
+    assert page_nodes(mapping.address + MIB + 100, 4096) == {NOWHERE: 3996, 0: 100}
+
+
+def test_populate_keeps_contents() -> None:
+    mapping = Mapping(MIB)
+    view = memoryview(Range(mapping.address, MIB, mapping)).cast("B")
+    view[5000] = 7
+    mapping.populate(0, MIB)
+    gather_pages(mapping.address, MIB, 0)
+
+    assert view[5000] == 7
+
+
+@pytest.mark.parametrize("offset, nbytes", [(1, 4096), (0, 2 * MIB), (2 * MIB, 1), (2**63, 4096)])
+def test_parts_outside_a_mapping_are_refused(offset: int, nbytes: int) -> None:
+    mapping = Mapping(MIB)
+    for method in (mapping.populate, mapping.discard, mapping.advise_huge):
+        with pytest.raises(ValueError, match="is not a page-aligned part"):
+            method(offset, nbytes)
+
+
+@pytest.mark.parametrize("arguments", [(0,), (4096, 1), (4096, 12288)])
+def test_impossible_mappings_are_refused(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="cannot map"):
+        Mapping(*arguments)
+
+
+@pytest.mark.parametrize("node_id", [-1, 1023, 1024, 99999])
+def test_unknown_node_is_refused_with_errno(node_id: int) -> None:
+    with pytest.raises(OSError) as caught:
+        Mapping(4096).prefer(0, 4096, node_id)
+    assert caught.value.errno == 22
+
+
+@pytest.mark.parametrize("inherit", [False, True])
+def test_forked_child_sees_memory_only_when_inherited_and_never_unmaps_it(inherit: bool) -> None:
+    mapping = Mapping(4096, inherit=inherit)
+    memoryview(Range(mapping.address, 4096, mapping)).cast("B")[0] = 9
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write_end, b"%d" % page_nodes(mapping.address, 4096).get(0, 0))
+            mapping = None
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+    assert os.read(read_end, 20) == (b"4096" if inherit else b"0")
+    assert memoryview(Range(mapping.address, 4096, mapping)).cast("B")[0] == 9
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_full_node_is_refused_before_anything_is_touched(topology: Topology) -> None:
+    where = LostPages(99)
+    resource = NumaResource("dram", 0, topology, free_bytes=lambda: 10 * MIB, where=where)
+
+    with pytest.raises(TierFullError, match=r"11\.0 MiB on node 0 of tier `dram`: 10\.0 MiB free"):
+        resource.allocate(11 * MIB)
+    assert where.asked == []
+    assert resource.allocate(10 * MIB).nbytes == 10 * MIB
+
+
+def test_pages_that_land_elsewhere_are_moved_and_then_accepted(topology: Topology) -> None:
+    class MovedLater(LostPages):
+        def __call__(self, address: int, nbytes: int) -> dict[int, int]:
+            answer = super().__call__(address, nbytes)
+            return answer if len(self.asked) == 1 else {0: nbytes}
+
+    where = MovedLater(1)
+    buffer = NumaResource("dram", 0, topology, where=where).allocate(4 * MIB)
+
+    assert where.asked == [(buffer.address, 4 * MIB)] * 2
+
+
+def test_pages_that_stay_elsewhere_are_given_back(topology: Topology) -> None:
+    resource = NumaResource("dram", 0, topology, where=LostPages(1))
+    mapping = Mapping(4 * MIB)
+
+    with pytest.raises(TierFullError, match=r"8\.0 KiB on node 1\. They were given back"):
+        resource.commit(mapping, MIB, 2 * MIB)
+    assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 4 * MIB}
+
+
+def test_a_kernel_that_does_not_answer_is_named(topology: Topology) -> None:
+    def refuse(address: int, nbytes: int) -> dict[int, int]:
+        raise PermissionError(1, "Operation not permitted")
+
+    with pytest.raises(PlacementError, match="allow the system call move_pages"):
+        NumaResource("dram", 0, topology, where=refuse).allocate(4096)
+
+
+def test_refused_placement_is_an_error_on_several_nodes_and_no_matter_on_one(topology: Topology) -> None:
+    several = Topology.fake(dram=("1GiB",), cxl=("1GiB",))  # node 1 does not exist here
+    with pytest.raises(PlacementError, match=r"node 1 of tier `cxl`.*CAP_SYS_NICE"):
+        NumaResource("cxl", 1, several).allocate(4096)
+
+    single = Topology.fake(dram=("1GiB",), cxl=())
+    assert NumaResource("dram", 900, single, free_bytes=lambda: MIB).allocate(4096).nbytes == 4096
+
+
+def test_only_as_many_bytes_as_asked_are_held(topology: Topology) -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * mmap.PAGESIZE
+
+    resource = NumaResource("dram", 0, topology)
+    before = resident()
+    buffer = resource.allocate(33 * MIB + 1)  # a power of two would be 64
+
+    assert 33 * MIB <= resident() - before < 36 * MIB
+    assert buffer.tensor((33, MIB), torch.uint8).fill_(1).sum().item() == 33 * MIB

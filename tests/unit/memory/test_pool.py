@@ -1,0 +1,155 @@
+import gc
+import weakref
+
+import pytest
+import torch
+
+from lightning_cxl.errors import TierFullError
+from lightning_cxl.memory.adaptors import Budget, BudgetResource
+from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.memory.resource import Buffer, MemoryResource
+from lightning_cxl.tiers.topology import Topology
+
+MIB = 2**20
+
+
+class Tally:
+    """Passes on to a leaf and notes the sizes asked for; refuses the sizes in `refused`."""
+
+    def __init__(self) -> None:
+        self.leaf = NumaResource("dram", 0, Topology.fake(dram=("1GiB",), cxl=()))
+        self.sizes: list[int] = []
+        self.refused: set[int] = set()
+
+    def allocate(self, nbytes: int, *, alignment: int = 4096) -> Buffer:
+        if nbytes in self.refused:
+            raise TierFullError("no")
+        self.sizes.append(nbytes)
+        return self.leaf.allocate(nbytes, alignment=alignment)
+
+    def deallocate(self, buffer: Buffer) -> None: ...
+
+
+def budgeted(limit: int) -> tuple[MemoryResource, Budget]:
+    budget = Budget("dram", limit)
+    return BudgetResource(Tally(), budget), budget
+
+
+def test_small_requests_share_a_slab_and_large_ones_get_their_own() -> None:
+    upstream = Tally()
+    pool = PoolResource(upstream, slab_bytes=4 * MIB)
+    kept = [pool.allocate(size) for size in (100, 200_000, 300_000, MIB, 3 * MIB + 5)]
+
+    assert upstream.sizes == [4 * MIB, MIB, 3 * MIB + 4096]
+    assert pool.usage() == (sum(b.nbytes for b in kept), 8 * MIB + 4096)
+
+
+def test_a_free_slab_serves_the_same_size_again_and_slightly_smaller_ones_only() -> None:
+    upstream = Tally()
+    pool = PoolResource(upstream, slab_bytes=MIB)
+    address = pool.allocate(8 * MIB).address
+
+    again = pool.allocate(7 * MIB + MIB // 2)
+    assert again.address == address
+    del again
+    assert pool.allocate(7 * MIB).nbytes == 7 * MIB
+    assert upstream.sizes == [8 * MIB, 7 * MIB]
+
+
+def test_free_slabs_do_not_pile_up_beyond_the_peak() -> None:
+    pool = PoolResource(Tally(), slab_bytes=MIB)
+    for size in range(1, 40):  # every size is new, so nothing can be reused
+        pool.allocate(size * 5 * MIB // 4 + 4096)
+
+    used, held = pool.usage()
+    assert used == 0
+    assert held <= 1.125 * (39 * 5 * MIB // 4 + 4096) + MIB
+
+
+def test_a_full_upstream_makes_the_pool_give_free_slabs_back_first() -> None:
+    upstream, budget = budgeted(20 * MIB)
+    pool = PoolResource(upstream, slab_bytes=MIB)
+    pool.allocate(12 * MIB)
+    assert budget.held_bytes == 12 * MIB
+
+    kept = pool.allocate(16 * MIB)
+    assert budget.held_bytes == 16 * MIB
+    with pytest.raises(TierFullError, match=r"4\.0 MiB of 20\.0 MiB free"):
+        pool.allocate(5 * MIB)
+    assert pool.usage() == (kept.nbytes, 16 * MIB)
+
+
+def test_the_end_of_a_budget_smaller_than_a_slab_is_usable() -> None:
+    upstream, budget = budgeted(10 * 4096)
+    pool = PoolResource(upstream, slab_bytes=16 * MIB)
+    kept = [pool.allocate(4096) for _ in range(10)]
+
+    assert budget.held_bytes == 10 * 4096
+    with pytest.raises(TierFullError):
+        pool.allocate(1)
+    del kept
+    assert pool.allocate(1).nbytes == 1
+
+
+def test_trim_gives_back_what_is_free_and_nothing_else() -> None:
+    upstream, budget = budgeted(64 * MIB)
+    pool = PoolResource(upstream, slab_bytes=4 * MIB)
+    small, large = pool.allocate(1000), pool.allocate(10 * MIB)
+    pool.trim()
+    assert budget.held_bytes == 14 * MIB
+
+    del large
+    pool.trim()
+    assert budget.held_bytes == 4 * MIB
+    del small
+    pool.trim()
+    assert budget.held_bytes == 0
+
+
+def test_closing_keeps_living_buffers_and_frees_each_as_it_dies() -> None:
+    upstream, budget = budgeted(64 * MIB)
+    pool = PoolResource(upstream, slab_bytes=4 * MIB)
+    buffers = {size: pool.allocate(size) for size in (1000, 2000, 8 * MIB, 16 * MIB)}
+    tensor = buffers[8 * MIB].tensor((8,), torch.float32).fill_(4.0)
+    pool.close()
+    pool.close()
+    reference = weakref.ref(pool)
+    del pool
+
+    del buffers[16 * MIB]
+    assert budget.held_bytes == 12 * MIB
+    del buffers[8 * MIB]
+    assert tensor.tolist() == [4.0] * 8
+    del tensor
+    assert budget.held_bytes == 4 * MIB
+    buffers.clear()
+    assert budget.held_bytes == 0
+    assert reference() is None
+
+
+def test_dropping_everything_without_close_leaks_nothing() -> None:
+    upstream, budget = budgeted(64 * MIB)
+    pool = PoolResource(upstream)
+    buffer = pool.allocate(10 * MIB)
+    del pool
+    assert budget.held_bytes == 10 * MIB
+    del buffer
+    gc.collect()
+
+    assert budget.held_bytes == 0
+
+
+def test_a_failed_budget_request_counts_nothing() -> None:
+    tally = Tally()
+    budget = Budget("dram", 64 * MIB)
+    resource = BudgetResource(tally, budget)
+    tally.refused.add(MIB)
+    with pytest.raises(TierFullError):
+        resource.allocate(MIB)
+    assert budget.held_bytes == 0
+
+    one = resource.allocate(1)
+    assert budget.held_bytes == 4096
+    del one
+    assert budget.held_bytes == 0

@@ -1,0 +1,280 @@
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_cxl._numa import page_nodes
+from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError, TierNotFoundError
+from lightning_cxl.memory.pinned import PinnedResource
+from lightning_cxl.memory.residency import residency
+from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.tiers.placement import Placement, TensorRole
+from lightning_cxl.tiers.topology import Topology
+
+MIB = 2**20
+CXL_FIRST = Placement(("cxl", "dram"))
+DRAM = Placement(("dram",))
+ROLE = TensorRole.MOMENTUM
+
+
+@pytest.fixture(scope="module")
+def topology() -> Topology:
+    return Topology.detect()
+
+
+@pytest.fixture
+def memory(topology: Topology) -> Iterator[HostMemory]:
+    memory = HostMemory(topology, budgets={"cxl": 32 * MIB, "dram": 64 * MIB})
+    yield memory
+    memory.close()
+
+
+@pytest.mark.parametrize("role", list(TensorRole))
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (1000, 1001)])
+def test_tensors_have_the_shape_asked_for_and_live_on_the_first_tier(memory, topology, role, shape) -> None:
+    tensor = memory.tensor(shape, torch.bfloat16, CXL_FIRST, role)
+
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), torch.bfloat16, True)
+    nbytes = tensor.numel() * 2
+    assert residency(tensor, topology, memory) == ({"cxl": nbytes} if nbytes else {})
+    assert memory.stats()["roles"].get(role.value, {}) == ({"cxl": nbytes} if nbytes else {})
+
+
+def test_accounts_go_up_and_down_and_remember_the_peak(memory) -> None:
+    a = memory.allocate(5 * MIB, CXL_FIRST, TensorRole.VARIANCE)
+    b = memory.allocate(1000, DRAM, TensorRole.VARIANCE)
+    c = memory.allocate(3 * MIB, CXL_FIRST, TensorRole.ACTIVATIONS)
+    before = memory.stats()
+    assert before["roles"] == {"variance": {"cxl": 5 * MIB, "dram": 1000}, "activations": {"cxl": 3 * MIB}}
+    assert before["tiers"]["cxl"]["used_bytes"] == 8 * MIB
+    assert before["tiers"]["cxl"]["budget_bytes"] == 32 * MIB
+    assert 8 * MIB <= before["tiers"]["cxl"]["held_bytes"] <= 32 * MIB
+
+    del a, b, c
+    memory.trim()
+    after = memory.stats()
+    assert after["roles"] == {"variance": {"cxl": 0, "dram": 0}, "activations": {"cxl": 0}}
+    assert after["peak_roles"] == before["roles"]
+    assert [after["tiers"]["cxl"][key] for key in ("used_bytes", "peak_bytes", "held_bytes")] == [0, 8 * MIB, 0]
+
+
+def test_one_budget_counts_pools_and_arena_together(memory) -> None:
+    kept = [
+        memory.allocate(12 * MIB, Placement(("cxl",)), role) for role in (TensorRole.MOMENTUM, TensorRole.ACTIVATIONS)
+    ]
+
+    with pytest.raises(TierFullError):
+        memory.allocate(9 * MIB, Placement(("cxl",)), TensorRole.MASTER_GRADS)
+    assert memory.stats()["tiers"]["cxl"]["held_bytes"] <= 32 * MIB
+    assert len(kept) == 2
+
+
+def test_what_one_stack_keeps_unused_serves_another(memory) -> None:
+    memory.allocate(30 * MIB, Placement(("cxl",)), TensorRole.MOMENTUM)
+
+    assert memory.allocate(30 * MIB, Placement(("cxl",)), TensorRole.ACTIVATIONS).nbytes == 30 * MIB
+    assert memory.allocate(30 * MIB, Placement(("cxl",)), TensorRole.MOMENTUM).nbytes == 30 * MIB
+
+
+def test_spilling_warns_once_per_role_and_tier(memory) -> None:
+    full = memory.allocate(30 * MIB, CXL_FIRST, ROLE)
+    with pytest.warns(
+        SpillWarning, match=r"MOMENTUM \(20\.0 MiB\) went to tier `dram`: `cxl` has 2\.0 MiB of 32\.0 MiB"
+    ):
+        spilled = memory.allocate(20 * MIB, CXL_FIRST, ROLE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        more = memory.allocate(10 * MIB, CXL_FIRST, ROLE)
+    with pytest.warns(SpillWarning, match="ACTIVATIONS"):
+        memory.allocate(10 * MIB, CXL_FIRST, TensorRole.ACTIVATIONS)
+
+    assert {span.tier for span in (*spilled.spans, *more.spans)} == {"dram"}
+    assert memory.stats()["roles"]["momentum"] == {"cxl": full.nbytes, "dram": 30 * MIB}
+
+
+def test_when_every_tier_is_full_the_error_names_all_of_them_and_nothing_is_held(memory) -> None:
+    with pytest.raises(TierFullError) as caught:
+        memory.allocate(2**50, CXL_FIRST, ROLE)
+
+    assert "cannot place MOMENTUM (1024.0 TiB) on tier `cxl`: 32.0 MiB of 32.0 MiB free, " in str(caught.value)
+    assert "nor on tier `dram`: 64.0 MiB of 64.0 MiB free. Raise the budget of `cxl`" in str(caught.value)
+    stats = memory.stats()
+    assert [stats["tiers"][name]["held_bytes"] for name in ("dram", "cxl")] == [0, 0]
+    assert stats["roles"] == {}
+
+
+def test_error_instead_of_spilling(topology) -> None:
+    memory = HostMemory(topology, budgets={"cxl": MIB}, on_tier_full="error")
+
+    with pytest.raises(
+        TierFullError, match=r"cannot place STAGING \(2\.0 MiB\) on tier `cxl`: 1\.0 MiB of 1\.0 MiB free\. R"
+    ):
+        memory.allocate(2 * MIB, CXL_FIRST, TensorRole.STAGING)
+
+
+def test_a_failure_does_not_keep_the_spilled_buffer_alive(memory) -> None:
+    with pytest.warns(SpillWarning):
+        memory.allocate(40 * MIB, CXL_FIRST, ROLE)
+
+    assert memory.stats()["roles"] == {"momentum": {"dram": 0}}
+
+
+def test_free_bytes_follow_what_is_allocated(memory) -> None:
+    assert memory.free_bytes() == {"dram": 64 * MIB, "cxl": 32 * MIB}
+    kept = memory.allocate(10 * MIB, CXL_FIRST, ROLE)
+    assert memory.free_bytes() == {"dram": 64 * MIB, "cxl": 22 * MIB}
+    kept = memory.allocate(10, CXL_FIRST, ROLE)
+    assert memory.free_bytes() == {"dram": 64 * MIB, "cxl": 32 * MIB - kept.nbytes}
+
+
+def test_unknown_names_and_sizes_are_refused(topology, memory) -> None:
+    with pytest.raises(TierNotFoundError, match="'hbm'"):
+        HostMemory(topology, budgets={"hbm": 1})
+    with pytest.raises(TierNotFoundError, match="'hbm'"):
+        memory.allocate(1, Placement(("cxl", "hbm")), ROLE)
+    with pytest.raises(TierNotFoundError, match="'hbm'"):
+        memory.allocate(0, Placement(("hbm",)), ROLE)
+    with pytest.raises(ConfigError, match="must not be negative"):
+        HostMemory(topology, budgets={"cxl": -1})
+    with pytest.raises(ConfigError, match="on_tier_full"):
+        HostMemory(topology, on_tier_full="maybe")
+    with pytest.raises(ValueError, match="-1 bytes"):
+        memory.allocate(-1, DRAM, ROLE)
+    with pytest.raises(ValueError, match="shape"):
+        memory.tensor((-1, -1), torch.float32, DRAM, ROLE)
+
+
+def test_a_tier_without_budget_holds_nothing(topology) -> None:
+    memory = HostMemory(topology, budgets={"cxl": 0})
+
+    for role in (TensorRole.ACTIVATIONS, TensorRole.VARIANCE):
+        with pytest.raises(TierFullError, match="0 B of 0 B free"):
+            memory.allocate(1, Placement(("cxl",)), role)
+
+
+def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topology) -> None:
+    memory = HostMemory(topology)
+    tensors = [memory.tensor((MIB,), torch.float32, DRAM, role).fill_(2.0) for role in (ROLE, TensorRole.ACTIVATIONS)]
+    memory.close()
+    memory.close()
+
+    with pytest.raises(LightningCXLError, match="closed"):
+        memory.allocate(1, DRAM, ROLE)
+    assert memory.stats()["tiers"]["dram"]["held_bytes"] == 8 * MIB
+    assert [bool((tensor == 2.0).all()) for tensor in tensors] == [True, True]
+    del tensors
+    stats = memory.stats()
+    assert (stats["tiers"]["dram"]["held_bytes"], stats["tiers"]["dram"]["used_bytes"]) == (0, 0)
+
+
+def test_only_pinned_placements_are_pinned_and_only_when_pinning_is_on(topology) -> None:
+    registered: list[int] = []
+
+    def pinner(upstream) -> PinnedResource:
+        return PinnedResource(
+            upstream, register=lambda address, nbytes: registered.append(nbytes), unregister=lambda address: None
+        )
+
+    off = HostMemory(topology, pinner=pinner)
+    off.allocate(20 * MIB, Placement(("dram",), pinned=True), TensorRole.COMPUTE_GRADS)
+    memory = HostMemory(topology, pin=True, pinner=pinner)
+    memory.allocate(20 * MIB, DRAM, TensorRole.COMPUTE_GRADS)
+    assert registered == []
+
+    memory.allocate(20 * MIB, Placement(("dram",), pinned=True), TensorRole.COMPUTE_GRADS)
+    memory.allocate(20 * MIB, Placement(("dram",), pinned=True), TensorRole.ACTIVATIONS)
+    assert registered == [20 * MIB]  # the second one reuses the first one's slab
+
+
+def test_end_of_step_lets_the_activation_arena_shrink(memory) -> None:
+    memory.allocate(30 * MIB, DRAM, TensorRole.ACTIVATIONS)
+    held = memory.stats()["tiers"]["dram"]["held_bytes"]
+    for _ in range(6):
+        memory.end_step()
+
+    assert memory.stats()["tiers"]["dram"]["held_bytes"] < held
+
+
+@pytest.mark.parametrize("role", [ROLE, TensorRole.ACTIVATIONS])
+def test_a_forked_child_has_memory_of_its_own(memory, role) -> None:
+    tensor = memory.tensor((100,), torch.float32, DRAM, role).fill_(1.0)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            mine = memory.tensor((100,), torch.float32, DRAM, role).fill_(5.0)
+            os.write(write_end, b"%d" % int(mine.sum()))
+            del mine
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+
+    assert (status, os.read(read_end, 20)) == (0, b"500")
+    assert tensor.sum().item() == 100.0
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_threads_share_one_memory(memory) -> None:
+    def work() -> None:
+        for i in range(200):
+            memory.tensor((100 + i,), torch.float32, DRAM, ROLE).fill_(1.0)
+            memory.tensor((100 + i,), torch.float32, DRAM, TensorRole.ACTIVATIONS).fill_(1.0)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert memory.stats()["tiers"]["dram"]["used_bytes"] == 0
+
+
+def test_residency_of_views_counts_only_what_they_show(memory, topology) -> None:
+    base = memory.tensor((64, 1024), torch.float32, CXL_FIRST, ROLE)
+
+    for view in (base.t(), base[:, ::2], base[3:5, 7:], base[0, :1].expand(9), base[10], base[:0], base.flatten()[1:]):
+        expected = view.numel() * 4
+        assert residency(view, topology, memory) == ({"cxl": expected} if expected else {})
+
+
+def test_residency_of_other_memory_is_told_by_its_nodes(memory, topology) -> None:
+    plain = torch.ones(1000, 1000)
+    assert residency(plain, topology, memory) == {"dram": 4_000_000}
+    assert residency(plain, topology) == {"dram": 4_000_000}
+    ours = memory.tensor((10,), torch.float32, CXL_FIRST, ROLE)
+    assert residency(ours, topology) == {"dram": 40}  # without the books an emulated tier is its node's
+    assert residency(torch.empty(3, device="meta"), topology) == {"meta": 12}
+
+
+def test_residency_tells_tiers_apart_by_the_nodes_the_kernel_names() -> None:
+    fake = Topology.fake(dram=("1GiB",), cxl=("1GiB", "1GiB"))
+    tensor = torch.ones(10_000)
+
+    def where(address: int, nbytes: int) -> dict[int, int]:
+        assert (address, nbytes) == (tensor.data_ptr(), 40_000)
+        return {0: 10_000, 1: 15_000, 2: 5_000, 7: 4_000, -1: 6_000}
+
+    assert residency(tensor, fake, where=where) == {"dram": 10_000, "cxl": 20_000, "node 7": 4_000, "unbacked": 6_000}
+
+
+def test_residency_of_memory_never_written_is_unbacked(topology) -> None:
+    tensor = torch.empty(64 * MIB, dtype=torch.uint8)
+
+    found = residency(tensor, topology)
+    assert found["unbacked"] >= 62 * MIB
+    assert sum(found.values()) == tensor.numel()
+
+
+def test_residency_needs_addresses(topology) -> None:
+    with pytest.raises(ValueError, match="sparse"):
+        residency(torch.eye(3).to_sparse(), topology)
+
+
+def test_pages_of_our_tensors_are_all_backed(memory) -> None:
+    tensor = memory.tensor((3, 1000, 1000), torch.float32, DRAM, TensorRole.MASTER_WEIGHTS)
+
+    assert page_nodes(tensor.data_ptr(), tensor.nbytes) == {0: tensor.nbytes}
