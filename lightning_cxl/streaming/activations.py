@@ -1,0 +1,224 @@
+"""Offloaded activation checkpointing: a unit keeps only its inputs, on a host tier, and is recomputed in backward.
+
+[Note: Offloaded checkpointing]
+`torch.utils.checkpoint` does what it is good at: RNG state, autocast, the determinism check, early stop, several
+backwards, nesting. It would keep a unit's inputs on the device, so it is given none of them: its function is a
+`_UnitCall`, which runs the unit's forward on the caller's own arguments when it is called first, and at every later
+call (a recompute, inside backward) rebuilds the arguments from the saved inputs. The recompute yields values only; the
+gradient flows through the graph that the first call made. checkpoint() gets one empty tensor on the device as argument,
+so that it knows whose RNG state to keep.
+
+Who holds what: graph -> saved-tensor hooks -> checkpoint frame -> `_UnitCall` -> saved inputs and module state. A graph
+that is dropped, used up by a backward, or never finished because of an exception frees all of it by reference count.
+
+[Note: Key/value caches]
+Hugging Face models hand every block a cache that it appends to, by default also in training; a recompute would append
+again. In training an empty cache is replaced by None for the unit, as those models do when they checkpoint, so the
+cache that the model returns is empty. Otherwise (evaluation with gradients on, prefix tuning) the unit runs as it is.
+
+Ahead by one: a call knows the call before it (weakly). When its own inputs have been asked for it starts the copies of
+that one's inputs, which then run while this unit is recomputed and differentiated.
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.streaming.module_state import ModuleState
+from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
+from lightning_cxl.transfer.engine import TransferEngine
+
+DEFAULT_MIN_BYTES = 1 << 16
+"""Smaller inputs are not worth a transfer and stay where they are."""
+
+
+class ActivationOffload:
+    """Recomputes units in backward from inputs that wait on a host tier. See [Note: Offloaded checkpointing].
+
+    Args:
+        engine: copies between the device and the tier; its device is where the units run.
+        allocate: gives host memory for ``(nbytes, unit_name)``; the bytes are free again when the last tensor over
+            them has died. Its errors reach the caller of the unit.
+        min_bytes: inputs smaller than this are held by reference.
+    """
+
+    def __init__(self, engine: TransferEngine, allocate: Allocate, *, min_bytes: int = DEFAULT_MIN_BYTES) -> None:
+        self.engine = engine
+        self.placeholder = torch.empty(0, device=engine.device)
+        self._allocate = allocate
+        self._min_bytes = min_bytes
+        self._ledger = Ledger()
+        self._stored: weakref.WeakValueDictionary[int, StoredInput] = weakref.WeakValueDictionary()  # by id of source
+        self._latest: Callable[[], _UnitCall | None] = _no_call
+        self._attached: list[UnitForward] = []
+
+    def attach(self, units: Iterable[tuple[str, nn.Module]]) -> None:
+        """Wrap the forward of each unit.
+
+        Raises:
+            ConfigError: a module is already attached, here or to another `ActivationOffload`; none is wrapped then.
+        """
+        new = list(units)
+        seen: set[int] = set()
+        for name, module in new:
+            if isinstance(module.__dict__.get("forward"), UnitForward) or id(module) in seen:
+                raise ConfigError(f"unit `{name}` ({type(module).__name__}) is attached already: detach it first")
+            seen.add(id(module))
+        for name, module in new:
+            forward = UnitForward(self, name, module)
+            module.__dict__["forward"] = forward
+            self._attached.append(forward)
+
+    def detach(self) -> None:
+        """Give every unit its own forward back. Graphs that exist can still run backward. Idempotent."""
+        while self._attached:
+            self._attached.pop().remove()
+
+    def stats(self) -> dict[str, int]:
+        """Return ``saved_bytes`` and ``num_saved`` (inputs on the tier now) and ``peak_saved_bytes``."""
+        return self._ledger.stats()
+
+    def store(self, tensor: torch.Tensor, unit: str) -> StoredInput | None:
+        """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there."""
+        if not can_store(tensor, self.engine.device, self._min_bytes):
+            return None
+        stored = self._stored.get(id(tensor))
+        if stored is None or not stored.is_image_of(tensor):
+            stored = StoredInput(tensor, self.engine, self._allocate, unit, self._ledger)
+            self._stored[id(tensor)] = stored
+        return stored
+
+    def follow(self, call: "_UnitCall") -> "Callable[[], _UnitCall | None]":
+        """Note that `call` is the latest; return a weak reference to the one before it."""
+        before, self._latest = self._latest, weakref.ref(call)
+        return before
+
+
+class UnitForward:
+    """Stands in for the forward of one attached unit.
+
+    A copy of the model (deepcopy, pickle) gets the plain forward instead: it shares no memory with this run.
+    """
+
+    def __init__(self, offload: ActivationOffload, name: str, module: nn.Module) -> None:
+        self.offload = offload
+        self.name = name
+        self.module = module
+        self.original: Callable[..., Any] = module.forward
+        self.changed_inputs: set[int] = set()  # positions among the tensors of a call; see UnitInput
+        self.is_observed = False
+        self._had_own = module.__dict__.get("forward")
+        self._is_removed = False
+        functools.update_wrapper(self, self.original, updated=())  # name, docstring, signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit so that backward recomputes it; as it is where no gradient is asked for."""
+        if self._is_removed or not torch.is_grad_enabled() or not self._carries_gradient(args, kwargs):
+            return self.original(*args, **kwargs)
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        if caches and not (self.module.training and all(cache.get_seq_length() == 0 for cache in caches)):
+            return self.original(*args, **kwargs)  # See [Note: Key/value caches]
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        call = _UnitCall(self, args, kwargs)
+        return checkpoint(call, self.offload.placeholder, use_reentrant=False)
+
+    def _carries_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return any(tensor.requires_grad for tensor in (*inputs, *self.module.parameters()))
+
+    def keep(self, tensor: torch.Tensor, position: int) -> UnitInput:
+        """Keep a tensor that a call is given; `position` counts the different tensors of the call."""
+        kept = self.offload.store(tensor, self.name) or HeldInput(tensor, self.name)
+        cautious = not self.is_observed or position in self.changed_inputs
+        return UnitInput(tensor, kept, self.name, cautious=cautious)
+
+    def remove(self) -> None:
+        """Undo the wrapping; where someone has wrapped this object meanwhile, stay in place and pass calls through."""
+        self._is_removed = True
+        if self.module.__dict__.get("forward") is not self:
+            return
+        if self._had_own is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self._had_own
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        """Copy and pickle as the plain forward."""
+        return _same_object, (self.original,)
+
+
+class _UnitCall:
+    """One call of a unit's forward, and what its recomputes need. Called by checkpoint()."""
+
+    def __init__(self, unit: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._unit = unit
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # gone when the forward starts
+        leaves, self._structure = tree_flatten((args, kwargs))
+        by_tensor: dict[int, UnitInput] = {}  # one that appears twice is one tensor in the recompute as well
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in by_tensor:
+                by_tensor[id(leaf)] = unit.keep(leaf, len(by_tensor))
+        self._inputs = list(by_tensor.values())
+        self._leaves = [by_tensor[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._state = ModuleState(unit.module)
+        self._before = unit.offload.follow(self)
+
+    def __call__(self, _placeholder: torch.Tensor) -> Any:
+        if self._arguments is None:
+            return self._recompute()
+        (args, kwargs), self._arguments = self._arguments, None
+        output = self._unit.original(*args, **kwargs)
+        self._settle()
+        return output
+
+    def _settle(self) -> None:
+        """The forward has returned: learn what it changed and let go of what a recompute does not need."""
+        self._state.settle()
+        changed = [position for position, each in enumerate(self._inputs) if each.observe()]
+        self._unit.changed_inputs.update(changed)
+        self._unit.is_observed = True
+        for one, other in itertools.combinations([self._inputs[position] for position in changed], 2):
+            if one.shares_memory_with(other):
+                raise UnsupportedError(
+                    f"unit `{self._unit.name}` changed an input in place that shares memory with another input: a "
+                    "recompute cannot repeat that. Let it work on a clone, or leave it out of `units`."
+                )
+        for each in self._inputs:
+            each.release()
+
+    def _recompute(self) -> Any:
+        engine = self._unit.offload.engine
+        tensors = {each: each.load(engine) for each in self._inputs}
+        before = self._before()
+        if before is not None:
+            before.prefetch()
+        leaves = [tensors[leaf] if isinstance(leaf, UnitInput) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        with self._state.replay():
+            return self._unit.original(*args, **kwargs)
+
+    def prefetch(self) -> None:
+        """Start bringing the inputs to the device."""
+        for each in self._inputs:
+            each.prefetch(self._unit.offload.engine)
+
+
+def _no_call() -> None:
+    """Stand for a reference to no call at all."""
+
+
+def _same_object(value: Any) -> Any:
+    return value
+
+
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))

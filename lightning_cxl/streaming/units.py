@@ -1,0 +1,98 @@
+"""Which modules of a model are units: the blocks whose activations are offloaded and recomputed together."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from lightning_cxl.errors import ConfigError
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+NamedUnits = list[tuple[str, nn.Module]]
+
+
+def find_units(model: nn.Module, units: str | Sequence[str] = "auto") -> NamedUnits:
+    """Return the units of `model` as ``(name, module)``, in the order of ``model.named_modules()``.
+
+    Args:
+        model: searched with all its submodules.
+        units: ``"auto"``: the blocks that a Hugging Face model declares in `_no_split_modules`, else the members of
+            the largest `ModuleList` or `Sequential` of at least two composite blocks of one class (largest by number
+            of parameters), else none. Otherwise one or more module-name globs (``"model.layers.*"``) or class names.
+
+    Where one unit would contain another, the outer one is the unit.
+
+    Raises:
+        ConfigError: a glob or class name matches no module.
+    """
+    if units == "auto":
+        return _outermost(_declared_blocks(model) or _largest_stack(model))
+    patterns = [units] if isinstance(units, str) else list(units)
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matches = {name: module for name, module in model.named_modules() if _matches(pattern, name, module)}
+        if not matches:
+            raise ConfigError(_no_match_message(model, pattern))
+        found.update(matches)
+    return _outermost([(name, module) for name, module in model.named_modules() if name in found])
+
+
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    by_name = name != "" and fnmatch.fnmatchcase(name, pattern)
+    return by_name or type(module).__name__ == pattern
+
+
+def _declared_blocks(model: nn.Module) -> NamedUnits:
+    """Return the modules whose class a submodule lists in `_no_split_modules`, members of containers if there are any.
+
+    Models also list what must stay on one device but is not repeated, such as embeddings; those are no units.
+    """
+    classes: set[str] = set()
+    for module in model.modules():
+        declared = getattr(module, "_no_split_modules", None)
+        classes.update(declared if isinstance(declared, (list, tuple, set, frozenset)) else ())
+    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
+    members = {id(child) for _, _, children in _containers(model) for _, child in children}
+    return [(name, module) for name, module in blocks if id(module) in members] or blocks
+
+
+def _largest_stack(model: nn.Module) -> NamedUnits:
+    best: NamedUnits = []
+    best_size = (0, 0)
+    for name, container, children in _containers(model):
+        blocks = [child for _, child in children]
+        alike = len(blocks) >= 2 and len({type(block) for block in blocks}) == 1
+        if isinstance(container, nn.ModuleDict) or not alike or next(blocks[0].children(), None) is None:
+            continue
+        size = (sum(p.numel() for p in container.parameters()), len(blocks))
+        if size > best_size:
+            prefix = f"{name}." if name else ""
+            best, best_size = [(prefix + child_name, child) for child_name, child in children], size
+    return best
+
+
+def _containers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[tuple[str, nn.Module]]]]:
+    for name, module in model.named_modules():
+        if isinstance(module, _CONTAINERS):
+            yield name, module, list(module.named_children())
+
+
+def _outermost(units: NamedUnits) -> NamedUnits:
+    """Drop units that lie inside another one."""
+    inner = {id(module) for _, unit in units for module in unit.modules() if module is not unit}
+    return [(name, module) for name, module in units if id(module) not in inner]
+
+
+def _no_match_message(model: nn.Module, pattern: str) -> str:
+    names = [name for name, _ in model.named_modules() if name]
+    classes = sorted({type(module).__name__ for module in model.modules()})
+    close = difflib.get_close_matches(pattern, names + classes, n=3, cutoff=0.4)
+    hint = f" Did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
+    automatic = [name for name, _ in find_units(model)]
+    found = f"`{automatic[0]}` to `{automatic[-1]}`" if automatic else "nothing"
+    return (
+        f"units: `{pattern}` matches no module name and no class of {type(model).__name__}.{hint} "
+        f"Classes: {', '.join(classes)}. With units='auto' it would be {found}."
+    )

@@ -1,0 +1,176 @@
+"""What every TransferEngine promises, for each implementation."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.transfer.engine import CudaEngine, HostEngine, make_engine
+from tests.fakes import DelayingEngine
+
+_CUDA = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(
+    params=[
+        "host",
+        "delaying",
+        pytest.param("cuda-pinned", marks=_CUDA),
+        pytest.param("cuda-pageable", marks=_CUDA),
+    ]
+)
+def sides(request):
+    """An engine and two functions that bring values to its host and device side."""
+    name = request.param
+    if name.startswith("cuda"):
+        engine = CudaEngine(torch.device("cuda"))
+        pin = name == "cuda-pinned"
+        yield engine, lambda t: t.pin_memory() if pin else t.clone(), lambda t: t.to(engine.device)
+    else:
+        engine = HostEngine() if name == "host" else DelayingEngine(computes_on_host=False)
+        yield engine, torch.Tensor.clone, torch.Tensor.clone
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_values_survive_the_round_trip(sides, dtype):
+    engine, host, device = sides
+    values = torch.arange(-3, 9).view(3, 4).to(dtype)
+    on_host = host(torch.zeros_like(values))
+    engine.d2h(device(values), on_host).wait_host()
+    assert torch.equal(on_host, values)
+    on_device = device(torch.zeros_like(values))
+    engine.h2d(on_host, on_device).wait()
+    assert torch.equal(on_device.cpu(), values)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (), (1,)])
+def test_small_and_empty_tensors(sides, shape):
+    engine, host, device = sides
+    on_host = host(torch.zeros(shape))
+    engine.d2h(device(torch.ones(shape)), on_host).wait_host()
+    assert torch.equal(on_host, torch.ones(shape))
+
+
+def test_a_strided_source_keeps_its_values(sides):
+    engine, host, device = sides
+    values = torch.randn(4, 6)
+    on_host = host(torch.zeros(6, 4))
+    engine.d2h(device(values).t(), on_host).wait_host()
+    assert torch.equal(on_host, values.t())
+
+
+def test_the_source_may_change_after_wait_and_be_dropped_at_once(sides):
+    engine, host, device = sides
+    on_host = host(torch.zeros(1000))
+    source = device(torch.ones(1000))
+    transfer = engine.d2h(source, on_host)
+    transfer.wait()
+    source.fill_(7.0)
+    transfer.wait_host()
+    assert torch.equal(on_host, torch.ones(1000))
+
+    transfer = engine.d2h(device(torch.full((1000,), 2.0)), on_host)
+    device(torch.full((1000,), 3.0))  # would take over the memory of the dropped source
+    transfer.wait_host()
+    assert torch.equal(on_host, torch.full((1000,), 2.0))
+
+
+def test_a_copy_starts_after_the_work_queued_before_it(sides):
+    engine, host, device = sides
+    matrix = device(torch.randn(256, 256))
+    product = matrix
+    for _ in range(20):
+        product = torch.tanh(product @ matrix)
+    on_host = host(torch.zeros(256, 256))
+    engine.d2h(product, on_host).wait_host()
+    assert torch.equal(on_host, product.cpu())
+
+
+def test_after_chains_two_copies_without_waiting_on_the_host(sides):
+    engine, host, device = sides
+    values = torch.randn(5000)
+    on_host, on_device = host(torch.zeros(5000)), device(torch.zeros(5000))
+    there = engine.d2h(device(values), on_host)
+    back = engine.h2d(on_host, on_device, after=there)
+    back.wait()
+    assert torch.equal(on_device.cpu(), values)
+
+
+def test_several_copies_in_flight_arrive_each_in_its_place(sides):
+    engine, host, device = sides
+    hosts = [host(torch.zeros(100)) for _ in range(8)]
+    transfers = [engine.d2h(device(torch.full((100,), float(i))), one) for i, one in enumerate(hosts)]
+    for i in (5, 0, 7, 1, 6, 2, 4, 3):
+        transfers[i].wait_host()
+        assert torch.equal(hosts[i], torch.full((100,), float(i)))
+
+
+def test_synchronize_finishes_everything(sides):
+    engine, host, device = sides
+    on_host = host(torch.zeros(100))
+    transfers = [engine.d2h(device(torch.ones(100)), on_host) for _ in range(3)]
+    engine.synchronize()
+    assert all(transfer.done() for transfer in transfers)
+    transfers[-1].wait_host()
+    assert torch.equal(on_host, torch.ones(100))
+
+
+def test_buffers_are_let_go_after_close(sides):
+    engine, host, device = sides
+    on_host, on_device = host(torch.zeros(100)), device(torch.ones(100))
+    references = weakref.ref(on_host), weakref.ref(on_device)
+    engine.d2h(on_device, on_host)  # never waited for
+    engine.close()
+    engine.close()
+    del on_host, on_device
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_copies_that_would_convert_or_broadcast_are_refused(sides):
+    engine, host, device = sides
+    with pytest.raises(ValueError, match="same shape and dtype"):
+        engine.d2h(device(torch.zeros(3)), host(torch.zeros(4)))
+    with pytest.raises(ValueError, match="same shape and dtype"):
+        engine.h2d(host(torch.zeros(3)), device(torch.zeros(3, dtype=torch.float64)))
+
+
+def test_tensors_on_the_wrong_side_are_refused(sides):
+    engine, host, _ = sides
+    with pytest.raises(ValueError, match="goes from"):
+        engine.d2h(torch.zeros(3, device="meta"), host(torch.zeros(3)))
+
+
+def test_the_delaying_engine_does_poison_what_is_not_waited_for():
+    engine = DelayingEngine(computes_on_host=False)
+    destination = torch.zeros(3)
+    transfer = engine.d2h(torch.ones(3), destination)
+    transfer.wait()  # orders the device, not the host
+    assert destination.isnan().all()
+    transfer.wait_host()
+    assert torch.equal(destination, torch.ones(3))
+    engine.close()
+
+
+def test_make_engine_knows_its_devices():
+    assert isinstance(make_engine("cpu"), HostEngine)
+    with pytest.raises(UnsupportedError, match="no transfer engine for `meta`"):
+        make_engine("meta")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_host_memory_is_held_until_its_copy_is_done():
+    engine = make_engine("cuda")
+    on_device = torch.ones(1 << 26, device="cuda")
+    on_host = torch.zeros(1 << 26).pin_memory()
+    transfer = engine.d2h(on_device, on_host)
+    assert transfer.done() or len(engine._in_flight) == 1
+    engine.close()
+    assert len(engine._in_flight) == 0

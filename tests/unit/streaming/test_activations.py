@@ -1,0 +1,611 @@
+"""Offloaded units compute what plain units compute, bit for bit."""
+
+import copy
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cxl.streaming.units import find_units
+
+
+def assert_same(left, right, path="value"):
+    """Bit-equal through nested containers."""
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype and left.shape == right.shape, path
+        assert torch.equal(left, right), f"{path}: differs by {(left - right).abs().max()}"
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left:
+            assert_same(left[key], right[key], f"{path}.{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), path
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert_same(one, other, f"{path}[{index}]")
+    else:
+        assert left == right, path
+
+
+def state_of(model):
+    return {
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "grads": {name: p.grad for name, p in model.named_parameters()},
+        "buffers": {name: b.clone() for name, b in model.named_buffers()},
+    }
+
+
+def compare(model, offload, step, units="blocks.*", num_steps=3):
+    """Run `step(model)` (returns anything) a few times plain and offloaded, with an optimizer; all must be equal."""
+    plain, ours = copy.deepcopy(model), copy.deepcopy(model)
+    found = find_units(ours, units)
+    assert found
+    offload.attach(found)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, ours)]
+    for index in range(num_steps):
+        results = []
+        for each, optimizer in zip((plain, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            torch.manual_seed(100 + index)
+            result = step(each)
+            results.append((result, torch.rand(3), state_of(each)))
+            optimizer.step()
+        assert_same(results[0], results[1], f"step {index}")
+        assert all(p.isfinite().all() for p in plain.parameters()), "the test itself diverges"
+    assert offload.stats()["peak_saved_bytes"] > 0
+    assert offload.stats()["saved_bytes"] == 0
+    return ours
+
+
+class Stack(nn.Module):
+    """Blocks one after the other, behind a stem that makes the first input carry gradient."""
+
+    def __init__(self, make_block, num_blocks=3, width=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(make_block() for _ in range(num_blocks))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Residual(nn.Module):
+    def __init__(self, width=8, p=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
+
+
+def train(model, *args, **kwargs):
+    x = torch.randn(4, 8)
+    loss = model(x, *args, **kwargs).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_residual_blocks(offload):
+    compare(Stack(Residual), offload, train)
+
+
+def test_dropout_draws_the_same_numbers(offload):
+    compare(Stack(lambda: Residual(p=0.5)), offload, train)
+
+
+def test_batch_norm_statistics_are_updated_once(offload):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+            self.norm = nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return F.relu(self.norm(self.conv(x)))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.stem = nn.Conv2d(3, 4, 1)
+            self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+        def forward(self, x):
+            return self.blocks(self.stem(x))
+
+    def step(model):
+        losses = []
+        for _ in range(2):  # accumulation: the statistics of the second forward differ from the first
+            loss = model(torch.randn(2, 3, 6, 6)).square().mean()
+            losses.append(loss)
+        sum(losses).backward()
+        return [loss.detach() for loss in losses]
+
+    ours = compare(Net(), offload, step, num_steps=4)
+    assert ours.blocks[0].norm.num_batches_tracked == 8
+
+
+def test_channels_last_and_sliced_inputs_keep_their_strides(offload):
+    seen = []
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x):
+            seen.append((x.stride(), x.data_ptr() % 64))
+            return torch.tanh(self.conv(x))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.stem = nn.Conv2d(3, 8, 1)
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x):
+            h = self.stem(x)
+            h = h[:, 1:5]
+            a = self.blocks[0](h)
+            b = self.blocks[1](a.to(memory_format=torch.channels_last))
+            return self.blocks[2](b.mean(0, keepdim=True).expand(2, 4, 5, 5))
+
+    def step(model):
+        loss = model(torch.randn(2, 3, 5, 5)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(Net(), offload, step, num_steps=1)
+    forward, recompute = seen[3:6], seen[6:9]
+    assert recompute == forward[::-1]
+    assert len(set(forward)) == 3
+
+
+def test_keyword_only_inputs(offload):
+    class Block(Residual):
+        def forward(self, *, hidden, scale=1.0, mask=None):
+            return super().forward(hidden * scale).masked_fill(mask, 0.0)
+
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            mask = x > 0.5
+            for block in self.blocks:
+                x = block(hidden=x, mask=mask, scale=0.5)
+            return x
+
+    compare(Net(Block), offload, train)
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_nested_inputs_and_outputs(offload):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = Residual(), Residual()
+
+        def forward(self, pair, extra, flag):
+            left = self.left(pair.left) + extra["more"][0]
+            right = self.right(pair.right) * (2.0 if flag else 1.0)
+            extra["seen"].append(len(extra["seen"]))
+            return Pair(left, right), {"more": [left.detach(), (right, "text", None)], "seen": extra["seen"]}
+
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            pair, extra = Pair(x, x.sin()), {"more": [x.cos()], "seen": []}
+            for block in self.blocks:
+                pair, extra = block(pair, extra, flag=True)
+                extra["more"][0] = extra["more"][1][0]
+            assert extra["seen"] == [0, 1, 2]
+            return pair.left + pair.right + extra["more"][0]
+
+    compare(Net(Block), offload, train)
+
+
+def test_llama(offload):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, max_position_embeddings=64, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).train()
+
+    def step(model):
+        ids = torch.randint(0, 100, (2, 16))
+        mask = torch.ones_like(ids)
+        mask[1, 12:] = 0
+        losses = []
+        for kwargs in ({}, {"attention_mask": mask}):
+            loss = model(input_ids=ids, labels=ids, **kwargs).loss
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    ours = compare(model, offload, step, units="auto", num_steps=2)
+    assert [name for name, _ in find_units(ours)] == [f"model.layers.{i}" for i in range(4)]
+    # 4 layers of 2 x 16 x 64 floats and what aligns them
+    assert 4 * 8192 <= offload.stats()["peak_saved_bytes"] < 4 * 8192 + 4 * 64
+
+
+def test_a_unit_used_twice_in_a_step(offload):
+    class Net(Stack):
+        def forward(self, x):
+            x = super().forward(x)
+            return super().forward(x.tanh())
+
+    compare(Net(lambda: Residual(p=0.2)), offload, train)
+
+
+def test_an_unused_output(offload):
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            self.blocks[1](x)  # thrown away
+            kept = self.blocks[2](x)  # held, but not part of the loss
+            return self.blocks[0](x) + 0 * kept.detach()
+
+    compare(Net(Residual), offload, train)
+
+
+def test_several_backwards_over_one_graph(offload):
+    def step(model):
+        out = model(torch.randn(4, 8))
+        out.square().mean().backward(retain_graph=True)
+        first = {name: p.grad.clone() for name, p in model.named_parameters()}
+        out.sin().sum().backward(retain_graph=True)
+        out.cos().sum().backward()
+        return first
+
+    compare(Stack(lambda: Residual(p=0.3)), offload, step)
+
+
+def test_gradients_of_gradients(offload):
+    def step(model):
+        x = torch.randn(4, 8, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        grad.square().mean().backward()
+        return grad.detach()
+
+    compare(Stack(Residual), offload, step)
+
+
+def test_backward_inside_the_forward_of_a_unit(offload):
+    class Block(Residual):
+        def forward(self, x):
+            y = super().forward(x)
+            (grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+            return y + grad
+
+    compare(Stack(Block), offload, train)
+
+
+class InPlace(nn.Module):
+    """Overwrites its own input, then uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.mul_(1.5).add_(0.25)
+        return torch.tanh(self.linear(x)) + x
+
+
+def test_a_unit_that_changes_its_input_in_place(offload):
+    compare(Stack(InPlace), offload, train)
+
+
+def test_a_unit_that_changes_its_input_in_place_and_several_backwards(offload):
+    def step(model):
+        out = model(torch.randn(4, 8))
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+
+    compare(Stack(InPlace), offload, step)
+
+
+def test_a_unit_that_changes_inputs_without_gradient_in_place(offload):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, scale, count):
+            count += 1
+            scale.mul_(1.5)
+            return torch.tanh(self.linear(x * scale.clone())) * count.clone()
+
+    class Net(Stack):
+        def forward(self, x):
+            x, scale, count = self.stem(x), torch.ones(8), torch.zeros(1, dtype=torch.long)
+            for block in self.blocks:
+                x = block(x, scale, count)
+            return x
+
+    compare(Net(Block), offload, train)
+
+
+def test_in_place_change_of_the_input_after_the_unit(offload):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(()))
+
+        def forward(self, x):
+            return torch.cat([x, x]).sum(0, keepdim=True).add(0.5) * self.scale.sin()
+
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x += block(x)  # legal: no block needs its input for its own gradient
+            return x
+
+    compare(Net(Block), offload, train)
+
+
+def test_autocast_bf16(offload):
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(torch.randn(4, 8))
+        loss = out.float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(Stack(lambda: Residual(p=0.1)), offload, step)
+
+
+def test_bf16_weights(offload):
+    def step(model):
+        loss = model(torch.randn(4, 8, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(Stack(Residual).bfloat16(), offload, step)
+
+
+def test_frozen_inputs_and_adapters(offload):
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(8, 8).requires_grad_(False)
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x):
+            return torch.tanh(self.base(x)) + self.up(self.down(x))
+
+    model = Stack(Adapted)
+    model.stem.requires_grad_(False)
+    ours = compare(model, offload, train)
+    assert ours.blocks[0].down.weight.grad is not None
+
+
+def test_a_frozen_unit_between_trained_ones(offload):
+    model = Stack(lambda: Residual(p=0.2))
+    model.blocks[1].requires_grad_(False)
+    compare(model, offload, train)
+
+
+def test_one_tensor_given_to_several_units_is_stored_once(offload):
+    class Cross(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, context):
+            weights = torch.softmax(self.own(x) @ self.other(context).T, -1)
+            return x + weights @ context
+
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            context = x.tanh()
+            for block in self.blocks:
+                x = block(x, context)
+            return x
+
+    compare(Net(Cross), offload, train)
+    assert offload.stats()["peak_saved_bytes"] < (3 + 1) * (4 * 8 * 4 + 64)
+
+
+def test_a_tensor_changed_between_two_units_is_stored_twice(offload):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(8))
+
+        def forward(self, x, context):
+            return x * self.scale + context.sin().detach() + context.sum()
+
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            context = x * 2
+            for block in self.blocks:
+                x = block(x, context)
+                with torch.no_grad():
+                    context.add_(1.0)
+            return x
+
+    compare(Net(Sum), offload, train)
+
+
+def test_the_same_tensor_twice_in_one_call(offload):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, a, b):
+            assert a is b
+            a.add_(1.0)
+            return self.linear(a) * b
+
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x, x)
+            return x
+
+    compare(Net(Block), offload, train)
+
+
+def test_a_checkpoint_of_the_user_inside_the_unit(offload):
+    class Block(Residual):
+        def forward(self, x):
+            return checkpoint(super().forward, x.sin(), use_reentrant=False) + x
+
+    compare(Stack(lambda: Block(p=0.3)), offload, train)
+
+
+def test_units_inside_a_checkpoint_of_the_user(offload):
+    class Net(Stack):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False).sin()
+
+    compare(Net(lambda: Residual(p=0.3)), offload, train)
+
+
+def test_units_inside_units(offload):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList(Residual(p=0.3) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.inner:
+                x = block(x.sin())
+            return x
+
+    model = Stack(Outer)
+    plain, ours = copy.deepcopy(model), copy.deepcopy(model)
+    offload.attach([(name, module) for name, module in ours.named_modules() if isinstance(module, (Outer, Residual))])
+    for each in (plain, ours):
+        torch.manual_seed(1)
+        train(each)
+    assert_same(state_of(plain), state_of(ours))
+    assert offload.stats()["saved_bytes"] == 0
+
+
+def test_a_unit_that_returns_its_input_unchanged(offload):
+    class Maybe(Residual):
+        def forward(self, x, skip):
+            return x if skip else super().forward(x)
+
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            for index, block in enumerate(self.blocks):
+                y = block(x, index == 1)
+                assert (y is x) == (index == 1)
+                x = y
+            return x
+
+    compare(Net(Maybe), offload, train)
+
+
+def test_counters_lists_and_other_state_of_modules(offload):
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("ema", torch.zeros(8))
+            self.register_buffer("big", torch.zeros(200, 200))
+            self.mask = torch.ones(8)
+            self.num_calls = 0
+            self.losses = []
+            self.last = None
+
+        def forward(self, x):
+            self.num_calls += 1
+            y = torch.tanh(self.linear(x)) / self.num_calls + self.ema.clone() * x + self.mask
+            self.ema.data.lerp_(y.detach().mean(0), 0.5)
+            self.mask *= 0.9
+            self.big.data.add_(1.0)
+            y = y * self.big[0, 0].clone()
+            if self.last is not None:
+                y = y + self.last
+            self.last = y.detach()
+            self.losses.append(y.square().mean())
+            return y
+
+    def step(model):
+        losses = []
+        for _ in range(2):
+            losses.append(model(torch.randn(4, 8)).square().mean())
+        total = sum(losses) + sum(loss for block in model.blocks for loss in block.losses)
+        total.backward()
+        state = [
+            (block.num_calls, block.mask.clone(), block.last, [loss.detach() for loss in block.losses])
+            for block in model.blocks
+        ]
+        for block in model.blocks:
+            block.losses.clear()
+        return total.detach(), state
+
+    compare(Stack(Stateful), offload, step)
+
+
+def test_spectral_norm(offload):
+    def block():
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
+
+    compare(Stack(block), offload, train)
+
+
+def test_leaving_training_mode_before_backward_changes_nothing(offload):
+    def step(model):
+        loss = model(torch.randn(4, 8)).square().mean()
+        model.eval()
+        loss.backward()
+        assert not any(module.training for module in model.modules())
+        model.train()
+        return loss.detach()
+
+    compare(Stack(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))), offload, step)
+
+
+def test_backward_in_another_order_than_forward(offload):
+    def step(model):
+        outputs = [model(torch.randn(4, 8)) for _ in range(3)]
+        for index in (1, 2, 0):
+            outputs[index].square().mean().backward()
+
+    compare(Stack(lambda: Residual(p=0.3)), offload, step)
+
+
+def test_gradients_of_inputs_only(offload):
+    def step(model):
+        x = torch.randn(4, 8, requires_grad=True)
+        return torch.autograd.grad(model(x).sum(), [x, model.stem.weight])
+
+    compare(Stack(Residual), offload, step)
+
+
+def test_a_module_hook_runs_once(offload):
+    calls = []
+
+    def step(model):
+        handles = [block.register_forward_hook(lambda *_: calls.append("forward")) for block in model.blocks]
+        handles += [block.register_full_backward_hook(lambda *_: calls.append("backward")) for block in model.blocks]
+        loss = train(model)
+        for handle in handles:
+            handle.remove()
+        return loss
+
+    compare(Stack(Residual), offload, step, num_steps=1)
+    assert calls == 2 * (["forward"] * 3 + ["backward"] * 3)
