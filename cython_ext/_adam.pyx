@@ -68,6 +68,29 @@ def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads,
     free(starts)
 
 
+def advance(const uint64_t[::1] steps, float[::1] values):
+    """Add 1 to every step count and report the new ones.
+
+    Args:
+        steps: addresses of float32 numbers. INOUT.
+        values: as many numbers. OUT.
+
+    Raises:
+        ValueError: different lengths or a null address.
+    """
+    cdef Py_ssize_t i
+    cdef float* step
+    if steps.shape[0] != values.shape[0]:
+        raise ValueError(f"got {steps.shape[0]} addresses and room for {values.shape[0]} values")
+    for i in range(steps.shape[0]):
+        if not steps[i]:
+            raise ValueError(f"step count {i} has a null address")
+    for i in range(steps.shape[0]):
+        step = <float*> <uintptr_t> steps[i]
+        step[0] += 1
+        values[i] = step[0]
+
+
 cdef adam_isa _isa_code(str isa) except *:
     supported = _cpu.supported_isas()
     if isa not in supported:

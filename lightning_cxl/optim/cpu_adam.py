@@ -10,10 +10,10 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_cxl import _adam, _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.optim.layout import check_parameter, laid_out_as, same_layout, usable_gradient
+from lightning_cxl.optim.layout import check_parameter, is_flat_like, is_usable, usable_gradient
 from lightning_cxl.optim.reference import AdamScalars
+from lightning_cxl.optim.slot import AllocateState, Slot, empty_like_parameter
 from lightning_cxl.optim.state import check_moments, match_groups, parameter_name
-from lightning_cxl.tiers.placement import TensorRole
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -45,7 +45,7 @@ class CPUAdam(torch.optim.Optimizer):
             its contents do not matter. Called at construction, so that a full tier shows before training, for
             every parameter that requires a gradient. None: ``torch.empty_like``.
         compute_weights: bfloat16 host tensors, shaped and laid out as their parameters, that get the new weights,
-            rounded to nearest even, in the same pass.
+            rounded to nearest even, in the same pass. Read at every step: entries may be added later.
 
     Raises:
         ConfigError: a hyper-parameter out of range, a parameter that is not float32 on the host.
@@ -63,7 +63,7 @@ class CPUAdam(torch.optim.Optimizer):
         decoupled: bool = True,
         num_threads: int | None = None,
         isa: str | None = None,
-        allocate_state: Callable[[torch.Tensor, TensorRole], torch.Tensor] | None = None,
+        allocate_state: AllocateState | None = None,
         compute_weights: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.num_threads = _cpu.available_threads() if num_threads is None else num_threads
@@ -72,9 +72,9 @@ class CPUAdam(torch.optim.Optimizer):
         self.isa = _cpu.best_isa() if isa is None else isa
         if self.isa not in _cpu.supported_isas():
             raise ConfigError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(_cpu.supported_isas())}")
-        self.compute_weights = dict(compute_weights or {})
-        self._allocate_state = allocate_state
-        self._moments: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.compute_weights = {} if compute_weights is None else compute_weights
+        self._allocate_state = empty_like_parameter if allocate_state is None else allocate_state
+        self._slots: dict[torch.Tensor, Slot] = {}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -131,15 +131,15 @@ class CPUAdam(torch.optim.Optimizer):
             _check_ranges(group)
             if len(set(group["params"])) != len(group["params"]):
                 raise ConfigError("a parameter is twice in the same group: it would be updated twice in each step")
-            moments = {}
+            slots = {}
             for index, parameter in enumerate(group["params"]):
                 check_parameter(parameter, parameter_name(group, index))
                 if parameter.requires_grad:
-                    moments[parameter] = self._reserve(parameter, parameter_name(group, index))
+                    slots[parameter] = Slot(parameter, self._allocate_state)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._moments.update(moments)
+        self._slots.update(slots)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
@@ -166,78 +166,58 @@ class CPUAdam(torch.optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `step` itself keeps the scheduler's mark
 
     def _update(self) -> None:
-        work: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        for group_index, group in enumerate(self.param_groups):
-            _check_options(group)
-            for index, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:
-                    name = parameter_name(group, index)
-                    check_parameter(parameter, name)
-                    work.append((group_index, parameter, usable_gradient(parameter, name)))
-        states = [self._state_of(parameter) for _, parameter, _ in work]
+        work = self._collect()
+        steps, values = array("Q"), array("f", bytes(4 * len(work)))
+        for _, parameter, _, slot in work:
+            slot.bind(parameter, self.state[parameter])
+            steps.append(slot.step.data_ptr())
+        _adam.advance(steps, values)
 
         rows: dict[tuple[int, float], int] = {}
         spans, scalars = array("Q"), array("f")
-        for (group_index, parameter, grad), state in zip(work, states, strict=True):
-            state["step"] += 1
-            key = (group_index, state["step"].item())
-            if key not in rows:
-                rows[key] = len(rows)
-                scalars.extend(_scalars(self.param_groups[group_index], key[1]))
-            compute = self.compute_weights.get(parameter)
+        for (group_index, parameter, grad, slot), step in zip(work, values, strict=True):
+            row = rows.setdefault((group_index, step), len(rows))
+            if row * _adam.SCALAR_FIELDS == len(scalars):
+                scalars.extend(_scalars(self.param_groups[group_index], step))
+            compute = self.compute_weights.get(parameter) if self.compute_weights else None
             spans.extend(
                 (
                     parameter.data_ptr(),
                     grad.data_ptr(),
-                    state["exp_avg"].data_ptr(),
-                    state["exp_avg_sq"].data_ptr(),
+                    slot.momentum.data_ptr(),
+                    slot.variance.data_ptr(),
                     0 if compute is None else compute.data_ptr(),
-                    parameter.numel(),
-                    rows[key],
+                    slot.numel,
+                    row,
                 )
             )
         _adam.update(spans, scalars, self.num_threads, self.isa)
-        written = [parameter for _, parameter, _ in work]
+        written = [parameter for _, parameter, _, _ in work]
         written += [self.compute_weights[parameter] for parameter in written if parameter in self.compute_weights]
         torch.autograd.graph.increment_version(written)
 
-    def _reserve(self, parameter: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for momentum and variance, laid out as the parameter; contents undefined."""
-        compute = self.compute_weights.get(parameter)
-        if compute is not None and (compute.dtype is not torch.bfloat16 or not _fits(compute, parameter)):
-            raise ConfigError(
-                f"the compute weights of {name} must be bfloat16 on the host with shape {tuple(parameter.shape)} and "
-                f"strides {parameter.stride()}, got {compute.dtype} on {compute.device} with shape "
-                f"{tuple(compute.shape)} and strides {compute.stride()}"
-            )
-        return self._allocate(parameter, TensorRole.MOMENTUM), self._allocate(parameter, TensorRole.VARIANCE)
-
-    def _allocate(self, parameter: torch.Tensor, role: TensorRole) -> torch.Tensor:
-        if self._allocate_state is None:
-            return torch.empty_like(parameter, requires_grad=False, memory_format=torch.preserve_format)
-        memory = self._allocate_state(parameter, role)
-        assert memory.dtype is torch.float32 and memory.shape == parameter.shape
-        return laid_out_as(memory, parameter)
-
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the state of a parameter, made at its first gradient as torch does, in our own memory."""
-        if parameter not in self._moments:  # was frozen when its group was added
-            self._moments[parameter] = self._reserve(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-        moments = self._moments[parameter]
-        if not same_layout(moments[0], parameter):  # the model's memory format has changed since
-            values = [moment.clone() for moment in moments]
-            moments = (laid_out_as(moments[0], parameter), laid_out_as(moments[1], parameter))
-            for moment, value in zip(moments, values, strict=True):
-                moment.copy_(value)
-            self._moments[parameter] = moments
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = moments[0].zero_(), moments[1].zero_()
-        for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-            if state[key] is not moment:  # someone replaced it, or its layout has changed
-                state[key] = moment.copy_(state[key])
-        return state
+    def _collect(self) -> list[tuple[int, torch.Tensor, torch.Tensor, Slot]]:
+        """Return group index, parameter, gradient and slot of all there is to update; refuses before any change."""
+        work = []
+        for group_index, group in enumerate(self.param_groups):
+            _check_options(group)
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is None:
+                    continue
+                if parameter.dtype is not torch.float32 or not parameter.is_cpu:
+                    check_parameter(parameter, parameter_name(group, index))
+                slot = self._slots.get(parameter)
+                if slot is None:  # was frozen when its group was added
+                    check_parameter(parameter, parameter_name(group, index))
+                    slot = self._slots[parameter] = Slot(parameter, self._allocate_state)
+                grad = parameter.grad
+                if not is_usable(grad, parameter):
+                    grad = usable_gradient(parameter, parameter_name(group, index))
+                compute = self.compute_weights.get(parameter) if self.compute_weights else None
+                if compute is not None and not (compute.dtype is torch.bfloat16 and is_flat_like(compute, parameter)):
+                    raise _unfit_compute_weights(compute, parameter, parameter_name(group, index))
+                work.append((group_index, parameter, grad, slot))
+        return work
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of CPUAdam, ``torch.optim.Adam`` or ``torch.optim.AdamW`` into the memory held already.
@@ -288,15 +268,21 @@ class CPUAdam(torch.optim.Optimizer):
                 if not entry:
                     self.state.pop(parameter, None)
                     continue
-                state = self._state_of(parameter)
-                state["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32)
-                state["exp_avg"].copy_(entry["exp_avg"])
-                state["exp_avg_sq"].copy_(entry["exp_avg_sq"])
+                if parameter not in self._slots:
+                    self._slots[parameter] = Slot(parameter, self._allocate_state)
+                # binding copies the saved tensors into our memory
+                state = {key: entry[key] for key in ("step", "exp_avg", "exp_avg_sq")}
+                self._slots[parameter].bind(parameter, state)
+                self.state[parameter] = state
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: all but the allocator, which belongs to this process."""
-        own = ("num_threads", "isa", "compute_weights", "_moments")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_allocate_state": None}
+        own = ("num_threads", "isa", "compute_weights", "_slots")
+        return {
+            **super().__getstate__(),
+            **{name: getattr(self, name) for name in own},
+            "_allocate_state": empty_like_parameter,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, perhaps on another machine."""
@@ -305,8 +291,12 @@ class CPUAdam(torch.optim.Optimizer):
             self.isa = _cpu.best_isa()
 
 
-def _fits(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and same_layout(tensor, parameter)
+def _unfit_compute_weights(compute: torch.Tensor, parameter: torch.Tensor, name: str) -> ConfigError:
+    return ConfigError(
+        f"the compute weights of {name} must be bfloat16 on the host with shape {tuple(parameter.shape)} and strides "
+        f"{parameter.stride()}, got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and "
+        f"strides {compute.stride()}"
+    )
 
 
 def _scalars(group: Mapping[str, Any], step: float) -> AdamScalars:

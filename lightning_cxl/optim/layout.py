@@ -42,6 +42,16 @@ def laid_out_as(storage: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return storage.as_strided(parameter.shape, parameter.stride())
 
 
+def is_flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether `tensor` is on the host and its memory has the elements in the order of the dense `parameter`."""
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg() and same_layout(tensor, parameter)
+
+
+def is_usable(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether the kernel can read `grad` as it is."""
+    return grad.dtype is torch.float32 and is_flat_like(grad, parameter)
+
+
 def usable_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
     """Return the gradient as dense float32 host memory in the order of `parameter`; a copy only where needed.
 
@@ -58,7 +68,7 @@ def usable_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
         )
     if grad.device.type != "cpu":
         raise ConfigError(f"the gradient of {name} is on {grad.device}: copy it to the host before the step")
-    if grad.dtype is torch.float32 and not grad.is_neg() and same_layout(grad, parameter):
+    if is_usable(grad, parameter):
         return grad
     return torch.empty_like(parameter).copy_(grad)
 

@@ -1,0 +1,445 @@
+"""`CPUAdam` as a torch optimizer: beside torch's own through whole runs, with schedulers, groups and odd parameters."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedulers
+
+from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.slot import empty_like_parameter
+from lightning_cxl.tiers.placement import TensorRole
+
+
+def parameters(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def set_gradients(params, step):
+    """The same gradients for every set of parameters."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for parameter in params:
+        parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def assert_close(ours, theirs, tolerance=1e-6):
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own.detach(), other.detach(), rtol=tolerance, atol=tolerance)
+
+
+def assert_same_state(ours, theirs):
+    """Momentum, variance and step equal torch's to the bit where its kernels fuse multiply and add."""
+    exact = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    assert list(ours) == list(theirs)
+    for key in ours:
+        assert list(ours[key]) == list(theirs[key])
+        for name in ours[key]:
+            assert ours[key][name].dtype == theirs[key][name].dtype
+            assert ours[key][name].stride() == theirs[key][name].stride()
+            torch.testing.assert_close(ours[key][name], theirs[key][name], **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+def pair(make, shapes=((5, 3), (7,), ()), **options):
+    """The same parameters under torch's optimizer and under the CPUAdam that replaced one like it."""
+    theirs, ours = parameters(*shapes), parameters(*shapes)
+    return theirs, make(theirs, **options), ours, CPUAdam.from_torch(make(ours, **options))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": 0.1, "weight_decay": 0.3},
+        {"betas": (0.3, 0.5), "eps": 1e-3},
+        {"lr": torch.tensor(0.05)},
+        {"fused": True},
+    ],
+    ids=str,
+)
+def test_runs_beside_torch(monkeypatch, make, options):
+    # the one operation in which torch is not exact; with weight decay it would reach momentum through the weights
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: x.double().pow(0.5).float())
+    theirs, torch_adam, ours, adam = pair(make, ((5, 3), (7,), (), (0,), (2, 0, 3), (130,)), **options)
+    for step in range(6):
+        for params, optimizer in ((theirs, torch_adam), (ours, adam)):
+            set_gradients(params, step)
+            optimizer.step()
+    assert_close(ours, theirs)
+    if "fused" not in options:
+        assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
+    assert adam.state_dict()["param_groups"] == torch_adam.state_dict()["param_groups"]
+
+
+def test_parameters_without_gradient_are_skipped_and_step_counts_differ():
+    theirs, torch_adam, ours, adam = pair(torch.optim.AdamW, ((4,), (5,), (6,)))
+    for step in range(5):
+        for params, optimizer in ((theirs, torch_adam), (ours, adam)):
+            set_gradients(params, step)
+            params[0].grad = None
+            if step % 2:
+                params[1].grad = None
+            optimizer.step()
+    assert [int(adam.state[p]["step"]) for p in ours[1:]] == [3, 5]
+    assert ours[0] not in adam.state
+    assert_close(ours, theirs)
+    assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
+
+
+def test_step_without_any_gradient_changes_nothing():
+    (parameter,) = parameters((3,))
+    before = parameter.detach().clone()
+    adam = CPUAdam([parameter])
+    assert adam.step() is None
+    assert torch.equal(parameter, before)
+    assert not adam.state
+
+
+def test_groups_have_their_own_hyper_parameters():
+    def groups(params):
+        return [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "weight_decay": 0.5, "betas": (0.5, 0.5)}]
+
+    theirs, ours = parameters((3,), (4,)), parameters((3,), (4,))
+    torch_adam, adam = torch.optim.AdamW(groups(theirs)), CPUAdam(groups(ours), weight_decay=0.01)
+    for step in range(4):
+        for params, optimizer in ((theirs, torch_adam), (ours, adam)):
+            set_gradients(params, step)
+            optimizer.param_groups[1]["lr"] = 0.1 * step
+            optimizer.step()
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        partial(schedulers.LambdaLR, lr_lambda=lambda epoch: 0.9**epoch),
+        partial(schedulers.StepLR, step_size=2, gamma=0.1),
+        partial(schedulers.CosineAnnealingLR, T_max=5),
+        partial(schedulers.CosineAnnealingWarmRestarts, T_0=2),
+        partial(schedulers.LinearLR, total_iters=4),
+        partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=8),
+        partial(schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2),
+        partial(schedulers.ReduceLROnPlateau, patience=0),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+@pytest.mark.parametrize("repoint", [False, True])
+def test_schedulers(make_scheduler, repoint):
+    """On CPUAdam, or made for the user's optimizer and pointed at CPUAdam afterwards; no warnings (they are errors)."""
+    theirs, ours = parameters((6,)), parameters((6,))
+    torch_adam, original = torch.optim.AdamW(theirs, lr=0.1), torch.optim.AdamW(ours, lr=0.1)
+    expected = make_scheduler(torch_adam)
+    if repoint:
+        scheduler = make_scheduler(original)
+        adam = CPUAdam.from_torch(original)
+        scheduler.optimizer = adam
+    else:
+        adam = CPUAdam.from_torch(original)
+        scheduler = make_scheduler(adam)
+    arguments = (1.0,) if isinstance(scheduler, schedulers.ReduceLROnPlateau) else ()
+    for step in range(6):
+        for params, optimizer, current in ((theirs, torch_adam, expected), (ours, adam, scheduler)):
+            set_gradients(params, step)
+            optimizer.step()
+            current.step(*arguments)
+        assert adam.param_groups[0]["lr"] == torch_adam.param_groups[0]["lr"]
+    assert_close(ours, theirs)
+
+
+def test_a_chain_of_schedulers_pointed_at_the_new_optimizer():
+    (parameter,) = parameters((6,))
+    original = torch.optim.Adam([parameter], lr=0.1)
+    parts = [schedulers.ConstantLR(original, factor=0.5, total_iters=2), schedulers.ExponentialLR(original, gamma=0.5)]
+    chain = schedulers.SequentialLR(original, parts, milestones=[2])
+    adam = CPUAdam.from_torch(original)
+    for scheduler in (*parts, chain):
+        scheduler.optimizer = adam
+    rates = []
+    for step in range(4):
+        set_gradients([parameter], step)
+        adam.step()
+        rates.append(adam.param_groups[0]["lr"])
+        chain.step()
+    assert rates == [0.05, 0.05, 0.1, 0.05]
+
+
+def test_stepping_the_scheduler_first_still_warns():
+    original = torch.optim.Adam(parameters((6,)), lr=0.1)
+    scheduler = schedulers.StepLR(original, 1)
+    scheduler.optimizer = CPUAdam.from_torch(original)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+
+
+def test_from_torch_shares_groups_defaults_and_hooks_and_keeps_the_state():
+    theirs, ours = parameters((3,)), parameters((3,))
+    torch_adam, original = torch.optim.Adam(theirs), torch.optim.Adam(ours)
+    calls = []
+    original.register_step_post_hook(lambda optimizer, args, kwargs: calls.append(optimizer))
+    for params, optimizer in ((theirs, torch_adam), (ours, original)):
+        set_gradients(params, 0)
+        optimizer.step()
+    adam = CPUAdam.from_torch(original)
+    assert adam.param_groups is original.param_groups
+    assert adam.defaults is original.defaults
+    for params, optimizer in ((theirs, torch_adam), (ours, adam)):
+        set_gradients(params, 1)
+        optimizer.step()
+    assert calls == [original, adam]
+    assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
+    assert_close(ours, theirs)
+
+
+def test_other_optimizers_are_refused():
+    class Custom(torch.optim.AdamW):
+        pass
+
+    for make in (partial(torch.optim.SGD, lr=0.1), Custom):
+        with pytest.raises(UnsupportedError, match=r"can replace torch.optim.Adam and AdamW, not .*cpu_adam=False"):
+            CPUAdam.from_torch(make(parameters((3,))))
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize", "capturable", "differentiable"])
+def test_unsupported_options_are_refused_wherever_they_come_from(option):
+    params = parameters((3,))
+    message = f"CPUAdam has no `{option}`: set `{option}=False`"
+    with pytest.raises(UnsupportedError, match=message):
+        CPUAdam.from_torch(torch.optim.AdamW(params, **{option: True}))
+    with pytest.raises(UnsupportedError, match=message):
+        CPUAdam([{"params": params, option: True}])
+    adam = CPUAdam(params)
+    adam.param_groups[0][option] = True
+    set_gradients(params, 0)
+    before = params[0].detach().clone()
+    with pytest.raises(UnsupportedError, match=message):
+        adam.step()
+    assert torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "`lr` must be one number, at least 0, got -1.0"),
+        ({"lr": float("nan")}, "`lr` must be"),
+        ({"lr": torch.zeros(2)}, "`lr` must be one number"),
+        ({"eps": -1e-8}, "`eps` must be"),
+        ({"weight_decay": -0.1}, "`weight_decay` must be"),
+        ({"betas": (0.9, 1.0)}, "`betas` must be two numbers in"),
+        ({"betas": (0.9,)}, "`betas` must be two numbers in"),
+    ],
+    ids=str,
+)
+def test_bad_hyper_parameters(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CPUAdam(parameters((3,)), **options)
+
+
+def test_unfit_parameters_are_named_and_the_group_is_not_added():
+    adam = CPUAdam([("head", parameters((3,))[0])])
+    bad = {
+        "bfloat16": (ConfigError, torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))),
+        "meta": (ConfigError, torch.nn.Parameter(torch.zeros(3, device="meta"))),
+        "one dense range": (UnsupportedError, torch.nn.Parameter(torch.zeros(4, 4)[:, :2])),
+        "strides": (UnsupportedError, torch.nn.Parameter(torch.zeros(1).expand(4))),
+    }
+    for message, (error, parameter) in bad.items():
+        with pytest.raises(error, match=f"`body`.*{message}"):
+            adam.add_param_group({"params": [("body", parameter)]})
+    assert len(adam.param_groups) == 1
+    twin = parameters((3,))[0]
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ConfigError, match="twice in the same group"):
+        adam.add_param_group({"params": [("a", twin), ("b", twin)]})
+
+
+def test_sparse_gradients_are_refused_before_anything_changes():
+    dense, embedding = parameters((3,))[0], torch.nn.Embedding(10, 4, sparse=True)
+    adam = CPUAdam([dense, embedding.weight])
+    dense.grad = torch.ones(3)
+    before = dense.detach().clone()
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"parameter 1 of its group \(shape \(10, 4\)\) is sparse"):
+        adam.step()
+    assert torch.equal(dense, before)
+    assert not adam.state
+
+
+def test_channels_last_weights_and_gradients_in_another_order():
+    theirs, ours = (torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last) for _ in range(2))
+    ours.load_state_dict(theirs.state_dict())
+    torch_adam, adam = torch.optim.AdamW(theirs.parameters()), CPUAdam(ours.parameters(), weight_decay=0.01)
+    assert not ours.weight.is_contiguous()
+    for step in range(4):
+        for net, optimizer in ((theirs, torch_adam), (ours, adam)):
+            set_gradients(list(net.parameters()), step)
+            if step == 2:
+                net.weight.grad = net.weight.grad.contiguous()
+            if step == 3:  # the model's format changes under the optimizer
+                net.to(memory_format=torch.contiguous_format)
+            optimizer.step()
+    assert_close(ours.parameters(), theirs.parameters())
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(adam.state[ours.weight][key], torch_adam.state[theirs.weight][key])
+
+
+def test_a_transposed_parameter_and_memory_from_a_contiguous_allocator():
+    theirs, ours = (torch.nn.Parameter(torch.arange(12.0).view(3, 4).T) for _ in range(2))
+    torch_adam = torch.optim.Adam([theirs])
+    adam = CPUAdam([ours], decoupled=False, allocate_state=lambda parameter, role: torch.empty(parameter.shape))
+    for step in range(3):
+        for parameter, optimizer in ((theirs, torch_adam), (ours, adam)):
+            parameter.grad = torch.arange(12.0).view(4, 3) - step
+            optimizer.step()
+    assert_close([ours], [theirs])
+    assert torch.equal(adam.state[ours]["exp_avg"], torch_adam.state[theirs]["exp_avg"])
+
+
+def test_lazily_negated_gradients():
+    (parameter,) = parameters((4,))
+    parameter.grad = torch._neg_view(torch.ones(4))
+    adam = CPUAdam([parameter])
+    adam.step()
+    assert (adam.state[parameter]["exp_avg"] < 0).all()
+
+
+def test_state_memory_is_reserved_at_construction_and_never_moves():
+    asked = []
+
+    def allocate(parameter, role):
+        memory = torch.full_like(parameter, float("nan"))  # contents do not matter
+        asked.append((role, memory.data_ptr()))
+        return memory
+
+    trained, frozen = parameters((3,), (2,))
+    frozen.requires_grad_(False)
+    adam = CPUAdam([trained, frozen], allocate_state=allocate)
+    assert [role for role, _ in asked] == [TensorRole.MOMENTUM, TensorRole.VARIANCE]
+    assert not adam.state
+    set_gradients([trained], 0)
+    adam.step()
+    other = torch.optim.AdamW([trained, frozen])
+    set_gradients([trained], 1)
+    other.step()
+    adam.load_state_dict(other.state_dict())
+    adam.step()
+    assert [adam.state[trained][key].data_ptr() for key in ("exp_avg", "exp_avg_sq")] == [at for _, at in asked]
+    assert adam.state[trained]["exp_avg"].isfinite().all()
+    frozen.requires_grad_(True)
+    set_gradients([trained, frozen], 2)
+    adam.step()
+    assert len(asked) == 4
+
+
+def test_allocation_failure_leaves_the_optimizer_as_it_was():
+    def allocate(parameter, role):
+        if parameter.numel() > 3:
+            raise MemoryError("full")
+        return empty_like_parameter(parameter, role)
+
+    adam = CPUAdam(parameters((3,)), allocate_state=allocate)
+    with pytest.raises(MemoryError):
+        adam.add_param_group({"params": parameters((2,), (4,))})
+    assert len(adam.param_groups) == 1
+
+
+def test_state_that_someone_replaced_is_taken_over():
+    theirs, torch_adam, ours, adam = pair(torch.optim.AdamW)
+    for step in range(4):
+        for params, optimizer in ((theirs, torch_adam), (ours, adam)):
+            set_gradients(params, step)
+            optimizer.step()
+            if step == 1:
+                optimizer.state[params[0]] = {
+                    key: value.clone() + 1 for key, value in optimizer.state[params[0]].items()
+                }
+            if step == 2:
+                optimizer.state.pop(params[1])  # starts again from zero
+    assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
+
+
+def test_compute_weights_follow_in_the_same_step():
+    masters = parameters((5, 3), (7,))
+    compute = {masters[0]: torch.zeros(5, 3, dtype=torch.bfloat16)}
+    adam = CPUAdam(masters, lr=0.1, compute_weights=compute)
+    set_gradients(masters, 0)
+    version = compute[masters[0]]._version
+    adam.step()
+    assert torch.equal(compute[masters[0]], masters[0].detach().bfloat16())
+    assert compute[masters[0]]._version > version
+    compute[masters[1]] = torch.zeros(7, dtype=torch.bfloat16)  # added later
+    adam.step()
+    assert torch.equal(compute[masters[1]], masters[1].detach().bfloat16())
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.bfloat16)[::2]],
+    ids=str,
+)
+def test_unfit_compute_weights_are_refused(compute):
+    (master,) = parameters((3,))
+    adam = CPUAdam([master], compute_weights={master: compute})
+    set_gradients([master], 0)
+    before = master.detach().clone()
+    with pytest.raises(
+        ConfigError, match=r"compute weights of parameter 0 .* must be bfloat16 on the host with shape \(3,\)"
+    ):
+        adam.step()
+    assert torch.equal(master, before)
+
+
+def test_autograd_notices_the_update():
+    (parameter,) = parameters((3,))
+    loss = (parameter * parameter).sum()
+    adam = CPUAdam([parameter])
+    parameter.grad = torch.ones(3)
+    adam.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_closure_is_evaluated_with_gradients_enabled():
+    (parameter,) = parameters((3,))
+    adam = CPUAdam([parameter])
+
+    def closure():
+        adam.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = adam.step(closure)
+    assert loss.item() > 0
+    assert adam.state[parameter]["step"].item() == 1
+
+
+def test_many_small_tensors():
+    shapes = [(index % 7 + 1,) for index in range(600)]
+    theirs, torch_adam, ours, adam = pair(torch.optim.AdamW, shapes)
+    for params, optimizer in ((theirs, torch_adam), (ours, adam)):
+        set_gradients(params, 0)
+        optimizer.step()
+    assert_close(ours, theirs)
+    assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["deepcopy", "pickle"]
+)
+def test_copies_go_on_independently(how):
+    params = parameters((3,))
+    adam = CPUAdam(params, lr=0.1, num_threads=1)
+    set_gradients(params, 0)
+    adam.step()
+    twin = how(adam)
+    (parameter,) = twin.param_groups[0]["params"]
+    before = params[0].detach().clone()
+    parameter.grad = torch.ones(3)
+    twin.step()
+    assert torch.equal(params[0], before)
+    assert twin.num_threads == 1
+    assert [int(adam.state[params[0]]["step"]), int(twin.state[parameter]["step"])] == [1, 2]

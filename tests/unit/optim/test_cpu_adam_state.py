@@ -1,0 +1,225 @@
+"""State dicts of `CPUAdam`: both ways with torch, by name, weights_only, and what does not fit."""
+
+import io
+
+import pytest
+import torch
+
+from lightning_cxl.errors import CheckpointError, UnsupportedError
+from lightning_cxl.optim.cpu_adam import CPUAdam
+
+NAMES = ["embed.weight", "body.weight", "head.bias"]
+SHAPES = [(4, 3), (5,), ()]
+
+
+def trained(make, names=NAMES, *, steps=3, named=True, **options):
+    """An optimizer after a few steps; the values depend on the name only."""
+    params = []
+    for name in names:
+        generator = torch.Generator().manual_seed(len(name))
+        params.append(torch.nn.Parameter(torch.randn(SHAPES[NAMES.index(name)], generator=generator)))
+    optimizer = make(list(zip(names, params, strict=True)) if named else params, **options)
+    for step in range(steps):
+        for name, parameter in zip(names, params, strict=True):
+            parameter.grad = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(len(name) + 100 * step)
+            )
+        optimizer.step()
+    return params, optimizer
+
+
+def same(state, other):
+    assert list(state) == list(other)
+    for key in state:
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[key][name], other[key][name])
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+def test_round_trips_both_ways_with_torch(make, named):
+    decoupled = make is torch.optim.AdamW
+    _, theirs = trained(make, named=named, lr=0.02, weight_decay=0.1)
+    _, ours = trained(CPUAdam, named=named, steps=0, decoupled=decoupled)
+    ours.load_state_dict(theirs.state_dict())
+    same(ours.state_dict()["state"], theirs.state_dict()["state"])
+    assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
+
+    _, ours = trained(CPUAdam, named=named, decoupled=decoupled, lr=0.02, weight_decay=0.1)
+    params, theirs = trained(make, named=named, steps=0)
+    theirs.load_state_dict(ours.state_dict())
+    same(theirs.state_dict()["state"], ours.state_dict()["state"])
+    assert theirs.state_dict()["param_groups"] == ours.state_dict()["param_groups"]
+    params[0].grad = torch.ones_like(params[0])
+    theirs.step()
+
+
+def test_through_a_file_with_weights_only():
+    _, adam = trained(CPUAdam, lr=torch.tensor(0.01))
+    file = io.BytesIO()
+    torch.save(adam.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    _, other = trained(CPUAdam, steps=0)
+    other.load_state_dict(loaded)
+    same(other.state_dict()["state"], adam.state_dict()["state"])
+    assert torch.equal(other.param_groups[0]["lr"], torch.tensor(0.01))
+
+
+def test_names_decide_not_the_order():
+    order = [2, 0, 1]
+    shuffled = [NAMES[index] for index in order]
+    params, adam = trained(CPUAdam, shuffled)
+    _, saved = trained(torch.optim.AdamW)
+    adam.load_state_dict(saved.state_dict())
+    for place, index in enumerate(order):
+        for key, value in saved.state_dict()["state"][index].items():
+            assert torch.equal(adam.state[params[place]][key], value)
+    assert adam.param_groups[0]["param_names"] == shuffled
+
+
+def test_named_groups_in_another_order_bring_their_hyper_parameters():
+    def make(names):
+        params = dict(zip(NAMES, (torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES), strict=True))
+        groups = [{"params": [(name, params[name]) for name in group], "lr": len(group) / 10} for group in names]
+        for parameter in params.values():
+            parameter.grad = torch.ones_like(parameter) * parameter.numel()
+        return params, groups
+
+    _, groups = make([NAMES[:1], NAMES[1:]])
+    saved = CPUAdam(groups)
+    saved.step()
+    params, groups = make([[NAMES[2], NAMES[1]], NAMES[:1]])
+    adam = CPUAdam(groups, lr=9.0)
+    adam.load_state_dict(saved.state_dict())
+    assert [group["lr"] for group in adam.param_groups] == [0.2, 0.1]
+    assert adam.state[params["body.weight"]]["exp_avg"].tolist() == pytest.approx([0.5] * 5)
+
+    _, groups = make([[NAMES[0], NAMES[2]], [NAMES[1]]])
+    with pytest.raises(CheckpointError, match=r"spread over the saved groups \[0, 1\]"):
+        CPUAdam(groups).load_state_dict(saved.state_dict())
+
+
+def test_loading_copies_into_the_memory_held_and_keeps_the_groups():
+    params, adam = trained(CPUAdam)
+    group = adam.param_groups[0]
+    addresses = [adam.state[p][key].data_ptr() for p in params for key in ("exp_avg", "exp_avg_sq")]
+    _, saved = trained(torch.optim.AdamW, steps=5, lr=0.5)
+    group["lr"] = 0.25
+    adam.load_state_dict(saved.state_dict())
+    assert addresses == [adam.state[p][key].data_ptr() for p in params for key in ("exp_avg", "exp_avg_sq")]
+    assert adam.param_groups[0] is group
+    assert group["lr"] == 0.5
+    # a copy: training on does not touch what was loaded
+    before = saved.state_dict()["state"][0]["exp_avg"].clone()
+    for parameter in params:
+        parameter.grad = torch.ones_like(parameter)
+    adam.step()
+    assert torch.equal(saved.state_dict()["state"][0]["exp_avg"], before)
+    assert saved.state_dict()["state"][0]["step"].item() == 5
+
+
+def test_a_parameter_without_saved_state_starts_again():
+    params, adam = trained(CPUAdam)
+    _, saved = trained(torch.optim.AdamW)
+    state = saved.state_dict()
+    del state["state"][1]
+    adam.load_state_dict(state)
+    assert params[1] not in adam.state
+    params[1].grad = torch.ones_like(params[1])
+    adam.step()
+    assert adam.state[params[1]]["step"].item() == 1
+    assert adam.state[params[1]]["exp_avg"].tolist() == pytest.approx([0.1] * 5)
+
+
+def test_decoupling_stays_as_constructed():
+    _, saved = trained(torch.optim.Adam)
+    _, adam = trained(CPUAdam, steps=0, decoupled=True)
+    adam.load_state_dict(saved.state_dict())
+    assert adam.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def test_low_precision_and_old_fashioned_states_load():
+    _, saved = trained(torch.optim.AdamW, named=False)
+    state = saved.state_dict()
+    for entry in state["state"].values():
+        entry.update(step=7, exp_avg=entry["exp_avg"].bfloat16())
+    params, adam = trained(CPUAdam, steps=0, named=False)
+    adam.load_state_dict(state)
+    assert adam.state[params[0]]["step"].dtype == torch.float32
+    assert adam.state[params[0]]["step"].item() == 7
+    assert torch.equal(adam.state[params[0]]["exp_avg"], state["state"][0]["exp_avg"].float())
+
+
+def test_hooks_run():
+    _, adam = trained(CPUAdam)
+    _, saved = trained(torch.optim.AdamW, steps=4)
+    called = []
+    replacement = saved.state_dict()
+    adam.register_load_state_dict_pre_hook(lambda optimizer, state: replacement)
+    adam.register_load_state_dict_post_hook(lambda optimizer: called.append(optimizer))
+    adam.load_state_dict({})
+    assert called == [adam]
+    same(adam.state_dict()["state"], replacement["state"])
+
+
+def damaged(**change):
+    state = trained(torch.optim.AdamW)[1].state_dict()
+    state["state"][1] = {**state["state"][1], **change}
+    return state
+
+
+def without(key):
+    state = damaged()
+    del state["state"][1][key]
+    return state
+
+
+def renamed():
+    state = damaged()
+    state["param_groups"][0]["param_names"] = ["embed.weight", "spine.weight", "head.bias"]
+    return state
+
+
+def shortened():
+    state = trained(torch.optim.AdamW, named=False)[1].state_dict()
+    state["param_groups"][0]["params"] = [0, 1]
+    return state
+
+
+def regrouped():
+    state = damaged()
+    state["param_groups"] = state["param_groups"] * 2
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda: damaged(exp_avg_sq=torch.zeros(2, 2)), r"exp_avg_sq of `body.weight` has shape \(2, 2\)"),
+        (lambda: damaged(exp_avg=None), "exp_avg of `body.weight` has shape NoneType"),
+        (lambda: damaged(step=torch.zeros(2)), r"step of `body.weight` has shape \(2,\)"),
+        (lambda: without("exp_avg"), "state of `body.weight` has no exp_avg"),
+        (renamed, "not in the checkpoint: `body.weight`; not in this optimizer: `spine.weight`"),
+        (shortened, "has 2 parameters, this optimizer's has 3"),
+        (regrouped, "has 2 parameter groups, this optimizer has 1"),
+        (dict, "has `state` and `param_groups`"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(state, message):
+    _, adam = trained(CPUAdam)
+    saved = {
+        key: {name: value.clone() for name, value in entry.items()} for key, entry in adam.state_dict()["state"].items()
+    }
+    with pytest.raises(CheckpointError, match=message):
+        adam.load_state_dict(state())
+    same(adam.state_dict()["state"], saved)
+    assert adam.param_groups[0]["lr"] == 1e-3
+
+
+def test_saved_amsgrad_is_refused():
+    _, saved = trained(torch.optim.AdamW, amsgrad=True)
+    _, adam = trained(CPUAdam, steps=0)
+    with pytest.raises(UnsupportedError, match="CPUAdam has no `amsgrad`"):
+        adam.load_state_dict(saved.state_dict())
+    assert not adam.state
