@@ -1,1 +1,63 @@
-"""Fine-tune language models far larger than the GPU from host memory tiers: DRAM, CXL memory, NVMe."""
+"""Fine-tune language models far larger than the GPU from host memory tiers: DRAM, CXL memory, NVMe.
+
+Importing this package registers ``Trainer(strategy="cxl_offload")``.
+"""
+
+from lightning_cxl._lightning import StrategyRegistry
+from lightning_cxl.callbacks import OffloadProgressBar
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import (
+    CheckpointError,
+    ConfigError,
+    LightningCXLError,
+    LightningCXLWarning,
+    MissingTierWarning,
+    PinnedMemoryError,
+    PlacementError,
+    SpillWarning,
+    TierFullError,
+    TierNotFoundError,
+    UnsupportedError,
+)
+from lightning_cxl.memory.api import empty, host_allocation, residency
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.strategy import CXLOffloadStrategy
+from lightning_cxl.tiers.annotate import tier
+from lightning_cxl.tiers.placement import Placement, TensorRole
+from lightning_cxl.tiers.policy import PlacementPolicy, PlacementRequest, RoleHomePolicy
+from lightning_cxl.tiers.topology import Node, Tier, TierKind, Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CPUAdam",
+    "CXLOffloadStrategy",
+    "CheckpointError",
+    "ConfigError",
+    "LightningCXLError",
+    "LightningCXLWarning",
+    "MissingTierWarning",
+    "Node",
+    "OffloadProgressBar",
+    "OffloadConfig",
+    "PinnedMemoryError",
+    "Placement",
+    "PlacementError",
+    "PlacementPolicy",
+    "PlacementRequest",
+    "RoleHomePolicy",
+    "SpillWarning",
+    "Tier",
+    "TierFullError",
+    "TierKind",
+    "TierNotFoundError",
+    "TensorRole",
+    "Topology",
+    "UnsupportedError",
+    "empty",
+    "host_allocation",
+    "residency",
+    "tier",
+]
+
+CXLOffloadStrategy.register_strategies(StrategyRegistry)

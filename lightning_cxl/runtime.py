@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.memory.arena import ArenaResource
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.scope import activate
@@ -85,7 +84,6 @@ class OffloadRuntime:
         self._grads: GradientSink | None = None
         self._adoption: Adoption | None = None
         self._activations: ActivationOffload | None = None
-        self._arenas: dict[str, ArenaResource] = {}  # by unit; units on the same tier share one
         self._closed = False
 
     def allocation(self, role: TensorRole | None = None) -> AbstractContextManager[Any]:
@@ -173,8 +171,7 @@ class OffloadRuntime:
 
     def end_step(self) -> None:
         """Tell the activation arenas that a training step is over."""
-        for arena in {id(arena): arena for arena in self._arenas.values()}.values():
-            arena.end_step()
+        self.memory.end_step()
 
     @property
     def masters(self) -> MasterWeights:
@@ -211,9 +208,8 @@ class OffloadRuntime:
 
     def _allocate_activation(self, nbytes: int, unit: str) -> Buffer:
         assert self._placements is not None
-        if unit not in self._arenas:
-            self._arenas[unit] = self.memory.arena(self._placements.for_unit(unit, TensorRole.ACTIVATIONS, nbytes))
-        return self._arenas[unit].allocate(nbytes)
+        placement = self._placements.for_unit(unit, TensorRole.ACTIVATIONS, nbytes)
+        return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
 
     def _placements_of(self, parameter: torch.Tensor, role: TensorRole, nbytes: int) -> Placement:
         assert self._placements is not None and self._masters is not None

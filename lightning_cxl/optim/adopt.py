@@ -85,16 +85,14 @@ class Adoption:
         self._adopted.clear()
 
     def _adopt_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        params = group["params"]
-        named = isinstance(params, torch.Tensor) is False and any(isinstance(p, tuple) for p in (params := list(params)))
-        if isinstance(params, torch.Tensor):
-            params = [params]
-        hosts = [self._masters.adopt(p[1] if isinstance(p, tuple) else p) for p in params]
+        entries = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        hosts = [self._masters.adopt(entry[1] if isinstance(entry, tuple) else entry) for entry in entries]
         self._grads.watch(hosts)
-        new: list[Any] = [host.master for host in hosts]
-        if named:
-            new = [(p[0], master) for p, master in zip(params, new, strict=True)]
-        return {**group, "params": new}
+        masters = [
+            (entry[0], host.master) if isinstance(entry, tuple) else host.master  # (name, parameter) pairs stay pairs
+            for entry, host in zip(entries, hosts, strict=True)
+        ]
+        return {**group, "params": masters}
 
     def _move_state_keys(self, optimizer: Optimizer, hosts: list[HostParameter]) -> None:
         """State that exists already is keyed by the compute parameter: key it by the master."""

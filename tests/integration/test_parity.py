@@ -1,0 +1,264 @@
+"""Offload changes where bytes live, never what is computed: losses and weights against plain Lightning on the CPU."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import nn
+
+import lightning_cxl
+from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
+
+EXACT = {"cpu_adam": False}  # the user's own torch optimizer on the host: bit-identical
+
+
+def train(make_model, strategy, *, data=token_data, steps=20, task=Task, optimizer="adamw", optimizer_args=None, trainer_args=None):
+    """Train from a fixed seed; returns (losses, state dict)."""
+    seed_everything(11, verbose=False)
+    module = task(make_model(), optimizer, **(optimizer_args or {}))
+    trainer = make_trainer(strategy, max_steps=steps, **(trainer_args or {}))
+    trainer.fit(module, data())
+    return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def make_trainer(strategy="auto", **kwargs):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**quiet, "max_epochs": -1, **kwargs})
+
+
+def offload(**options):
+    return lightning_cxl.CXLOffloadStrategy(**options)
+
+
+def assert_identical(plain, ours):
+    assert len(plain[0]) == len(ours[0]) > 0
+    assert plain[0] == ours[0]
+    assert plain[1].keys() == ours[1].keys()
+    for name, value in plain[1].items():
+        assert torch.equal(value, ours[1][name]), name
+
+
+def assert_close(plain, ours):
+    """CPUAdam may differ from torch's AdamW by two ulp in a single update: every loss within 1e-6, relative."""
+    assert len(plain[0]) == len(ours[0]) > 0
+    for ours_loss, plain_loss in zip(ours[0], plain[0], strict=True):
+        assert abs(ours_loss - plain_loss) <= 1e-6 * abs(plain_loss)
+    for name, value in plain[1].items():
+        mine = ours[1][name]
+        if name.endswith("qkv.bias"):  # the true gradient of key biases is zero: Adam follows rounding noise there
+            mine, value = torch.stack([mine.chunk(3)[i] for i in (0, 2)]), torch.stack([value.chunk(3)[i] for i in (0, 2)])
+        torch.testing.assert_close(mine, value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+MODELS = {
+    "transformer": (TinyTransformer, token_data),
+    "tied": (lambda: TinyTransformer(tied=True), token_data),
+    "block twice": (lambda: TinyTransformer(twice=True), token_data),
+    "convolution": (TinyConvNet, image_data),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulate", "optimizer"),
+    [*itertools.product(MODELS, [1, 8], ["adamw"]), *itertools.product(["transformer", "convolution"], [2], ["sgd"])],
+)
+def test_users_optimizer_is_bit_identical(model, accumulate, optimizer):
+    make_model, data = MODELS[model]
+    arguments = {
+        "data": data, "optimizer": optimizer, "steps": 20 // accumulate + 1,
+        "optimizer_args": {"momentum": 0.9} if optimizer == "sgd" else {},
+        "trainer_args": {"accumulate_grad_batches": accumulate},
+    }  # fmt: skip
+    assert_identical(train(make_model, "auto", **arguments), train(make_model, offload(**EXACT), **arguments))
+
+
+CLIPS = {"no clip": (None, None), "norm": (0.5, "norm"), "value": (0.01, "value")}
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulate", "clip"),
+    [
+        *itertools.product(["transformer"], [1, 2, 8], CLIPS),
+        *itertools.product(["tied", "block twice", "convolution"], [1, 2], ["norm"]),
+    ],
+)
+def test_cpu_adam_follows_torch(model, accumulate, clip):
+    make_model, data = MODELS[model]
+    value, algorithm = CLIPS[clip]
+    arguments = {
+        "data": data,
+        "trainer_args": {
+            "accumulate_grad_batches": accumulate, "gradient_clip_val": value, "gradient_clip_algorithm": algorithm
+        },
+        "steps": 20 // accumulate + 1,
+    }  # fmt: skip
+    assert_close(train(make_model, "auto", **arguments), train(make_model, "cxl_offload", **arguments))
+
+
+@pytest.mark.parametrize("clip", [(0.5, "norm"), (0.01, "value")], ids=["norm", "value"])
+def test_clipping_is_bit_identical_with_the_users_optimizer(clip):
+    arguments = {"trainer_args": {"gradient_clip_val": clip[0], "gradient_clip_algorithm": clip[1], "accumulate_grad_batches": 2}}
+    assert_identical(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**EXACT), **arguments))
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adagrad", "adafactor", "adam"])
+def test_other_torch_optimizers_are_bit_identical(optimizer):
+    arguments = {"optimizer": optimizer, "steps": 8}
+    assert_identical(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**EXACT), **arguments))
+
+
+def test_without_activation_offload():
+    arguments = {"steps": 8}
+    ours = train(TinyTransformer, "cxl_offload_optimizer", **arguments)
+    assert_close(train(TinyTransformer, "auto", **arguments), ours)
+
+
+def frozen_transformer():
+    model = TinyTransformer()
+    model.embed.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].mlp.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("strategy", [EXACT, {}], ids=["torch AdamW", "CPUAdam"])
+def test_frozen_parts(strategy):
+    plain, ours = train(frozen_transformer, "auto", steps=10), train(frozen_transformer, offload(**strategy), steps=10)
+    (assert_identical if strategy else assert_close)(plain, ours)
+    untouched = frozen_transformer_names()
+    seed_everything(11, verbose=False)
+    start = Task(frozen_transformer()).state_dict()
+    assert all(torch.equal(start[name], ours[1][name]) for name in untouched)
+
+
+def frozen_transformer_names():
+    return [f"model.{name}" for name, p in frozen_transformer().named_parameters() if not p.requires_grad]
+
+
+class TwoOptimizers(Task):
+    """Manual optimization: two optimizers over two halves, several backwards per step, own clipping and scheduler steps."""
+
+    def __init__(self, model, optimizer="adamw", **kwargs):
+        super().__init__(model, optimizer, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.toggle_optimizer(first)
+        first.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
+        self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        first.step()
+        self.untoggle_optimizer(first)
+        if batch_idx % 2:  # two micro-batches, the second optimizer accumulates by itself
+            self.manual_backward(self.loss(batch))
+            second.step()
+            second.zero_grad()
+            self.lr_schedulers()[1].step()
+        else:
+            self.manual_backward(self.loss(batch))
+        first.zero_grad()
+        self.lr_schedulers()[0].step()
+
+    def configure_optimizers(self):
+        body = [p for name, p in self.named_parameters() if "head" not in name]
+        head = [p for name, p in self.named_parameters() if "head" in name]
+        cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[self.optimizer]
+        optimizers = [cls(body, lr=3e-3), cls(head, lr=1e-2)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) for optimizer in optimizers]
+
+
+@pytest.mark.parametrize(("options", "check"), [(EXACT, assert_identical), ({}, assert_close)], ids=["torch AdamW", "CPUAdam"])
+def test_manual_optimization_with_two_optimizers(options, check):
+    arguments = {"task": TwoOptimizers, "steps": 20}
+    check(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**options), **arguments))
+
+
+def test_schedulers_drive_the_swapped_optimizer():
+    class Recording(Task):
+        def on_train_batch_end(self, *_):
+            self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler
+            chain = schedule.SequentialLR(
+                optimizer,
+                [schedule.LinearLR(optimizer, 0.1, 1.0, 3), schedule.CosineAnnealingLR(optimizer, 5)],
+                milestones=[3],
+            )
+            return [optimizer], [{"scheduler": chain, "interval": "step"}]
+
+    def rates(strategy):
+        seed_everything(11, verbose=False)
+        module = Recording(TinyTransformer())
+        make_trainer(strategy, max_steps=8).fit(module, token_data())
+        return module.lrs, module.losses
+
+    (plain_lrs, plain_losses), (lrs, losses) = rates("auto"), rates("cxl_offload")
+    assert lrs == plain_lrs and len(set(lrs)) > 3
+    assert losses == pytest.approx(plain_losses, rel=1e-6)
+
+
+def test_single_update_within_two_ulp():
+    torch.manual_seed(0)
+    weights = torch.randn(4097)
+    for step in range(3):
+        mine, theirs = nn.Parameter(weights.clone()), nn.Parameter(weights.clone())
+        ours = lightning_cxl.CPUAdam([mine], lr=1e-3, weight_decay=0.1)
+        torchs = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.1)
+        mine.grad = torch.randn(4097) * 10.0**-step
+        theirs.grad = mine.grad.clone()
+        ours.step(), torchs.step()
+        ulps = (mine.detach().view(torch.int32) - theirs.detach().view(torch.int32)).abs().max()
+        assert ulps <= 2
+
+
+@pytest.mark.parametrize("offload_activations", [True, False])
+def test_every_gradient_is_counted(offload_activations):
+    """A block used twice, several backwards per step, unused parameters: gradients equal autograd's own."""
+    seed_everything(3, verbose=False)
+    model = TinyTransformer(twice=True, dropout=0.0)
+    reference = copy.deepcopy(model)
+    batches = list(itertools.islice(token_data(), 3))
+
+    class Probe(Task):
+        grads: dict = {}
+
+        def on_before_optimizer_step(self, optimizer):
+            self.grads = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    module = Probe(model)
+    trainer = make_trainer(offload(activation_offload=offload_activations), max_steps=1, accumulate_grad_batches=3)
+    trainer.fit(module, token_data())
+    for x, y in batches:
+        (nn.functional.cross_entropy(reference(x).flatten(0, -2), y.flatten()) / 3).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert module.grads.keys() == expected.keys() and "unused.weight" not in expected
+    for name, grad in expected.items():
+        assert torch.equal(module.grads[name], grad), name
+
+
+def test_old_gradients_keep_their_values():
+    """Whoever holds a gradient across `zero_grad` keeps it, as with plain torch: its memory is not reused under it."""
+
+    class Keeper(Task):
+        def __init__(self, model):
+            super().__init__(model)
+            self.kept = []
+
+        def on_before_optimizer_step(self, optimizer):
+            grad = self.model.head.weight.grad
+            self.kept.append((grad, grad.clone()))
+
+    module = Keeper(TinyTransformer())
+    make_trainer("cxl_offload", max_steps=4).fit(module, token_data())
+    assert len(module.kept) == 4
+    for grad, copy_then in module.kept:
+        assert torch.equal(grad, copy_then)

@@ -1,0 +1,119 @@
+"""Small models and data for the integration tests."""
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with dropout, causal attention by SDPA."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+
+    def forward(self, x, *, scale=1.0):
+        batch, length, width = x.shape
+        q, k, v = (t.view(batch, length, 4, width // 4).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape)) * scale
+        return x + self.mlp(self.norm2(x))
+
+
+class TinyTransformer(nn.Module):
+    """Token model; `tied` shares embedding and head, `twice` runs the first block again at the end."""
+
+    def __init__(self, vocab: int = 37, width: int = 32, depth: int = 3, *, dropout=0.1, tied=False, twice=False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.unused = nn.Linear(width, 3)  # never gets a gradient
+        if tied:
+            self.head.weight = self.embed.weight
+        self.twice = twice
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        if self.twice:
+            x = self.blocks[0](x, scale=1.0)
+        return self.head(self.norm(x))
+
+
+class TinyConvNet(nn.Module):
+    """Residual convolution blocks with BatchNorm in a ModuleList, channels-last weights."""
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 5)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images):
+        x = self.stem(images)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Task(LightningModule):
+    """Cross-entropy on a model; records every training loss."""
+
+    def __init__(self, model: nn.Module, optimizer="adamw", **kwargs) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer, self.kwargs = optimizer, kwargs
+        self.losses: list[float] = []
+        self.lrs: list[float] = []
+
+    def loss(self, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(self.model(x).flatten(0, -2).float(), y.flatten())
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.model(batch[0])
+
+    def configure_optimizers(self):
+        params = [p for p in self.parameters() if p.requires_grad]
+        decay = [p for p in params if p.dim() > 1]
+        rest = [p for p in params if p.dim() <= 1]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        cls = {
+            "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop,
+            "adagrad": torch.optim.Adagrad, "adafactor": torch.optim.Adafactor,
+        }[self.optimizer]  # fmt: skip
+        optimizer = cls(groups, **{"lr": 3e-3, **self.kwargs})
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def token_data(num_batches: int = 20, batch: int = 2, length: int = 12, vocab: int = 37) -> DataLoader:
+    data = torch.randint(0, vocab, (num_batches * batch, length + 1), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(data[:, :-1], data[:, 1:]), batch_size=batch)
+
+
+def image_data(num_batches: int = 20, batch: int = 4) -> DataLoader:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(num_batches * batch, 3, 8, 8, generator=generator)
+    labels = torch.randint(0, 5, (num_batches * batch,), generator=generator)
+    return DataLoader(TensorDataset(images, labels), batch_size=batch)
