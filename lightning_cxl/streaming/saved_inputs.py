@@ -191,7 +191,7 @@ class UnitInput:
         if self._is_changed and not self._is_safe:
             raise UnsupportedError(
                 f"unit `{self._unit}` changed an input in place (shape {tuple(self._alias.shape)}) in this call, but "
-                "not in its first one, before its values were saved. Let it work on a clone, or leave it out of `units`."
+                "not in its first, before its values were saved. Let it work on a clone, or leave it out of `units`."
             )
         if self._is_changed and self._spare is not None:
             self._kept = HeldInput(self._spare, self._unit)

@@ -1,0 +1,132 @@
+import collections
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cxl.streaming.module_state import ModuleState
+
+
+class Unit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("small", torch.zeros(3))
+        self.register_buffer("large", torch.zeros(300, 300))
+        self.register_buffer("nothing", None)
+        self.inner = nn.BatchNorm1d(3)
+        self.inner.alias = self.small
+        self.items = [1]
+        self.table = collections.OrderedDict(a=1)
+        self.count = 0
+
+
+def test_replay_shows_the_start_of_the_call_and_changes_nothing_alive():
+    unit = Unit()
+    state = ModuleState(unit)
+    unit.small.data.add_(1.0)  # does not count as a new version
+    unit.items.append(2)
+    unit.count += 1
+    unit.fresh = "made by the forward"
+    state.settle()
+    unit.eval()
+    unit.small += 1.0
+    small, versions = unit.small, [unit.small._version, unit.large._version]
+    for _ in range(2):  # twice: what a replay does is not seen by the next
+        with state.replay():
+            assert unit.small.tolist() == [0.0] * 3 and unit.inner.alias is unit.small
+            assert unit.items == [1] and unit.table == {"a": 1} and unit.count == 0
+            assert unit.training and unit.inner.training and not hasattr(unit, "fresh")
+            unit.small.add_(5.0)
+            unit.items.append(9)
+            unit.table["b"] = 2
+            unit.count = 7
+            unit.scratch = torch.ones(1)
+            unit.small = torch.full((3,), 9.0)
+            unit.inner(torch.randn(4, 3))
+    assert unit.small is small and unit.inner.alias is small and small.tolist() == [2.0] * 3
+    assert [unit.small._version, unit.large._version] == versions
+    assert unit.items == [1, 2] and unit.table == {"a": 1} and unit.count == 1 and unit.fresh
+    assert not unit.training and not hasattr(unit, "scratch")
+    assert unit.inner.num_batches_tracked == 0
+
+
+def test_replay_is_undone_after_an_exception():
+    unit = Unit()
+    state = ModuleState(unit)
+    unit.count = 1
+    state.settle()
+    with pytest.raises(ArithmeticError), state.replay():
+        unit.count = 5
+        raise ArithmeticError
+    assert unit.count == 1
+
+
+def test_large_buffers_are_copied_only_if_the_forward_changed_them():
+    unit = Unit()
+    unchanged = ModuleState(unit)
+    unchanged.settle()
+    with unchanged.replay():
+        shown = unit.large
+    assert shown is unit.large
+
+    changed = ModuleState(unit)
+    unit.large.data.add_(1.0)
+    changed.settle()
+    with changed.replay():
+        assert not unit.large.any()
+    assert unit.large.all()
+
+    with torch.no_grad():
+        unit.large.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"a buffer of shape \(300, 300\).*at version 1, the forward saw version 0"):
+        unchanged.replay().__enter__()
+    with changed.replay():
+        assert not unit.large.any()
+
+
+def test_nan_counts_as_changed():
+    unit = Unit()
+    unit.large.fill_(float("nan"))
+    state = ModuleState(unit)
+    state.settle()
+    unit.large.zero_()
+    with state.replay():
+        assert unit.large.isnan().all()
+
+
+def test_changed_parameters_are_an_error():
+    unit = Unit()
+    state = ModuleState(unit)
+    state.settle()
+    with state.replay():
+        pass
+    with torch.no_grad():
+        unit.inner.bias.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"parameter `inner\.bias` of Unit is at version"), state.replay():
+        pass
+
+
+def test_tensors_of_a_graph_are_kept_by_reference():
+    unit = Unit()
+    unit.carry = unit.weight * 2
+    carry = unit.carry
+    state = ModuleState(unit)
+    unit.carry = unit.carry * 2
+    state.settle()
+    with state.replay():
+        assert unit.carry is carry
+
+
+def test_small_originals_are_not_kept_alive():
+    unit = Unit()
+    state = ModuleState(unit)
+    state.settle()
+    reference = weakref.ref(unit.inner.running_mean)
+    unit.inner.running_mean = torch.zeros(3)
+    gc.collect()
+    assert reference() is None
+    with state.replay():
+        assert unit.inner.running_mean.tolist() == [0.0] * 3

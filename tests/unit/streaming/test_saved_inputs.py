@@ -1,0 +1,112 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_cxl.streaming.saved_inputs import HeldInput, Ledger, StoredInput, can_store, storage_extent
+from lightning_cxl.transfer.engine import HostEngine
+from tests.fakes import DelayingEngine, RecyclingMemory
+
+CPU = torch.device("cpu")
+
+
+def grown(*shape, dtype=torch.float32):
+    """A tensor that carries gradient."""
+    return torch.randn(*shape, requires_grad=True).to(dtype).mul(1)
+
+
+@st.composite
+def layouts(draw):
+    """Views of all kinds: permuted, sliced, expanded, offset."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    tensor = grown(*sizes, dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64])))
+    for _ in range(draw(st.integers(0, 3))):
+        axis = draw(st.integers(0, tensor.dim() - 1))
+        match draw(st.sampled_from(["permute", "slice", "expand", "step"])):
+            case "permute":
+                tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
+            case "slice":
+                tensor = tensor.narrow(
+                    axis, start := draw(st.integers(0, tensor.size(axis) - 1)), tensor.size(axis) - start
+                )
+            case "expand":
+                tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)
+            case "step":
+                tensor = tensor[tuple([slice(None)] * axis + [slice(None, None, 2)])]
+    return tensor
+
+
+@given(layouts())
+def test_the_image_is_exact(tensor):
+    memory, ledger, engine = RecyclingMemory(), Ledger(), HostEngine()
+    stored = StoredInput(tensor, engine, memory.allocate, "unit", ledger)
+    image = stored.shape_like_source(stored.on_host())
+    assert torch.equal(image, tensor) and image.stride() == tensor.stride() and image.dtype == tensor.dtype
+    assert image.data_ptr() % 64 == tensor.data_ptr() % 64
+    assert not image.requires_grad
+    destination, transfer = stored.fetch(engine)
+    transfer.wait()
+    assert torch.equal(stored.shape_like_source(destination), tensor)
+    assert ledger.stats()["saved_bytes"] == memory.live_bytes == stored.nbytes
+    del stored, image
+    assert ledger.stats() == {"saved_bytes": 0, "peak_saved_bytes": memory.requests[0][0], "num_saved": 0}
+    assert memory.live_bytes == 0
+
+
+def test_an_image_read_back_before_its_copy_is_done_waits_for_it():
+    engine = DelayingEngine(0.02, computes_on_host=False)
+    tensor = grown(100)
+    stored = StoredInput(tensor, engine, RecyclingMemory().allocate, "unit", Ledger())
+    destination, transfer = stored.fetch(engine)
+    transfer.wait()
+    assert torch.equal(stored.shape_like_source(destination), tensor)
+    engine.close()
+
+
+def test_an_image_is_recognised_by_identity_and_version():
+    tensor = grown(4)
+    stored = StoredInput(tensor, HostEngine(), RecyclingMemory().allocate, "unit", Ledger())
+    assert stored.is_image_of(tensor)
+    assert not stored.is_image_of(tensor.view(4))  # same memory, another tensor
+    tensor.data = tensor.data.clone()
+    with torch.no_grad():
+        tensor.add_(1)
+    assert not stored.is_image_of(tensor)
+    del tensor
+    assert stored.source() is None
+
+
+def test_a_held_input_does_not_hold_the_graph():
+    tensor = grown(4)
+    held = HeldInput(tensor, "unit")
+    assert held.get().grad_fn is None and torch.equal(held.get(), tensor)
+    tensor.mul_(2)
+    with pytest.raises(RuntimeError, match="an input of unit `unit`"):
+        held.get()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (grown(4), True),
+        (grown(4, dtype=torch.bfloat16), True),
+        (torch.randn(4), False),  # no gradient
+        (torch.randn(4, requires_grad=True), False),  # a leaf is alive anyway
+        (grown(3), False),  # too small
+        (grown(0), False),
+        (grown(4, 4).to(torch.complex64), False),
+        (grown(4, 4).to_sparse(), False),
+        (grown(4, 4)[:, :1], False),  # the image would hold mostly other data
+        (torch.nn.Parameter(torch.randn(4)), False),
+        (grown(4).to("meta"), False),
+    ],
+)
+def test_what_belongs_on_the_tier(tensor, expected):
+    assert can_store(tensor, CPU, min_bytes=8 if tensor.dtype is torch.bfloat16 else 16) is expected
+
+
+def test_storage_extent():
+    assert storage_extent(torch.zeros(2, 3)) == 6
+    assert storage_extent(torch.zeros(1).expand(5)) == 1
+    assert storage_extent(torch.zeros(4, 4)[:, :2]) == 14
+    assert storage_extent(torch.zeros(())) == 1
