@@ -1,0 +1,77 @@
+"""The one place that imports Lightning.
+
+Lightning is published twice, as `lightning` and as `pytorch_lightning`; the two have separate base classes and
+separate strategy registries, and objects of one are refused by the other. The package follows whichever the program
+has imported already, and takes `lightning` when it has imported none or both.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.callbacks import RichProgressBar
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
+
+    PACKAGE: str
+else:
+
+    def _chosen_package() -> str:
+        """Return "lightning" or "pytorch_lightning"; see the module's docstring for the rule."""
+        other_first = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+        return "pytorch_lightning" if other_first else "lightning"
+
+    PACKAGE = _chosen_package()
+    _pytorch = "lightning.pytorch" if PACKAGE == "lightning" else "pytorch_lightning"
+    _fabric = "lightning.fabric" if PACKAGE == "lightning" else "lightning_fabric"
+    for _module, _names in {
+        f"{_fabric}.plugins": ("CheckpointIO", "ClusterEnvironment", "TorchCheckpointIO"),
+        f"{_fabric}.plugins.environments.lightning": ("LightningEnvironment",),
+        _pytorch: ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
+        f"{_pytorch}.accelerators": ("Accelerator",),
+        f"{_pytorch}.callbacks": ("RichProgressBar",),
+        f"{_pytorch}.cli": ("LightningCLI",),
+        f"{_pytorch}.core.optimizer": ("LightningOptimizer",),
+        f"{_pytorch}.plugins": ("Precision",),
+        f"{_pytorch}.strategies": ("ParallelStrategy", "Strategy", "StrategyRegistry"),
+        f"{_pytorch}.utilities.types": ("OptimizerLRScheduler",),
+    }.items():
+        globals().update({name: getattr(importlib.import_module(_module), name) for name in _names})
+
+
+def loaded_packages() -> tuple[str, ...]:
+    """Return which of "lightning" and "pytorch_lightning" this process has imported; the one in use comes first."""
+    loaded = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+    return tuple(sorted((name for name, root in loaded.items() if root in sys.modules), key=PACKAGE.__ne__))
+
+
+__all__ = [
+    "PACKAGE",
+    "Accelerator",
+    "Callback",
+    "CheckpointIO",
+    "ClusterEnvironment",
+    "LightningCLI",
+    "LightningDataModule",
+    "LightningEnvironment",
+    "LightningModule",
+    "LightningOptimizer",
+    "OptimizerLRScheduler",
+    "ParallelStrategy",
+    "Precision",
+    "RichProgressBar",
+    "Strategy",
+    "StrategyRegistry",
+    "TorchCheckpointIO",
+    "Trainer",
+    "loaded_packages",
+    "seed_everything",
+]

@@ -1,0 +1,49 @@
+"""Weights, configuration and tokenizer as a folder that `transformers` loads."""
+
+from pathlib import Path
+
+from lightning_cxl._lightning import Callback, LightningModule, Trainer
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.model import CausalLM
+
+
+def export_pretrained(module: CausalLM, folder: str | Path) -> Path:
+    """Write `folder` for ``AutoModelForCausalLM.from_pretrained`` (safetensors) and ``AutoTokenizer``.
+
+    Raises:
+        ConfigError: the module has no model yet.
+    """
+    if module.model is None:
+        raise ConfigError("nothing to export: the module has no model yet (call configure_model, or load a checkpoint)")
+    folder = Path(folder)
+    module.model.save_pretrained(folder)
+    if module.tokenizer is not None:
+        module.tokenizer.save_pretrained(folder)
+    return folder
+
+
+class ExportPretrained(Callback):
+    """Exports a `CausalLM` when training ends."""
+
+    def __init__(self, dirpath: str | None = None) -> None:
+        """Choose the folder.
+
+        Args:
+            dirpath: None: ``export`` in the Trainer's log folder.
+        """
+        self.dirpath = dirpath
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Export; only the first process writes.
+
+        Raises:
+            ConfigError: the module is not a `CausalLM`.
+        """
+        if not isinstance(pl_module, CausalLM):
+            raise ConfigError(
+                f"ExportPretrained exports a CausalLM, not a {type(pl_module).__name__}: remove the callback"
+            )
+        if trainer.is_global_zero:
+            root = Path(trainer.log_dir or trainer.default_root_dir)
+            folder = export_pretrained(pl_module, self.dirpath or root / "export")
+            print(f"exported to {folder}")

@@ -1,0 +1,243 @@
+"""`CausalLM`: a `transformers` causal language model as a LightningModule."""
+
+import functools
+import math
+import time
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_cxl._lightning import LightningModule, OptimizerLRScheduler
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.data import Batch
+
+_RNG_KEY = "causal_lm_rng"
+
+
+class CausalLM(LightningModule):
+    """A Llama with random weights, or the model of `name_or_path` with its own weights.
+
+    Nothing here knows how or where weights and optimizer state are stored: that is the Trainer's strategy. The
+    model is built in `configure_model`, inside the strategy's context.
+
+    Logged: `train_loss`, `tokens_per_s`, `lr` at every step; `val_loss` and `test_loss` over their whole sets.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str | None = None,
+        *,
+        vocab_size: int = 8192,
+        hidden_size: int = 512,
+        num_layers: int = 6,
+        num_heads: int = 8,
+        intermediate_size: int = 1408,
+        attn: str = "sdpa",
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 10,
+    ) -> None:
+        """Remember the options; the model itself is built in `configure_model`.
+
+        Args:
+            name_or_path: Hub id or local folder. None: a new Llama of the shape below, embeddings tied.
+            vocab_size: Rows of the embedding; the command line fills it in from the data.
+            hidden_size: Width; a multiple of `num_heads`.
+            num_layers: Number of decoder layers.
+            num_heads: Attention heads.
+            intermediate_size: Width of the gated MLP.
+            attn: Attention implementation as `transformers` names it: "sdpa", "eager", "flash_attention_2".
+            lr: Highest learning rate, reached after the warm-up.
+            weight_decay: AdamW's, for matrices alone (not for norms and biases).
+            warmup_steps: Optimizer steps of linear warm-up, before a cosine to a tenth of `lr`.
+
+        Raises:
+            ConfigError: `hidden_size` is not a multiple of `num_heads`.
+        """
+        super().__init__()
+        if hidden_size % num_heads or (hidden_size // num_heads) % 2:
+            raise ConfigError(
+                f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads} (rotary embeddings)"
+            )
+        self.save_hyperparameters()
+        self.name_or_path = name_or_path
+        self.attn = attn
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.shape = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "intermediate_size": intermediate_size,
+        }
+        self.model: PreTrainedModel | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self._seq_len = 0
+        self._batch_began = 0.0
+        self._rng_states: dict[str, Tensor] | None = None
+
+    def setup(self, stage: str) -> None:
+        """Take the tokenizer and the block length from the data module, when it has them."""
+        data = getattr(self.trainer, "datamodule", None)
+        self.tokenizer = getattr(data, "tokenizer", None)
+        self._seq_len = getattr(data, "seq_len", 0)
+
+    def configure_model(self) -> None:
+        """Build the model, once.
+
+        Raises:
+            ConfigError: no such model, or it does not fit the tokenizer or the block length.
+        """
+        if self.model is not None:
+            return
+        model = self._new_llama() if self.name_or_path is None else self._pretrained(self.name_or_path)
+        _check_fit(model.config, self.tokenizer, self._seq_len)
+        self.model = model.train()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return logits ``(batch, seq, vocab)`` for token ids ``(batch, seq)``."""
+        return cast(Tensor, self._built()(input_ids=input_ids, use_cache=False).logits)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the mean loss over the batch."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the mean loss over the set as `val_loss`."""
+        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch["input_ids"]))
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the mean loss over the set as `test_loss`."""
+        self.log("test_loss", self._loss(batch), sync_dist=True, batch_size=len(batch["input_ids"]))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the most likely next token at every position, ``(batch, seq)``."""
+        return cast(Tensor, self(batch["input_ids"]).argmax(dim=-1))
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Start the clock of `tokens_per_s`."""
+        self._batch_began = time.perf_counter()
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Log `tokens_per_s`: this process, forward to optimizer step, without data loading and validation."""
+        seconds = time.perf_counter() - self._batch_began
+        self.log("tokens_per_s", batch["input_ids"].numel() / seconds, prog_bar=True)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return a plain AdamW (matrices decayed, vectors not) and its schedule, stepped per optimizer step.
+
+        Raises:
+            ConfigError: the Trainer has no end, which the cosine needs.
+        """
+        total_steps = self.trainer.estimated_stepping_batches
+        if math.isinf(total_steps):
+            raise ConfigError("the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs")
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.lr, betas=(0.9, 0.95))
+        # a partial, not an object with state: a resumed run may have another length
+        factor = functools.partial(cosine_factor, warmup_steps=self.warmup_steps, total_steps=int(total_steps))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def generate_text(self, prompt: str, *, max_new_tokens: int = 64, seed: int = 0) -> str:
+        """Return `prompt` continued by sampling; leaves the global random state and train/eval modes as they were.
+
+        Raises:
+            ConfigError: no tokenizer is known (the module was not set up with `TextData`).
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                "generate_text needs a tokenizer: set module.tokenizer, or run under a Trainer with TextData"
+            )
+        model, eos = self._built(), self.tokenizer.eos_token_id
+        encoded = self.tokenizer(prompt, return_tensors="pt").to(model.device)
+        options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "pad_token_id": eos, "eos_token_id": eos}
+        modes = {module: module.training for module in model.modules()}
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
+            torch.manual_seed(seed)
+            model.eval()
+            try:
+                tokens = model.generate(
+                    input_ids=encoded["input_ids"],
+                    attention_mask=encoded["attention_mask"],
+                    max_new_tokens=max_new_tokens,
+                    **options,
+                )
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+        return cast(str, self.tokenizer.decode(tokens[0], skip_special_tokens=True))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the random states, so that dropout continues exactly after a resume."""
+        checkpoint[_RNG_KEY] = {"cpu": torch.get_rng_state()}
+        if self.device.type != "cpu":
+            checkpoint[_RNG_KEY][self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the random states until training starts."""
+        self._rng_states = checkpoint.get(_RNG_KEY)
+
+    def on_train_start(self) -> None:
+        """Restore the random states of the checkpoint, if the run resumes from one."""
+        states, self._rng_states = self._rng_states, None
+        if states is None:
+            return
+        torch.set_rng_state(states["cpu"].cpu())
+        if self.device.type in states and self.device.type != "cpu":
+            torch.get_device_module(self.device).set_rng_state(states[self.device.type].cpu(), self.device)
+
+    def _built(self) -> Any:
+        """Return the model; `transformers` has no types that a strict check accepts."""
+        assert self.model is not None, "configure_model() comes first"
+        return self.model
+
+    def _loss(self, batch: Batch) -> Tensor:
+        ids = batch["input_ids"]
+        return cast(Tensor, self._built()(input_ids=ids, labels=ids, use_cache=False).loss)
+
+    def _new_llama(self) -> PreTrainedModel:
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        config = LlamaConfig(**self.shape, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=self.attn, dtype=torch.get_default_dtype())
+
+    def _pretrained(self, name_or_path: str) -> PreTrainedModel:
+        try:
+            return AutoModelForCausalLM.from_pretrained(
+                name_or_path, attn_implementation=self.attn, dtype=torch.get_default_dtype()
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot load {name_or_path!r} (a local folder or a hub id): {error}") from error
+
+
+def cosine_factor(step: int, *, warmup_steps: int, total_steps: int, floor: float = 0.1) -> float:
+    """Return the factor on the learning rate at optimizer step `step` (from 0): linear up, cosine down to `floor`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _check_fit(config: Any, tokenizer: PreTrainedTokenizerBase | None, seq_len: int) -> None:
+    """Raise ConfigError where ids or positions would fall outside the model's tables."""
+    config = config.get_text_config()
+    if tokenizer is not None and len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {config.vocab_size} rows: "
+            "raise model.vocab_size or use the model's own tokenizer"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and seq_len > limit:
+        raise ConfigError(f"data.seq_len {seq_len} is longer than the model's {limit} positions: lower it")

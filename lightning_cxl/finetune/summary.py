@@ -1,0 +1,78 @@
+"""What a run ends with: validation loss before and after, a generated sample, the memory report."""
+
+import resource
+from typing import Any
+
+from lightning_cxl._lightning import Callback, LightningModule, Trainer
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.units import format_bytes
+
+
+class FitSummary(Callback):
+    """Collects the summary of a `CausalLM` run; `describe` shows it.
+
+    The loss before training is the one of Lightning's sanity check, when that covers the whole validation set
+    (``num_sanity_val_steps=-1``); a resumed run shows the one of its first start.
+    """
+
+    def __init__(self, prompt: str = "def ", max_new_tokens: int = 64) -> None:
+        """Choose the sample.
+
+        Args:
+            prompt: What the sample continues.
+            max_new_tokens: Longest continuation.
+        """
+        self.prompt = prompt
+        self.max_new_tokens = max_new_tokens
+        self.loss_before: float | None = None
+        self.loss_after: float | None = None
+        self.loss_after_step = 0
+        self.sample = ""
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the loss of untrained weights."""
+        if trainer.num_sanity_val_batches == trainer.num_val_batches:
+            self.loss_before = _val_loss(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the newest loss."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.loss_after, self.loss_after_step = _val_loss(trainer), trainer.global_step
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Generate the sample while the weights are where the strategy runs them.
+
+        Raises:
+            ConfigError: the module is not a `CausalLM`.
+        """
+        if not isinstance(pl_module, CausalLM):
+            raise ConfigError(f"FitSummary is for a CausalLM, not a {type(pl_module).__name__}: remove the callback")
+        with trainer.precision_plugin.forward_context():
+            self.sample = pl_module.generate_text(self.prompt, max_new_tokens=self.max_new_tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run cannot measure again."""
+        return {"loss_before": self.loss_before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the first start's loss."""
+        self.loss_before = state_dict["loss_before"]
+
+    def describe(self, trainer: Trainer) -> str:
+        """Return everything as text; the memory report only under a strategy that has one."""
+        before = "not measured" if self.loss_before is None else f"{self.loss_before:.4f}"
+        after = "not measured" if self.loss_after is None else f"{self.loss_after:.4f} (step {self.loss_after_step})"
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        parts = [
+            f"validation loss: before {before}, after {after}",
+            f"sample:\n{self.sample}",
+            *([str(trainer.strategy)] if hasattr(trainer.strategy, "report") else []),
+            f"peak host memory of this process: {format_bytes(peak)}",
+        ]
+        return "\n\n".join(parts)
+
+
+def _val_loss(trainer: Trainer) -> float | None:
+    loss = trainer.callback_metrics.get("val_loss")
+    return None if loss is None else float(loss)

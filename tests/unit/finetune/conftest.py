@@ -1,0 +1,55 @@
+"""Tiny text, tiny models, and a cache folder of the tests' own."""
+
+import pytest
+
+from lightning_cxl._lightning import Trainer
+from lightning_cxl.finetune.data import TextData
+from lightning_cxl.finetune.model import CausalLM
+
+SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 32, "vocab_size": 300}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def text_folder(tmp_path):
+    folder = tmp_path / "text"
+    (folder / "deep").mkdir(parents=True)
+    for number in range(12):
+        words = " ".join(f"word{(number * 7 + i * i) % 23}" for i in range(60))
+        target = folder / "deep" if number % 2 else folder
+        (target / f"{number:02}.txt").write_text(f"document {number}\n{words}\n")
+    return folder
+
+
+@pytest.fixture
+def data(text_folder):
+    return TextData(f"{text_folder}/**/*.txt", seq_len=16, batch_size=2, vocab_size=300, val_fraction=0.2)
+
+
+@pytest.fixture
+def tiny_model():
+    return CausalLM(**SHAPE, lr=1e-2, warmup_steps=2)
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    def make(**options):
+        defaults = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 4,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": tmp_path,
+        }
+        return Trainer(**{**defaults, **options})
+
+    return make

@@ -1,0 +1,129 @@
+"""The command line, in this process: what a user types, with a tiny model."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from lightning_cxl.__main__ import main
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "finetune_stdlib.yaml"
+TINY = {
+    "--model.hidden_size": 16,
+    "--model.num_layers": 2,
+    "--model.num_heads": 2,
+    "--model.intermediate_size": 32,
+    "--data.seq_len": 16,
+    "--data.batch_size": 2,
+    "--data.vocab_size": 300,
+    "--trainer.max_steps": 4,
+    "--trainer.val_check_interval": 2,
+    "--trainer.accelerator": "cpu",
+}
+
+
+@pytest.fixture
+def command(text_folder, tmp_path, monkeypatch):
+    """Return a function that runs ``python -m lightning_cxl ARGS``; relative paths are under tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    # lightning 2.6 calls methods that jsonargparse 4.53 deprecates; this is jsonargparse's own switch
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+    def run(*args, tiny=True, **changed):
+        options = {**TINY, "--data.text_files": f"{text_folder}/**/*.txt"} if tiny else {}
+        options |= {f"--{name}": value for name, value in changed.items()}
+        flat = [f"{name}={value}" for name, value in options.items() if value is not None]
+        monkeypatch.setattr(sys, "argv", ["lightning_cxl", *map(str, args), *flat])
+        main()
+
+    return run
+
+
+def logged(folder, metric):
+    with open(folder / "metrics.csv") as file:
+        return [float(row[metric]) for row in csv.DictReader(file) if row.get(metric)]
+
+
+def test_the_example_trains_logs_exports_resumes_and_reports(command, tmp_path, capsys):
+    command("fit", "--config", EXAMPLE)
+    shown = capsys.readouterr().out
+    runs = tmp_path / "runs" / "finetune_stdlib"
+    version = runs / "tensorboard" / "version_0"
+    assert "validation loss: before " in shown
+    assert "sample:\ndef " in shown
+    assert "tokens_per_s" in shown and "host_GiB" in shown and "train_loss" in shown
+    assert list(version.glob("events.out.tfevents.*"))
+    straight = logged(runs / "csv" / "version_0", "train_loss")
+    assert len(straight) == 4
+    assert len(logged(runs / "csv" / "version_0", "val_loss")) == 2
+    config = AutoModelForCausalLM.from_pretrained(version / "export").config
+    assert config.vocab_size == 300  # the data's, through the link
+    assert yaml.safe_load((version / "config.yaml").read_text())["data"]["vocab_size"] == 300
+
+    with pytest.warns(UserWarning, match="dirpath has changed"):  # ModelCheckpoint: a new version folder
+        command("fit", "--config", EXAMPLE, ckpt_path=version / "checkpoints" / "last.ckpt", **{"trainer.max_steps": 6})
+    assert len(logged(runs / "csv" / "version_1", "train_loss")) == 2
+    before = shown.split("before ")[1].split(",")[0]
+    assert f"before {before}," in capsys.readouterr().out
+
+    with pytest.warns(UserWarning, match="dirpath has changed"):
+        command("validate", "--config", EXAMPLE, ckpt_path=version / "checkpoints" / "last.ckpt")
+    assert "val_loss" in capsys.readouterr().out
+    for subcommand in ("test", "predict"):
+        command(subcommand, "--config", EXAMPLE)
+
+    command("fit", "--config", EXAMPLE, **{"model.name_or_path": version / "export", "trainer.max_steps": 1})
+    assert "validation loss: before " in capsys.readouterr().out
+
+
+def test_name_or_path_also_chooses_the_tokenizer(command, tmp_path, capsys):
+    command("fit", "--config", EXAMPLE, **{"trainer.max_steps": 1, "data.vocab_size": 290})
+    export = tmp_path / "runs/finetune_stdlib/tensorboard/version_0/export"
+    command("fit", "--config", EXAMPLE, **{"model.name_or_path": export, "trainer.max_steps": 1})
+    again = tmp_path / "runs/finetune_stdlib/tensorboard/version_1/export"
+    assert (again / "tokenizer.json").read_text() == (export / "tokenizer.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(again).config.vocab_size == 290
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"data.text_files": "nothing/*.txt"}, "matches no file"),
+        ({"data.vocab_size": 10}, "vocab_size 10"),
+        ({"model.num_heads": 3}, "num_heads 3"),
+        ({"model.name_or_path": "./nowhere"}, "nowhere"),
+    ],
+)
+def test_what_cannot_be_done_ends_in_one_message(command, changed, message):
+    with pytest.raises(SystemExit, match=message) as caught:
+        command("fit", "--config", EXAMPLE, **changed)
+    assert str(caught.value.code).startswith("ConfigError: ")
+
+
+@pytest.mark.parametrize("text", ["model: {hidden_sise: 16}\n", "model: [unclosed\n"])
+def test_a_wrong_yaml_is_refused_by_name(command, tmp_path, capsys, text):
+    (tmp_path / "wrong.yaml").write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        command("fit", "--config", tmp_path / "wrong.yaml", tiny=False)
+    assert caught.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_help_names_the_subcommands_and_env(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command("--help", tiny=False)
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for word in ("fit", "validate", "test", "predict", "python -m lightning_cxl env"):
+        assert word in shown
+
+
+def test_env_prints_the_machine(command, capsys):
+    command("env", tiny=False)
+    assert "dram" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        command("env", "--unknown", tiny=False)
+    assert caught.value.code == 2

@@ -1,0 +1,225 @@
+import math
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_cxl._lightning import Callback, seed_everything
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.data import TextData
+from lightning_cxl.finetune.model import CausalLM, cosine_factor
+from tests.unit.finetune.conftest import SHAPE
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.values = []
+        self.logged = {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.values.append(outputs["loss"].item())
+
+    def on_train_end(self, trainer, pl_module):
+        self.logged = dict(trainer.callback_metrics)
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path, data):
+    """Another architecture with dropout, its tokenizer beside it, as save_pretrained leaves them."""
+    data.setup()
+    config = GPT2Config(
+        vocab_size=300, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0, attn_pdrop=0.3
+    )
+    torch.manual_seed(5)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    data.tokenizer.save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def test_the_model_has_the_shape_asked_for_and_is_built_once():
+    module = CausalLM(**SHAPE, attn="eager")
+    module.configure_model()
+    config = module.model.config
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (16, 2, 2)
+    assert (config.vocab_size, config.intermediate_size) == (300, 32)
+    assert config._attn_implementation == "eager"
+    assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
+    built = module.model
+    module.configure_model()
+    assert module.model is built
+
+
+def test_default_attention_is_sdpa_and_the_default_size_is_that_of_the_main_job():
+    module = CausalLM()
+    with torch.device("meta"):
+        module.configure_model()
+    assert module.model.config._attn_implementation == "sdpa"
+    assert 20e6 < sum(parameter.numel() for parameter in module.parameters()) < 40e6
+
+
+@pytest.mark.parametrize("heads", [3, 16])
+def test_a_width_that_the_heads_cannot_share_is_refused(heads):
+    with pytest.raises(ConfigError, match=f"num_heads {heads}"):
+        CausalLM(hidden_size=16, num_heads=heads)
+
+
+def test_training_lowers_the_loss_and_logs_what_is_promised(tiny_model, data, make_trainer):
+    seed_everything(1)
+    losses = Losses()
+    trainer = make_trainer(max_steps=40, callbacks=[losses])
+    trainer.fit(tiny_model, data)
+    assert sum(losses.values[-5:]) < sum(losses.values[:5]) - 5
+    assert losses.values[0] == pytest.approx(math.log(300), rel=0.1)
+    assert {"train_loss", "val_loss", "tokens_per_s", "lr"} <= losses.logged.keys()
+    assert losses.logged["lr"] == pytest.approx(1e-2 * cosine_factor(39, warmup_steps=2, total_steps=40))
+    assert losses.logged["tokens_per_s"] > 0
+
+
+def test_evaluation_without_fit_uses_the_held_out_text(tiny_model, data, make_trainer):
+    trainer = make_trainer()
+    validated = trainer.validate(tiny_model, data, verbose=False)[0]["val_loss"]
+    assert trainer.test(tiny_model, data, verbose=False)[0]["test_loss"] == validated
+    tokens = trainer.predict(tiny_model, data)
+    assert sum(len(batch) for batch in tokens) == len(data.val_dataloader()) * 2
+    assert tokens[0].shape == (2, 16)
+
+
+def test_optimizer_decays_matrices_alone_and_leaves_out_frozen_parameters(tiny_model, data, make_trainer):
+    tiny_model.configure_model()
+    frozen = tiny_model.model.model.embed_tokens.weight.requires_grad_(False)
+    trainer = make_trainer(max_steps=1, limit_val_batches=0)
+    trainer.fit(tiny_model, data)
+    optimizer = trainer.optimizers[0]
+    assert type(optimizer) is torch.optim.AdamW
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert {p.ndim for p in plain["params"]} == {1}
+    every = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert every == {id(p) for p in tiny_model.parameters() if p is not frozen}
+
+
+def test_weight_decay_option_reaches_the_optimizer(data, make_trainer):
+    trainer = make_trainer(max_steps=1, limit_val_batches=0)
+    trainer.fit(CausalLM(**SHAPE, weight_decay=0.25), data)
+    assert [group["weight_decay"] for group in trainer.optimizers[0].param_groups] == [0.25, 0.0]
+
+
+def test_the_schedule_rises_in_the_warm_up_and_falls_to_a_tenth():
+    factors = [cosine_factor(step, warmup_steps=4, total_steps=20) for step in range(25)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors[4:21] == sorted(factors[4:21], reverse=True)
+    assert factors[12] == pytest.approx(0.55)
+    assert factors[20:] == pytest.approx([0.1] * 5)
+    assert cosine_factor(0, warmup_steps=0, total_steps=1) == 1.0
+
+
+def test_training_without_an_end_is_refused(tiny_model, data, make_trainer):
+    with pytest.raises(ConfigError, match="max_steps"):
+        make_trainer(max_steps=-1, max_epochs=-1).fit(tiny_model, data)
+
+
+def test_precision_decides_the_dtype_of_the_weights(tiny_model, data, gpt2_folder, make_trainer):
+    for module in (tiny_model, CausalLM(str(gpt2_folder))):
+        make_trainer(max_steps=1, limit_val_batches=0, precision="bf16-true").fit(module, data)
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
+def test_name_or_path_takes_that_models_weights_for_training(gpt2_folder, data, make_trainer):
+    expected = GPT2LMHeadModel.from_pretrained(gpt2_folder).eval()
+    module = CausalLM(str(gpt2_folder))
+    trainer = make_trainer()
+    validated = trainer.validate(module, data, verbose=False)[0]["val_loss"]
+    with torch.no_grad():
+        losses = [expected(**batch, labels=batch["input_ids"]).loss for batch in data.val_dataloader()]
+    assert validated == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)
+    assert all(part.training for part in module.model.modules())
+
+
+def test_name_or_path_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot load"):
+        CausalLM(str(tmp_path)).configure_model()
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(data, make_trainer):
+    with pytest.raises(ConfigError, match="embedding 260 rows"):
+        make_trainer().fit(CausalLM(**{**SHAPE, "vocab_size": 260}), data)
+
+
+def test_blocks_longer_than_the_models_positions_are_refused(gpt2_folder, text_folder, make_trainer):
+    long = TextData(f"{text_folder}/**/*.txt", seq_len=17, batch_size=2, tokenizer_name_or_path=str(gpt2_folder))
+    with pytest.raises(ConfigError, match="seq_len 17"):
+        make_trainer().fit(CausalLM(str(gpt2_folder)), long)
+
+
+class StopAt(Callback):
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("stop", [3, 9], ids=["middle of the first epoch", "middle of the second epoch"])
+@pytest.mark.parametrize("pretrained", [False, True], ids=["llama", "gpt2 with dropout"])
+def test_a_resumed_run_is_bit_identical(stop, pretrained, gpt2_folder, text_folder, make_trainer, tmp_path):
+    def run(callbacks, ckpt_path=None, seed=3):
+        seed_everything(seed)
+        module = CausalLM(str(gpt2_folder), lr=1e-2) if pretrained else CausalLM(**SHAPE, lr=1e-2)
+        data = TextData(f"{text_folder}/*.txt", seq_len=16, batch_size=5, vocab_size=300, val_fraction=0.2)
+        losses = Losses()
+        trainer = make_trainer(max_steps=stop + 3, callbacks=[losses, *callbacks], num_sanity_val_steps=0)
+        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+        assert len(data.train_dataloader()) == 7  # both stops are inside an epoch
+        return losses.values, module.state_dict()
+
+    straight_losses, straight_weights = run([])
+    first_losses, _ = run([StopAt(stop, tmp_path / "stop.ckpt")])
+    last_losses, resumed_weights = run([], tmp_path / "stop.ckpt", seed=99)
+    assert first_losses + last_losses == straight_losses
+    assert straight_weights.keys() == resumed_weights.keys()
+    assert all(torch.equal(straight_weights[name], resumed_weights[name]) for name in straight_weights)
+
+
+def test_resume_exact_at_the_end_of_an_epoch(text_folder, make_trainer, tmp_path):
+    def run(callbacks, ckpt_path=None):
+        seed_everything(3)
+        module, losses = CausalLM(**SHAPE, lr=1e-2), Losses()
+        data = TextData(f"{text_folder}/*.txt", seq_len=16, batch_size=5, vocab_size=300, val_fraction=0.2)
+        trainer = make_trainer(max_steps=10, callbacks=[losses, *callbacks], num_sanity_val_steps=0)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+        assert len(data.train_dataloader()) == 7
+        return losses.values
+
+    straight = run([])
+    assert run([StopAt(7, tmp_path / "stop.ckpt")]) + run([], tmp_path / "stop.ckpt") == straight
+
+
+def test_a_checkpoint_loads_without_a_trainer(tiny_model, data, make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(tiny_model, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = CausalLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in tiny_model.state_dict().items())
+
+
+def test_generating_text_is_repeatable_and_disturbs_nothing(tiny_model, data, make_trainer):
+    make_trainer(max_steps=1, limit_val_batches=0).fit(tiny_model, data)
+    tiny_model.model.model.layers[0].eval()
+    modes = [part.training for part in tiny_model.modules()]
+    state = torch.get_rng_state()
+    first = tiny_model.generate_text("word1", max_new_tokens=12)
+    assert first.startswith("word1")
+    assert len(first) > len("word1")
+    assert tiny_model.generate_text("word1", max_new_tokens=12) == first
+    assert tiny_model.generate_text("word1", max_new_tokens=12, seed=1) != first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [part.training for part in tiny_model.modules()] == modes
+
+
+def test_generating_text_needs_a_tokenizer(tiny_model):
+    tiny_model.configure_model()
+    with pytest.raises(ConfigError, match="tokenizer"):
+        tiny_model.generate_text("x")

@@ -1,0 +1,56 @@
+import pytest
+
+from lightning_cxl._lightning import LightningModule
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.finetune.summary import FitSummary
+from tests.unit.finetune.conftest import SHAPE
+
+
+def test_losses_are_those_of_the_whole_validation_set_before_and_after(tiny_model, data, make_trainer):
+    summary = FitSummary("word1", max_new_tokens=8)
+    trainer = make_trainer(max_steps=6, num_sanity_val_steps=-1, val_check_interval=3, callbacks=[summary])
+    tiny_model.configure_model()
+    fresh = make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
+    trainer.fit(tiny_model, data)
+    assert summary.loss_before == fresh
+    assert summary.loss_after == make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
+    assert summary.loss_after < summary.loss_before
+    text = summary.describe(trainer)
+    assert f"before {fresh:.4f}, after {summary.loss_after:.4f} (step 6)" in text
+    assert f"sample:\n{summary.sample}" in text
+    assert summary.sample.startswith("word1")
+    assert "peak host memory" in text
+
+
+def test_a_partial_sanity_check_is_not_passed_off_as_the_validation_loss(tiny_model, data, make_trainer):
+    summary = FitSummary()
+    trainer = make_trainer(max_steps=1, num_sanity_val_steps=1, limit_val_batches=2, callbacks=[summary])
+    trainer.fit(tiny_model, data)
+    assert "before not measured, after not measured" in summary.describe(trainer)
+
+
+def test_a_resumed_run_knows_the_first_loss(tiny_model, data, make_trainer, tmp_path):
+    first = FitSummary()
+    trainer = make_trainer(max_steps=2, num_sanity_val_steps=-1, callbacks=[first])
+    trainer.fit(tiny_model, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    second = FitSummary()
+    resumed = make_trainer(max_steps=4, num_sanity_val_steps=-1, val_check_interval=4, callbacks=[second])
+    resumed.fit(CausalLM(**SHAPE), data, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert second.loss_before == first.loss_before is not None
+    assert second.loss_after_step == 4
+
+
+def test_a_strategy_with_a_report_has_it_printed(tiny_model, data, make_trainer, monkeypatch):
+    trainer = make_trainer()
+    assert "tier" not in FitSummary().describe(trainer)
+    strategy = type(trainer.strategy)
+    monkeypatch.setattr(strategy, "report", dict, raising=False)
+    monkeypatch.setattr(strategy, "__str__", lambda self: "tier dram 1.0 GiB")
+    assert "tier dram 1.0 GiB" in FitSummary().describe(trainer)
+
+
+def test_other_modules_are_refused(make_trainer):
+    with pytest.raises(ConfigError, match="not a LightningModule"):
+        FitSummary().on_train_end(make_trainer(), LightningModule())
