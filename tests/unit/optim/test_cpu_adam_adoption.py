@@ -1,0 +1,101 @@
+"""`CPUAdam.from_torch` and learning-rate schedulers: nothing the user holds stops working."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedulers
+
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from tests.unit.optim.adam_pairs import assert_close, assert_same_state, parameters, set_gradients
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        partial(schedulers.LambdaLR, lr_lambda=lambda epoch: 0.9**epoch),
+        partial(schedulers.StepLR, step_size=2, gamma=0.1),
+        partial(schedulers.CosineAnnealingLR, T_max=5),
+        partial(schedulers.CosineAnnealingWarmRestarts, T_0=2),
+        partial(schedulers.LinearLR, total_iters=4),
+        partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=8),
+        partial(schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2),
+        partial(schedulers.ReduceLROnPlateau, patience=0),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+@pytest.mark.parametrize("repoint", [False, True])
+def test_schedulers(make_scheduler, repoint):
+    """On CPUAdam, or made for the user's optimizer and pointed at CPUAdam afterwards; no warnings (they are errors)."""
+    theirs, ours = parameters((6,)), parameters((6,))
+    torch_adam, original = torch.optim.AdamW(theirs, lr=0.1), torch.optim.AdamW(ours, lr=0.1)
+    expected = make_scheduler(torch_adam)
+    if repoint:
+        scheduler = make_scheduler(original)
+        adam = CPUAdam.from_torch(original)
+        scheduler.optimizer = adam
+    else:
+        adam = CPUAdam.from_torch(original)
+        scheduler = make_scheduler(adam)
+    arguments = (1.0,) if isinstance(scheduler, schedulers.ReduceLROnPlateau) else ()
+    for step in range(6):
+        for params, optimizer, current in ((theirs, torch_adam, expected), (ours, adam, scheduler)):
+            set_gradients(params, step)
+            optimizer.step()
+            current.step(*arguments)
+        assert adam.param_groups[0]["lr"] == torch_adam.param_groups[0]["lr"]
+    assert_close(ours, theirs)
+
+
+def test_a_chain_of_schedulers_pointed_at_the_new_optimizer():
+    (parameter,) = parameters((6,))
+    original = torch.optim.Adam([parameter], lr=0.1)
+    parts = [schedulers.ConstantLR(original, factor=0.5, total_iters=2), schedulers.ExponentialLR(original, gamma=0.5)]
+    chain = schedulers.SequentialLR(original, parts, milestones=[2])
+    adam = CPUAdam.from_torch(original)
+    for scheduler in (*parts, chain):
+        scheduler.optimizer = adam
+    rates = []
+    for step in range(4):
+        set_gradients([parameter], step)
+        adam.step()
+        rates.append(adam.param_groups[0]["lr"])
+        chain.step()
+    assert rates == [0.05, 0.05, 0.1, 0.05]
+
+
+def test_stepping_the_scheduler_first_still_warns():
+    original = torch.optim.Adam(parameters((6,)), lr=0.1)
+    scheduler = schedulers.StepLR(original, 1)
+    scheduler.optimizer = CPUAdam.from_torch(original)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+
+
+def test_from_torch_shares_groups_defaults_and_hooks_and_keeps_the_state():
+    theirs, ours = parameters((3,)), parameters((3,))
+    torch_adam, original = torch.optim.Adam(theirs), torch.optim.Adam(ours)
+    calls = []
+    original.register_step_post_hook(lambda optimizer, args, kwargs: calls.append(optimizer))
+    for params, optimizer in ((theirs, torch_adam), (ours, original)):
+        set_gradients(params, 0)
+        optimizer.step()
+    adam = CPUAdam.from_torch(original)
+    assert adam.param_groups is original.param_groups
+    assert adam.defaults is original.defaults
+    for params, optimizer in ((theirs, torch_adam), (ours, adam)):
+        set_gradients(params, 1)
+        optimizer.step()
+    assert calls == [original, adam]
+    assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
+    assert_close(ours, theirs)
+
+
+def test_other_optimizers_are_refused():
+    class Custom(torch.optim.AdamW):
+        pass
+
+    for make in (partial(torch.optim.SGD, lr=0.1), Custom):
+        with pytest.raises(UnsupportedError, match=r"can replace torch.optim.Adam and AdamW, not .*cpu_adam=False"):
+            CPUAdam.from_torch(make(parameters((3,))))
