@@ -102,7 +102,7 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
             like = func(*args, **{**kwargs, "device": "meta", "pin_memory": False})
             is_ours = like.numel() and not like.is_quantized
             return _fill(func, args, self._new(like, source, kwargs)) if is_ours else func(*args, **kwargs)
-        if kind is _Kind.COPY and source is not None and source.numel() and not source.is_meta:
+        if kind is _Kind.COPY and source is not None and source.numel():
             return self._copy(func, source, args, kwargs)
         if kind is _Kind.LIFT and source is not None:
             return self._adopt(source, source) if source.untyped_storage().resizable() else func(source)

@@ -221,6 +221,22 @@ def test_memory_shared_with_others_stays_shared(host):
     assert shared[3][0] == 7 and shared[4].data_ptr() == SOURCE.data_ptr()
 
 
+def test_a_mapped_file_stays_mapped(host, tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(12))
+    with host.mode(tier="cxl", role=TensorRole.COMPUTE_WEIGHTS):
+        mapped = torch.from_file(str(path), shared=True, size=3)
+        mapped.fill_(1.0)
+    assert path.read_bytes() == np.ones(3, dtype=np.float32).tobytes()
+
+
+def test_an_operator_that_hides_a_view_is_left_alone(host):
+    base = torch.ones(6)
+    with host.mode(tier="cxl", role=TensorRole.COMPUTE_WEIGHTS):
+        hidden = torch.ops.aten._unsafe_view(base, [2, 3])
+    assert hidden.data_ptr() == base.data_ptr()
+
+
 def test_other_devices_are_left_alone(host):
     fake = torch._subclasses.FakeTensorMode()
     with host.mode(tier="cxl"):
@@ -257,6 +273,23 @@ def test_other_layouts_and_subclasses_are_left_alone(host):
     assert answered.tolist() == [9.0, 9.0]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_plain_memory_are_left_alone(host):
+    with host.mode(tier="cxl", role=TensorRole.COMPUTE_WEIGHTS):
+        zero = torch._efficientzerotensor(3)  # forward-mode differentiation makes them
+        copied, nested = zero.clone(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).clone()
+    assert zero._is_zerotensor() and copied.tolist() == [0.0] * 3
+    assert nested.is_nested and nested.unbind()[1].tolist() == [1.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch loads its decompositions so
+def test_forward_mode_differentiation_works(host):
+    with host.mode(tier="cxl", role=TensorRole.COMPUTE_WEIGHTS), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.full((3,), 2.0), torch.ones(3))
+        value, tangent = torch.autograd.forward_ad.unpack_dual((dual * dual).clone())
+    assert value.tolist() == [4.0] * 3 and tangent.tolist() == [4.0] * 3
+
+
 def test_arithmetic_is_left_alone(host):
     with host.mode(tier="cxl"):
         assert host.tier(SOURCE + SOURCE) is None
@@ -287,6 +320,15 @@ def test_pin_memory_asks_for_page_locked_memory(host):
     assert len(host.pinned) == 2
     assert [host.tier(tensor) for tensor in (made, drawn, like)] == ["cxl"] * 3
     assert torch.equal(copied, IMAGE) and copied.stride() == IMAGE.stride()
+
+
+def test_what_torch_pinned_stays_pinned(host, monkeypatch):
+    monkeypatch.setattr(
+        torch.Tensor, "is_pinned", lambda tensor: True
+    )  # as torch.tensor(..., pin_memory=True) with CUDA
+    with host.mode(tier="cxl"):
+        torch.tensor([1.0])
+    assert len(host.pinned) == 1
 
 
 def test_pin_memory_without_a_device_is_pageable_with_one_warning():
