@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 from array import array
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -225,26 +226,45 @@ def test_compute_weights_are_rounded_to_nearest_even_and_nan_stays_nan():
         assert torch.equal(tensors.w[~nan], weights[~nan])
 
 
+def is_nearest(result: float, exact: Fraction) -> bool:
+    """Whether no float32 is nearer to `exact` than `result`; infinity stands for all beyond the largest."""
+    if not np.isfinite(result):
+        return abs(exact) > Fraction(float(np.finfo(np.float32).max))
+    with np.errstate(all="ignore"):
+        neighbours = np.nextafter(np.float32(result), np.array([-np.inf, np.inf], dtype=np.float32))
+    error = abs(Fraction(result) - exact)
+    return all(error <= abs(Fraction(float(other)) - exact) for other in neighbours if np.isfinite(other))
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(*[st.floats(width=32)] * 3), min_size=1, max_size=50))
 def test_fused_multiply_add_rounds_once(rows):
     """Against exact rational arithmetic."""
-    from fractions import Fraction
-
     a, b, c = torch.tensor(rows, dtype=torch.float32).T
     for x, y, z, result in zip(a.tolist(), b.tolist(), c.tolist(), fused_multiply_add(a, b, c).tolist(), strict=True):
-        if not all(map(np.isfinite, (x, y, z))):
-            with np.errstate(invalid="ignore"):
-                plain = float(np.float64(x) * np.float64(y) + np.float64(z))
-            assert result == plain or (result != result and plain != plain)
-            continue
-        exact = Fraction(x) * Fraction(y) + Fraction(z)
-        if not np.isfinite(result):
-            assert abs(exact) > Fraction(float(np.finfo(np.float32).max))
-            continue
-        for neighbour in np.nextafter(np.float32(result), np.float32([-np.inf, np.inf])):
-            if np.isfinite(neighbour):
-                assert abs(Fraction(result) - exact) <= abs(Fraction(float(neighbour)) - exact)
+        if np.isfinite([x, y, z]).all():
+            assert is_nearest(result, Fraction(x) * Fraction(y) + Fraction(z))
+        else:
+            plain = x * y + z
+            assert result == plain or (np.isnan(result) and np.isnan(plain))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("addend", "expected_ulps"), [(2.0**-60, 1), (0.0, 0), (-(2.0**-60), 0)])
+def test_a_sum_that_looks_like_a_tie_is_rounded_by_what_double_loses(sign, addend, expected_ulps):
+    """(1 + 2 ** -12) ** 2 is half-way between two floats; the addend, too small for a double, decides."""
+    factor = 1 + 2.0**-12
+    expected = sign * (1 + 2.0**-11 + expected_ulps * 2.0**-23)
+    a, b, c = (torch.tensor([value]) for value in (factor, sign * factor, sign * addend))
+    assert fused_multiply_add(a, b, c).item() == expected
+    # with beta1 = 0 the momentum is the gradient plus weight decay times weight
+    options = {"lr": 0.0, "betas": (0.0, 0.9), "eps": 1.0, "weight_decay": factor, "decoupled": False}
+    for isa in ISAS:
+        tensors = Tensors(40, 0)
+        tensors.w.fill_(sign * factor)
+        tensors.g.fill_(sign * addend)
+        run(tensors, AdamScalars.at_step(1.0, **options), isa)
+        assert (tensors.m == expected).all()
 
 
 def test_flushing_denormals_is_the_callers_choice_on_every_thread():
