@@ -4,8 +4,8 @@
 ``MPOL_BIND`` to a node that is too full ends a process with SIGKILL, and ``MPOL_PREFERRED`` goes elsewhere without a
 word. So every range of pages goes through `NumaResource.commit`: compare the request with what the node has free,
 prefer the node, populate in steps, and after each step ask the kernel where the pages are. Pages that lie elsewhere
-are moved over once (that makes the kernel drop file cache on the node, and never kills); if some still do, the whole
-range is given back and `TierFullError` raised. Pinning comes after all this, see `memory/pinned.py`.
+are moved over (that makes the kernel drop file cache on the node, and never kills); if some still do, the whole range
+is given back and `TierFullError` raised. Pinning comes after all this, see `memory/pinned.py`.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from lightning_cxl.units import format_bytes
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 2**20
 _STEP_BYTES = 256 * 2**20
+_NUM_MOVES = 2
 
 PageNodes = Callable[[int, int], dict[int, int]]
 """Where the pages of (address, nbytes) are: bytes per node id."""
@@ -128,6 +129,30 @@ class NumaResource:
             ) from error
 
     def _populate(self, mapping: Mapping, offset: int, nbytes: int) -> None:
+        self._back(mapping, offset, nbytes)
+        if self._where is None:
+            return
+        misplaced = self._misplaced(mapping, offset, nbytes)
+        # Linux 6.12 splits a huge page that it could not move and leaves its zero-filled pages unbacked; as small pages
+        # they can be moved in a second round, which drops as much file cache as it needs
+        for _ in range(_NUM_MOVES if misplaced else 0):
+            with contextlib.suppress(OSError):  # a best effort: the next look decides
+                gather_pages(mapping.address + offset, nbytes, self.node_id)
+            self._back(mapping, offset, nbytes)
+            misplaced = self._misplaced(mapping, offset, nbytes)
+            if not misplaced:
+                return
+        if misplaced:
+            nodes = ", ".join(
+                f"{format_bytes(size)} {'nowhere' if node == NOWHERE else f'on node {node}'}"
+                for node, size in sorted(misplaced.items())
+            )
+            raise TierFullError(
+                f"node {self.node_id} of tier `{self.tier_name}` is full: of {format_bytes(nbytes)} the kernel put "
+                f"{nodes}. They were given back. Free memory on that node, or allow another tier."
+            )
+
+    def _back(self, mapping: Mapping, offset: int, nbytes: int) -> None:
         try:
             mapping.populate(offset, nbytes)
         except OSError as error:
@@ -137,20 +162,9 @@ class NumaResource:
                 f"the kernel has no memory for {format_bytes(nbytes)} on tier `{self.tier_name}` ({error}). "
                 f"Use a smaller job, or raise the memory limit of this process (ulimit, cgroup)."
             ) from error
-        if self._where is None or not self._elsewhere(mapping, offset, nbytes):
-            return
-        with contextlib.suppress(OSError):  # a best effort: the next look decides
-            gather_pages(mapping.address + offset, nbytes, self.node_id)
-        elsewhere = self._elsewhere(mapping, offset, nbytes)
-        if elsewhere:
-            nodes = ", ".join(f"{format_bytes(size)} on node {node}" for node, size in sorted(elsewhere.items()))
-            raise TierFullError(
-                f"node {self.node_id} of tier `{self.tier_name}` is full: of {format_bytes(nbytes)} the kernel put "
-                f"{nodes}. They were given back. Free memory on that node, or allow another tier."
-            )
 
-    def _elsewhere(self, mapping: Mapping, offset: int, nbytes: int) -> dict[int, int]:
-        """Return the bytes that are on other nodes, per node."""
+    def _misplaced(self, mapping: Mapping, offset: int, nbytes: int) -> dict[int, int]:
+        """Return the bytes that are not on the node, per node they are on."""
         assert self._where is not None
         try:
             nodes = self._where(mapping.address + offset, nbytes)
@@ -158,7 +172,7 @@ class NumaResource:
             raise PlacementError(
                 f"the kernel refuses to say where pages are ({error}). In a container allow the system call move_pages."
             ) from error
-        return {node: size for node, size in nodes.items() if node not in (self.node_id, NOWHERE)}
+        return {node: size for node, size in nodes.items() if node != self.node_id}
 
 
 def allocate_pages(source: PageSource, nbytes: int, alignment: int) -> Buffer:
@@ -190,6 +204,6 @@ def reserve(nbytes: int, alignment: int, source: PageSource) -> Mapping:
         return Mapping(nbytes, alignment, source.inherit)
     except (OSError, OverflowError) as error:
         raise TierFullError(
-            f"cannot reserve {format_bytes(nbytes)} of addresses for tier `{source.tier_name}` ({error}). Use a smaller "
-            f"job, raise `ulimit -v` and `vm.overcommit_memory`, or lower the budget of `{source.tier_name}`."
+            f"cannot reserve {format_bytes(nbytes)} of addresses for tier `{source.tier_name}` ({error}). Use a "
+            f"smaller job, raise `ulimit -v` and `vm.overcommit_memory`, or lower the budget of `{source.tier_name}`."
         ) from error

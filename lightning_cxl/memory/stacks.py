@@ -172,8 +172,8 @@ class HostMemory:
         try:
             return stack.allocate(nbytes, alignment=alignment)
         except TierFullError:
-            # the tier's other stacks may keep memory that nobody uses; or those of a tier on the same nodes, unless it is
-            # the budget that is exhausted
+            # the tier's other stacks may keep memory that nobody uses; so may those of a tier on the same nodes, which
+            # is no help when the budget is exhausted
             by_budget = stacks.held_bytes() + nbytes > stacks.budget.limit_bytes
             others = [stacks] if by_budget else self._neighbours(stacks)
             before = sum(other.held_bytes() for other in others)

@@ -123,6 +123,30 @@ def test_pages_that_stay_elsewhere_are_given_back(topology: Topology) -> None:
     assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 4 * MIB}
 
 
+def test_pages_that_a_failed_move_left_unbacked_are_populated_again(topology: Topology) -> None:
+    mapping = Mapping(4 * MIB)
+
+    def where(address: int, nbytes: int) -> dict[int, int]:
+        found = page_nodes(address, nbytes)
+        asked.append(found)
+        if len(asked) == 1:
+            mapping.discard(0, 2 * MIB)  # as Linux 6.12 does with the zero pages of a huge page that it splits
+            return {0: nbytes - 4096, 1: 4096}
+        return found
+
+    asked: list[dict[int, int]] = []
+    NumaResource("dram", 0, topology, where=where).commit(mapping, 0, 4 * MIB)
+
+    assert asked == [{0: 4 * MIB}] * 2
+
+
+def test_pages_that_stay_unbacked_are_given_back(topology: Topology) -> None:
+    resource = NumaResource("dram", 0, topology, where=lambda address, nbytes: {0: nbytes - 4096, NOWHERE: 4096})
+
+    with pytest.raises(TierFullError, match=r"4\.0 KiB nowhere"):
+        resource.allocate(4 * MIB)
+
+
 def test_a_kernel_that_does_not_answer_is_named(topology: Topology) -> None:
     def refuse(address: int, nbytes: int) -> dict[int, int]:
         raise PermissionError(1, "Operation not permitted")
