@@ -52,12 +52,12 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
     """
     if not path.exists():
         raise FileNotFoundError(f"checkpoint file not found: {path}")
+    mmap = zipfile.is_zipfile(path)  # files of torch before 1.6 are not
     try:
-        mmap = zipfile.is_zipfile(path)  # files of torch before 1.6 are not
         loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        if "weights_only" in str(error).lower():
-            raise  # torch's own advice about weights_only is the right one
+        if mmap and "weights_only" in str(error).lower():
+            raise  # a sound file with other types in it: torch's own advice is the right one
         raise _damaged(path, error) from error
     except (EOFError, RuntimeError, KeyError, zipfile.BadZipFile) as error:
         raise _damaged(path, error) from error

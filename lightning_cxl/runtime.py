@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.hook import HostAllocationMode
+from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
@@ -30,10 +31,9 @@ from lightning_cxl.optim.host_tensors import mirror
 from lightning_cxl.optim.masters import MasterWeights, needs_master
 from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.report import Plan, check_fits
-from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.streaming.weights import place_weights
-from lightning_cxl.tiers.annotate import TierSpec
 from lightning_cxl.tiers.placement import Placement, TensorRole
 from lightning_cxl.tiers.placer import Placer
 from lightning_cxl.tiers.policy import PlacementPolicy, RoleHomePolicy
@@ -57,6 +57,9 @@ class OffloadRuntime:
         policy: places what no decorator or rule asks for; by role when None.
     """
 
+    min_activation_bytes = DEFAULT_MIN_BYTES
+    """Inputs of units smaller than this stay where they are."""
+
     def __init__(
         self,
         config: OffloadConfig,
@@ -72,7 +75,8 @@ class OffloadRuntime:
             self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin
         )
         policy = policy or RoleHomePolicy(self.topology, pin=pin, cpu_computes=device.type == "cpu")
-        self.placer = Placer(self.topology, policy, self.memory.free_bytes, self._owner_spec)
+        self._owners = ParameterOwners()
+        self.placer = Placer(self.topology, policy, self.memory.free_bytes, self._owners)
         self.engine = make_engine(device)
         self.plan = Plan()
         self.units: tuple[str, ...] = ()
@@ -125,7 +129,9 @@ class OffloadRuntime:
         if not units:
             log.info("no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some")
             return
-        self._activations = ActivationOffload(self.engine, self._allocate_activation)
+        self._activations = ActivationOffload(
+            self.engine, self._allocate_activation, min_bytes=self.min_activation_bytes
+        )
         self._activations.attach(units)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -148,13 +154,18 @@ class OffloadRuntime:
             ),
         )
         self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
+        assert self._placements is not None
+        for host in self._masters:
+            self._owners.add(host.master, self._placements.spec_of(host.compute))
+        for optimizer in self.optimizers:
+            self.rehome_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         if any(not host.is_shared for host in self._masters):
             assert self._model is not None
             self._model.zero_grad = _ZeroGrad(self._model, self._grads)  # type: ignore[method-assign]
         return self.optimizers
 
     def rehome_state(self, optimizer: Optimizer) -> None:
-        """Move optimizer state that a checkpoint brought in ordinary memory to where the policy wants it."""
+        """Move optimizer state that lies in ordinary memory (loaded, or made too early) to where the policy wants it."""
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(optimizer, CPUAdam) or not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -215,13 +226,6 @@ class OffloadRuntime:
         assert self._placements is not None and self._masters is not None
         host = self._masters.find(parameter)
         return self._placements.for_parameter(parameter if host is None else host.compute, role, nbytes)
-
-    def _owner_spec(self, tensor: object) -> TierSpec | None:
-        """Return what was asked for the module that owns a compute or master parameter (for the allocator hook)."""
-        if self._placements is None or self._masters is None or not isinstance(tensor, torch.Tensor):
-            return None
-        host = self._masters.find(tensor)
-        return self._placements.spec_of(tensor if host is None else host.compute)
 
     def _host_tensors(self, optimizers: Sequence[Optimizer]) -> list[Wanted]:
         """Return what adopting the optimizers will allocate: masters, gradients and, for CPUAdam, its state."""

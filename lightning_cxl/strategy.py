@@ -9,8 +9,10 @@ step: ``training_step``, ``backward`` (hooks collect gradients; ``post_backward`
 """
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from inspect import Parameter, Signature, signature
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +78,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         self.config, self.config_origins = OffloadConfig.resolve(**options)
         self._policy = policy
         self._runtime: OffloadRuntime | None = None
+        self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
         self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
         self._last_report: dict[str, Any] | None = None
 
@@ -151,6 +154,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.model is not None
         self._last_report = None
         try:
+            self._active.enter_context(self.runtime.activate())
             self.accelerator.setup(trainer)
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
@@ -244,6 +248,7 @@ class CXLOffloadStrategy(ParallelStrategy):
             self.cluster_environment.teardown()
 
     def _close(self) -> None:
+        self._active.close()
         if self._runtime is not None:
             self._last_report = self._runtime.report(state="finished")
             self._runtime.close()
@@ -284,6 +289,23 @@ class CXLOffloadStrategy(ParallelStrategy):
         }
         for name, options in variants.items():
             strategy_registry.register(name, cls, description=f"{cls.__name__} {options or ''}".strip(), override=True, **options)
+
+
+def _with_options(init: Any) -> Signature:
+    """Return the signature of `CXLOffloadStrategy.__init__` with the fields of `OffloadConfig` in place of ``**options``.
+
+    LightningCLI, `help` and notebooks read it; so the fields, their types and defaults are written down only once.
+    """
+    types, defaults = get_type_hints(OffloadConfig), OffloadConfig()
+    options = [
+        Parameter(f.name, Parameter.KEYWORD_ONLY, default=getattr(defaults, f.name), annotation=types[f.name])
+        for f in fields(OffloadConfig)
+    ]
+    own = [p for p in signature(init, eval_str=True).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    return Signature([*own, *options])
+
+
+CXLOffloadStrategy.__init__.__signature__ = _with_options(CXLOffloadStrategy.__init__)  # type: ignore[attr-defined]
 
 
 def unwrap(optimizer: Any) -> Optimizer:

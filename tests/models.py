@@ -69,10 +69,10 @@ class TinyConvNet(nn.Module):
 class Task(LightningModule):
     """Cross-entropy on a model; records every training loss."""
 
-    def __init__(self, model: nn.Module, optimizer="adamw", **kwargs) -> None:
+    def __init__(self, model: nn.Module, optimizer: str = "adamw", *, scheduler: bool = True, **kwargs) -> None:
         super().__init__()
         self.model = model
-        self.optimizer, self.kwargs = optimizer, kwargs
+        self.optimizer, self.scheduler, self.kwargs = optimizer, scheduler, kwargs
         self.losses: list[float] = []
         self.lrs: list[float] = []
 
@@ -103,6 +103,8 @@ class Task(LightningModule):
             "adagrad": torch.optim.Adagrad, "adafactor": torch.optim.Adafactor,
         }[self.optimizer]  # fmt: skip
         optimizer = cls(groups, **{"lr": 3e-3, **self.kwargs})
+        if not self.scheduler:
+            return optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -5,32 +5,12 @@ import itertools
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import nn
 
 import lightning_cxl
+from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
-
-EXACT = {"cpu_adam": False}  # the user's own torch optimizer on the host: bit-identical
-
-
-def train(make_model, strategy, *, data=token_data, steps=20, task=Task, optimizer="adamw", optimizer_args=None, trainer_args=None):
-    """Train from a fixed seed; returns (losses, state dict)."""
-    seed_everything(11, verbose=False)
-    module = task(make_model(), optimizer, **(optimizer_args or {}))
-    trainer = make_trainer(strategy, max_steps=steps, **(trainer_args or {}))
-    trainer.fit(module, data())
-    return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
-
-
-def make_trainer(strategy="auto", **kwargs):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**quiet, "max_epochs": -1, **kwargs})
-
-
-def offload(**options):
-    return lightning_cxl.CXLOffloadStrategy(**options)
-
 
 def assert_identical(plain, ours):
     assert len(plain[0]) == len(ours[0]) > 0

@@ -1,0 +1,12 @@
+"""Shared by all tests: one torch thread, so that tiny models do not spend their time in barriers."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

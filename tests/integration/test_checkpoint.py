@@ -1,0 +1,203 @@
+"""Checkpoints: exact resume, both ways with plain Lightning, names, masters, damaged files."""
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+import lightning_cxl
+from tests.integration.training import EXACT, make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+
+def no_dropout():
+    return TinyTransformer(dropout=0.0)  # Lightning does not restore the random state: dropout would differ
+
+
+class Sequential(Task):
+    """Continues a resumed run with the batch that comes next: the data order is the step's."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(self.batches()[self.global_step % 20], batch_idx)
+
+    def batches(self):
+        if not hasattr(self, "_batches"):
+            self._batches = list(token_data())
+        return self._batches
+
+
+def fit(strategy, steps, *, task=None, ckpt_path=None, save=None, **trainer_args):
+    seed_everything(5, verbose=False)
+    module = (task or Sequential)(no_dropout())
+    trainer = make_trainer(strategy, max_steps=steps, **trainer_args)
+    trainer.fit(module, token_data(), ckpt_path=ckpt_path)
+    if save:
+        trainer.save_checkpoint(save)
+    return module, trainer
+
+
+def weights(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{}, EXACT, {"precision": "bf16-true"}], ids=["CPUAdam", "torch AdamW", "bf16-true"])
+def test_resume_in_the_middle_is_exact(tmp_path, options):
+    options = dict(options)
+    trainer_args = {"precision": options.pop("precision", "32-true")}
+    straight, _ = fit(offload(**options), 10, **trainer_args)
+    first, _ = fit(offload(**options), 6, save=tmp_path / "six.ckpt", **trainer_args)
+    second, _ = fit(offload(**options), 10, ckpt_path=tmp_path / "six.ckpt", **trainer_args)
+    assert first.losses + second.losses == straight.losses
+    for name, value in weights(straight).items():
+        assert torch.equal(second.state_dict()[name], value), name
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
+def test_checkpoint_during_the_run_by_callback(tmp_path):
+    callback = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    module, trainer = fit("cxl_offload", 6, callbacks=[callback], enable_checkpointing=True)
+    assert len(list(tmp_path.glob("*.ckpt"))) == 2
+    path = sorted(tmp_path.glob("*step=3*"))[0]
+    again, _ = fit("cxl_offload", 6, ckpt_path=path, callbacks=[callback], enable_checkpointing=True)
+    assert again.losses == module.losses[3:]
+    assert not list(tmp_path.glob(".*")), "no partial file is left"
+
+
+@pytest.mark.parametrize(("first", "second"), [("auto", "cxl_offload"), ("cxl_offload", "auto")])
+def test_default_strategy_and_ours_read_each_other(tmp_path, first, second):
+    straight, _ = fit("auto", 10)
+    fit(first, 6, save=tmp_path / "six.ckpt")
+    resumed, trainer = fit(second, 10, ckpt_path=tmp_path / "six.ckpt")
+    assert resumed.losses == pytest.approx(straight.losses[6:], rel=1e-6)
+    for name, value in weights(straight).items():
+        if not name.endswith("qkv.bias"):  # their true gradient is zero, see test_parity
+            torch.testing.assert_close(resumed.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_default_strategys_checkpoint_is_continued_bit_for_bit_by_the_users_optimizer(tmp_path):
+    straight, _ = fit("auto", 10)
+    fit("auto", 6, save=tmp_path / "six.ckpt")
+    resumed, _ = fit(offload(**EXACT), 10, ckpt_path=tmp_path / "six.ckpt")
+    assert resumed.losses == straight.losses[6:]
+
+
+def test_checkpoint_has_lightnings_format_and_loads_weights_only(tmp_path):
+    module, _ = fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
+    saved = torch.load(tmp_path / "two.ckpt", weights_only=True)
+    plain, plain_trainer = fit("auto", 2, save=tmp_path / "plain.ckpt")
+    reference = torch.load(tmp_path / "plain.ckpt", weights_only=True)
+    assert saved.keys() - reference.keys() == {"lightning_cxl"}
+    assert saved["state_dict"].keys() == reference["state_dict"].keys()
+    ours, torchs = saved["optimizer_states"][0], reference["optimizer_states"][0]
+    assert ours["state"].keys() == torchs["state"].keys()
+    assert ours["state"][0].keys() == torchs["state"][0].keys()
+    names = saved["lightning_cxl"]["optimizer_param_names"][0]
+    assert names[0][0] == "model.embed.weight"
+    assert (tmp_path / "two.ckpt").stat().st_size < 1.2 * (tmp_path / "plain.ckpt").stat().st_size
+    loaded = Task.load_from_checkpoint(tmp_path / "two.ckpt", model=no_dropout(), weights_only=True)
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_fit_accepts_weights_only(tmp_path):
+    module, _ = fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
+    resumed = Sequential(no_dropout())
+    make_trainer("cxl_offload", max_steps=4).fit(resumed, token_data(), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    assert len(resumed.losses) == 2
+
+
+class Reordered(Sequential):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(reversed(list(self.parameters())), lr=3e-3)
+
+
+class InOrder(Sequential):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(list(self.parameters()), lr=3e-3)
+
+
+@pytest.mark.parametrize("options", [{}, EXACT], ids=["CPUAdam", "torch AdamW"])
+def test_optimizer_state_finds_its_parameter_by_name(tmp_path, options):
+    straight, _ = fit(offload(**options), 8, task=InOrder)
+    fit(offload(**options), 5, task=InOrder, save=tmp_path / "five.ckpt")
+    resumed, _ = fit(offload(**options), 8, task=Reordered, ckpt_path=tmp_path / "five.ckpt")
+    assert resumed.losses == straight.losses[5:]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
+def test_async_checkpoint_io(tmp_path):
+    io = AsyncCheckpointIO()
+    callback = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    module, trainer = fit("cxl_offload", 6, callbacks=[callback], plugins=[io], enable_checkpointing=True)
+    assert isinstance(io.checkpoint_io, type(lightning_cxl.CXLOffloadStrategy().checkpoint_io))
+    first = sorted(tmp_path.glob("*step=2*"))[0]
+    resumed, _ = fit("cxl_offload", 6, ckpt_path=first, callbacks=[callback], enable_checkpointing=True)
+    assert resumed.losses == module.losses[2:], "the file holds the weights as they were at step 2"
+
+
+def test_resumed_state_lies_where_the_policy_wants_it(tmp_path):
+    class Adagrad(Sequential):
+        def configure_optimizers(self):
+            return torch.optim.Adagrad(self.parameters(), lr=1e-2)
+
+        def on_train_end(self):
+            self.tiers = self.trainer.strategy.report()["roles"]["momentum"]
+
+    rules = {"tier_rules": {"*": {"optimizer_state": "cxl"}}}
+    fit(offload(**rules), 2, task=Adagrad, save=tmp_path / "two.ckpt")
+    resumed, _ = fit(offload(**rules), 3, task=Adagrad, ckpt_path=tmp_path / "two.ckpt")
+    trained = sum(p.numel() * 4 for p in resumed.parameters())
+    assert resumed.tiers.keys() == {"cxl"} and resumed.tiers["cxl"] >= trained
+
+
+def test_bf16_checkpoint_without_masters_takes_the_weights(tmp_path):
+    fit("auto", 3, save=tmp_path / "plain.ckpt", precision="bf16-true")
+    resumed, trainer = fit("cxl_offload", 3, ckpt_path=tmp_path / "plain.ckpt", precision="bf16-true")
+    masters = trainer.strategy._masters.named_masters()
+    assert masters.keys() == {name for name, p in resumed.named_parameters()}
+    for name, value in masters.items():
+        assert torch.equal(value, resumed.state_dict()[name].float())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "not a dict"])
+def test_damaged_checkpoint_names_file_and_remedy(tmp_path, damage):
+    path = tmp_path / "bad.ckpt"
+    fit("cxl_offload", 1, save=path)
+    content = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "garbage":
+        path.write_bytes(b"not a checkpoint at all" * 100)
+    else:
+        torch.save([1, 2], path)
+    with pytest.raises(lightning_cxl.CheckpointError, match=r"bad\.ckpt.*damaged or not a checkpoint"):
+        fit("cxl_offload", 2, ckpt_path=path)
+
+
+def test_missing_checkpoint_and_wrong_optimizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
+        fit("cxl_offload", 2, ckpt_path=tmp_path / "nowhere.ckpt")
+
+    fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
+    with pytest.raises(lightning_cxl.CheckpointError, match="groups of"):
+        fit("cxl_offload", 3, task=InOrder, ckpt_path=tmp_path / "two.ckpt")
+
+
+def test_a_full_disk_leaves_no_partial_file(tmp_path, monkeypatch):
+    module, trainer = fit("cxl_offload", 1)
+
+    def no_space(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_space)
+    with pytest.raises(lightning_cxl.CheckpointError, match="No space left"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_after_a_run_are_ordinary_tensors(tmp_path):
+    module, _ = fit("cxl_offload", 2)
+    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    total = sum(value.numel() * value.element_size() for value in module.state_dict().values())
+    assert (tmp_path / "weights.pt").stat().st_size < 1.5 * total + 50_000

@@ -1,0 +1,342 @@
+"""Lightning as users know it: precisions, loops without fit, hooks, callbacks, refusals, registration."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+
+import lightning_cxl
+from tests.integration.training import EXACT, make_trainer, offload, train
+from tests.models import Task, TinyTransformer, token_data
+
+
+def losses_close(ours, plain, rel):
+    assert len(ours) == len(plain) > 0
+    assert ours == pytest.approx(plain, rel=rel)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_bf16_mixed_equals_plain(accumulate):
+    arguments = {"steps": 6, "trainer_args": {"precision": "bf16-mixed", "accumulate_grad_batches": accumulate}}
+    plain = train(TinyTransformer, "auto", **arguments)
+    exact = train(TinyTransformer, offload(**EXACT), **arguments)
+    assert exact[0] == plain[0]
+    losses_close(train(TinyTransformer, "cxl_offload", **arguments)[0], plain[0], 1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_bf16_true_has_float32_masters(accumulate, optimizer):
+    """bf16 weights with float32 masters: the weights are the masters rounded, and it trains closer to float32 than plain bf16."""
+    arguments = {"steps": 12, "optimizer": optimizer}
+    true = {"precision": "bf16-true", "accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
+    reference = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
+    float32 = train(lambda: TinyTransformer(dropout=0.0), "auto", trainer_args=reference, **arguments)[0]
+
+    class Check(Task):
+        def on_train_batch_end(self, *_):
+            masters = self.trainer.strategy.runtime.masters.named_masters()
+            assert masters.keys() == dict(self.named_parameters()).keys()
+            for name, p in self.named_parameters():
+                assert p.dtype == torch.bfloat16 and torch.equal(masters[name].bfloat16(), p), name
+                assert p.grad is None
+
+        def on_before_optimizer_step(self, optimizer):
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            assert grads and all(g.dtype == torch.float32 for g in grads)
+
+    ours = train(lambda: TinyTransformer(dropout=0.0), "cxl_offload", task=Check, trainer_args=true, **arguments)[0]
+    assert ours == pytest.approx(float32, rel=0.02)
+
+
+def test_bf16_true_with_frozen_tied_and_manual_parts():
+    def frozen_tied():
+        model = TinyTransformer(tied=True, dropout=0.0)
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    seed_everything(11, verbose=False)
+    start = {name: value.bfloat16() for name, value in Task(frozen_tied()).state_dict().items()}
+    _, end = train(frozen_tied, "cxl_offload", steps=4, trainer_args={"precision": "bf16-true"})
+    for name, value in end.items():
+        if "unused" not in name:
+            assert torch.equal(value, start[name]) == ("blocks.0." in name), name
+    assert torch.equal(end["model.head.weight"], end["model.embed.weight"])
+
+
+class OnlySometimes(Task):
+    """Two optimizers that take turns, `toggle_optimizer` keeps gradients of the other one out; module-level zero_grad."""
+
+    def __init__(self, model, optimizer="adamw", **kwargs):
+        super().__init__(model, optimizer, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()[batch_idx % 2]
+        self.toggle_optimizer(optimizer)
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        self.untoggle_optimizer(optimizer)
+        optimizer.step()
+        self.zero_grad()
+
+    def configure_optimizers(self):
+        body = [p for name, p in self.named_parameters() if "head" not in name]
+        head = [p for name, p in self.named_parameters() if "head" in name]
+        return [torch.optim.SGD(body, lr=0.1), torch.optim.SGD(head, lr=0.1)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_toggled_optimizers_and_module_zero_grad(precision):
+    arguments = {"task": OnlySometimes, "steps": 12, "trainer_args": {"precision": precision}}
+    plain = train(lambda: TinyTransformer(dropout=0.0), "auto", **arguments)[0]
+    ours = train(lambda: TinyTransformer(dropout=0.0), "cxl_offload", **arguments)[0]
+    if precision == "32-true":
+        assert ours == plain
+    else:
+        losses_close(ours, plain, 0.02)
+
+
+def test_fp16_mixed_with_its_scaler():
+    """The scaler works on host gradients: it unscales, skips steps that overflowed, and grows again."""
+    results = []
+    for strategy in ("auto", "cxl_offload"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)  # overflows at first
+        seed_everything(11, verbose=False)
+        module = Task(TinyTransformer(dropout=0.0), scheduler=False)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        trainer = make_trainer(strategy, max_steps=20, plugins=[plugin], gradient_clip_val=0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # steps are skipped before the first scheduler step
+            trainer.fit(module, token_data(num_batches=40))
+        results.append((module.losses, scaler.get_scale()))
+    (plain, plain_scale), (ours, scale) = results
+    assert scale == plain_scale < 2.0**40
+    assert len(set(plain[:5])) > 1
+    losses_close(ours, plain, 1e-3)
+
+
+def test_changes_to_bf16_weights_between_steps_are_kept():
+    """Weight clipping, or a checkpoint loaded by a callback: what was written into the weights reaches the masters."""
+
+    class Clamp(Task):
+        def on_train_batch_end(self, *_):
+            with torch.no_grad():
+                self.model.head.weight.clamp_(-0.01, 0.01)
+
+    seed_everything(1, verbose=False)
+    module = Clamp(TinyTransformer(), lr=1e-5)
+    make_trainer("cxl_offload", max_steps=4, precision="bf16-true").fit(module, token_data())
+    assert module.model.head.weight.abs().max() <= 0.0101
+
+
+def test_validate_test_and_predict_without_fit():
+    module = Task(TinyTransformer())
+    trainer = make_trainer("cxl_offload")
+    plain = make_trainer("auto")
+    assert trainer.validate(module, token_data(), verbose=False) == plain.validate(module, token_data(), verbose=False)
+    assert trainer.test(module, token_data(), verbose=False) == plain.test(module, token_data(), verbose=False)
+    ours, theirs = trainer.predict(module, token_data()), plain.predict(module, token_data())
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_one_trainer_for_fit_validate_and_fit_again(tmp_path):
+    module = Task(TinyTransformer())
+    trainer = make_trainer("cxl_offload", max_steps=2)
+    trainer.fit(module, token_data())
+    before = trainer.validate(module, token_data(), verbose=False)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, token_data())
+    assert len(module.losses) == 4
+    assert trainer.validate(module, token_data(), verbose=False) != before
+
+
+def test_parameters_unfrozen_later_are_trained():
+    """`BaseFinetuning` adds a parameter group in the middle of a run."""
+
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.model.blocks)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.model.blocks, optimizer, lr=1e-3)
+
+    class AddGroup(Callback):  # what BaseFinetuning does; it cannot find separate masters in the model by itself
+        def setup(self, trainer, pl_module, stage):
+            pl_module.model.blocks.requires_grad_(False)
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                pl_module.model.blocks.requires_grad_(True)
+                trainer.optimizers[0].add_param_group({"params": pl_module.model.blocks.parameters(), "lr": 1e-3})
+
+    class Simple(Task):
+        def configure_optimizers(self):
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3)
+
+    def fit(strategy, callback, precision="32-true"):
+        seed_everything(2, verbose=False)
+        module = Simple(TinyTransformer(dropout=0.0))
+        start = module.model.blocks[0].qkv.weight.detach().clone()
+        trainer = make_trainer(strategy, max_epochs=2, callbacks=[callback], precision=precision)
+        trainer.fit(module, token_data(6))
+        assert not torch.equal(module.model.blocks[0].qkv.weight.float(), start)
+        return module.losses
+
+    plain = fit("auto", Unfreeze())
+    losses_close(fit("cxl_offload", Unfreeze()), plain, 1e-5)
+    losses_close(fit("cxl_offload", AddGroup()), plain, 1e-5)
+    assert fit("cxl_offload", AddGroup(), "bf16-true") == pytest.approx(plain, rel=0.03)
+
+
+def test_deepcopy_of_the_module_during_a_run():
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.copy = copy.deepcopy(pl_module.model)
+
+    callback = Copies()
+    module = Task(TinyTransformer())
+    make_trainer("cxl_offload", max_steps=2, callbacks=[callback]).fit(module, token_data())
+    for name, value in module.model.state_dict().items():
+        assert torch.equal(callback.copy.state_dict()[name], value)
+        assert value.numel() == 0 or callback.copy.state_dict()[name].data_ptr() != value.data_ptr()
+
+
+def test_callbacks_and_loggers_see_the_swapped_optimizer(tmp_path):
+    logger = CSVLogger(tmp_path)
+    module = Task(TinyTransformer())
+    trainer = make_trainer("cxl_offload", max_steps=4, logger=logger, log_every_n_steps=1, callbacks=[LearningRateMonitor()])
+    trainer.fit(module, token_data())
+    assert isinstance(trainer.optimizers[0], lightning_cxl.CPUAdam)
+    assert "lr-CPUAdam" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    assert trainer.optimizers[0].param_groups[0]["weight_decay"] == 0.1
+
+
+def test_unsupported_adam_options_name_the_way_out():
+    for option in ("amsgrad", "maximize"):
+        module = Task(TinyTransformer(), **{option: True})
+        with pytest.raises(lightning_cxl.UnsupportedError, match=f"{option}.*cpu_adam=False"):
+            make_trainer("cxl_offload", max_steps=1).fit(module, token_data())
+        module = Task(TinyTransformer(), **{option: True})
+        make_trainer(offload(cpu_adam=False), max_steps=1).fit(module, token_data())
+
+
+def test_subclass_of_adamw_is_left_alone():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    class Uses(Task):
+        def configure_optimizers(self):
+            return Mine(self.parameters(), lr=1e-3)
+
+    trainer = make_trainer("cxl_offload", max_steps=2)
+    trainer.fit(Uses(TinyTransformer()), token_data())
+    assert type(trainer.optimizers[0]) is Mine
+
+
+def test_float64_parameters_train_with_torchs_adam():
+    class Double(Task):
+        def loss(self, batch):
+            return nn.functional.cross_entropy(self.model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+    results = []
+    for strategy in ("auto", "cxl_offload"):
+        seed_everything(4, verbose=False)
+        module = Double(TinyTransformer(dropout=0.0).double())
+        make_trainer(strategy, max_steps=4, precision="64-true").fit(module, token_data())
+        results.append(module.losses)
+    assert results[0] == results[1]
+
+
+def test_lbfgs_evaluates_its_closure_inside_the_step():
+    class Lbfgs(Task):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    results = []
+    for strategy in ("auto", "cxl_offload"):
+        seed_everything(4, verbose=False)
+        module = Lbfgs(TinyTransformer(dropout=0.0))
+        make_trainer(strategy, max_steps=3).fit(module, token_data())
+        results.append(module.losses)
+    assert results[0] == results[1]
+
+
+def test_several_devices_are_refused():
+    with pytest.raises(lightning_cxl.UnsupportedError, match="one device.*devices=1.*FSDP"):
+        Trainer(
+            accelerator="cpu", devices=2, strategy="cxl_offload", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, max_steps=1,
+        ).fit(Task(TinyTransformer()), token_data())  # fmt: skip
+
+
+def test_print_and_report():
+    trainer = make_trainer("cxl_offload", max_steps=2)
+    assert "not set up" in str(trainer.strategy)
+    trainer.fit(Task(TinyTransformer()), token_data())
+    text = str(trainer.strategy)
+    for word in ("dram", "cxl", "momentum", "planned", "peak", "CPUAdam", "blocks"):
+        assert word in text
+    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 120
+    report = json.loads(json.dumps(trainer.strategy.report()))
+    assert {"capacity_bytes", "budget_bytes", "used_bytes", "peak_bytes"} <= report["tiers"]["dram"].keys()
+    assert report["peak_roles"]["momentum"]["dram"] > 0
+    assert repr(offload(num_threads=3)) == "CXLOffloadStrategy(num_threads=3)"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "strategy: cxl_offload",
+        "strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n"
+        "      tiers: {dram: 1GiB}\n      tier_rules: {'model.blocks.*': {activations: cxl}}\n      num_threads: 1",
+    ],
+)
+def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
+    class Cli(LightningModule):
+        def __init__(self, width: int = 32):
+            super().__init__()
+            self.model = TinyTransformer(width=width)
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+        def train_dataloader(self):
+            return token_data()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"trainer:\n  {strategy}\n  accelerator: cpu\n  max_steps: 2\n  logger: false\n"
+        "  enable_checkpointing: false\n  enable_progress_bar: false\n"
+    )
+    monkeypatch.setattr("sys.argv", ["train.py", "fit", "--config", str(config)])
+    cli = LightningCLI(Cli, save_config_callback=None)
+    chosen = cli.trainer.strategy
+    assert isinstance(chosen, lightning_cxl.CXLOffloadStrategy) and cli.trainer.global_step == 2
+    if "init_args" in strategy:
+        assert chosen.config.budgets() == {"dram": 1 << 30} and chosen.config.num_threads == 1
+        assert chosen.report()["tiers"]["dram"]["budget_bytes"] == 1 << 30
+
+
+@pytest.mark.parametrize("bad", ["tiers: {dram: lots}", "num_threads: 0", "no_such_option: 1", "on_tier_full: maybe"])
+def test_malformed_yaml_is_refused(tmp_path, monkeypatch, bad, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"trainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n      {bad}\n")
+    with pytest.raises((SystemExit, lightning_cxl.ConfigError)) as error:
+        monkeypatch.setattr("sys.argv", ["train.py", "fit", "--config", str(config), "--model.model", "torch.nn.Identity"])
+        LightningCLI(Task, save_config_callback=None)
+    assert bad.split(":")[0] in capsys.readouterr().err + str(error.value)

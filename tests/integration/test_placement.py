@@ -1,0 +1,226 @@
+"""Where bytes are after the strategy placed them: asked from the kernel, and from the accounts."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+import lightning_cxl
+from lightning_cxl import ConfigError, TierFullError, TierNotFoundError, residency
+from tests.integration.training import EXACT, make_trainer, offload
+from tests.models import Block, Task, TinyTransformer, token_data
+
+NUM = sum(p.numel() for p in TinyTransformer().parameters())
+
+
+class Inspect(Task):
+    """Takes the strategy's report while gradients, state and weights all live."""
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step == 1:
+            self.report = self.trainer.strategy.report()
+            self.weights = {name: residency(p) for name, p in self.named_parameters()}
+            self.grads = {name: residency(p.grad) for name, p in self.named_parameters() if p.grad is not None}
+            self.state = {
+                key: residency(value)
+                for state in optimizer.state.values()
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor) and value.dim()
+            }
+
+
+def run(strategy, model=None, steps=2, optimizer="adamw", **optimizer_args):
+    if optimizer == "adamw":
+        optimizer_args.pop("momentum", None)
+    module = Inspect(model or TinyTransformer(), optimizer, **optimizer_args)
+    make_trainer(strategy, max_steps=steps).fit(module, token_data())
+    return module
+
+
+def test_everything_has_a_known_home():
+    module = run("cxl_offload")
+    roles = module.report["roles"]
+    weights = sum(p.numel() * 4 for p in module.parameters())
+    assert roles["compute_weights"] == {"dram": weights}
+    assert roles["momentum"] == roles["variance"] == {"dram": weights}
+    unused = sum(p.numel() * 4 for p in module.model.unused.parameters())
+    assert roles["compute_grads"] == {"dram": weights - unused}
+    assert module.report["peak_roles"]["activations"]["cxl"] > 0
+    assert module.report["planned_roles"]["momentum"] == {"dram": weights}
+    tiers = module.report["tiers"]
+    assert set(tiers) == {"dram", "cxl"}
+    for tier in tiers.values():
+        assert tier["budget_bytes"] <= tier["capacity_bytes"] and tier["used_bytes"] <= tier["peak_bytes"]
+    for where in [*module.weights.values(), *module.grads.values(), *module.state.values()]:
+        assert set(where) == {"dram"}, "the kernel says so"
+
+
+def test_state_of_any_torch_optimizer_is_placed():
+    for optimizer in ("adamw", "rmsprop", "sgd"):
+        module = run(offload(tier_rules={"*": {"optimizer_state": "cxl"}}, **EXACT), optimizer=optimizer, momentum=0.9)
+        assert module.state and all(set(where) == {"cxl"} for where in module.state.values())
+
+
+def test_rules_move_weights_gradients_and_state():
+    rules = {"model.blocks.1*": {"weights": "cxl", "gradients": "cxl", "optimizer_state": "cxl"}}
+    module = run(offload(tier_rules=rules))
+    for name, where in [*module.weights.items(), *module.grads.items()]:
+        assert set(where) == {"cxl" if name.startswith("model.blocks.1.") else "dram"}, name
+    block = sum(p.numel() * 4 for p in module.model.blocks[1].parameters())
+    for role in ("compute_weights", "compute_grads", "momentum", "variance"):
+        assert module.report["roles"][role]["cxl"] == block
+
+
+def test_decorators_and_their_precedence():
+    @lightning_cxl.tier(weights="cxl", optimizer_state="cxl")
+    class Decorated(Block):
+        pass
+
+    model = TinyTransformer()
+    model.blocks = nn.ModuleList(Decorated(32, 0.0) for _ in range(3))
+    lightning_cxl.tier(weights="dram")(model.blocks[1])
+    module = run(offload(tier_rules={"model.blocks.[12]": {"weights": "cxl", "optimizer_state": "dram"}}), model)
+
+    def weights_of(block):
+        return {tier for name, where in module.weights.items() if name.startswith(f"model.blocks.{block}.") for tier in where}
+
+    assert weights_of(0) == {"cxl"}, "decorated class"
+    assert weights_of(1) == {"dram"}, "instance beats rule"
+    assert weights_of(2) == {"cxl"}
+    block = sum(p.numel() * 4 for p in model.blocks[0].parameters())
+    assert module.report["roles"]["momentum"]["cxl"] == block, "rule beats class"
+
+
+def test_init_module_and_configure_model_place_from_the_first_byte():
+    @lightning_cxl.tier("cxl")
+    class Decorated(Block):
+        pass
+
+    seen = {}
+
+    class Late(LightningModule):
+        def configure_model(self):
+            if not hasattr(self, "layer"):
+                self.layer = Decorated(32, 0.0)
+                self.plain = nn.Linear(32, 37)
+                seen["decorated"] = residency(self.layer.qkv.weight)
+                seen["plain"] = residency(self.plain.weight)
+
+        def training_step(self, batch, batch_idx):
+            x = nn.functional.one_hot(batch[0] % 32, 32).float()
+            return nn.functional.cross_entropy(self.plain(self.layer(x)).flatten(0, 1), batch[1].flatten())
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    trainer = make_trainer("cxl_offload", max_steps=1)
+    module = Late()
+    trainer.fit(module, token_data())
+    assert seen["decorated"] == {"cxl": 32 * 96 * 4} and seen["plain"] == {"dram": 32 * 37 * 4}
+    # afterwards the run's memory is closed: an emulated tier goes by its real name
+    assert residency(module.layer.qkv.weight) == {"dram": 32 * 96 * 4}
+
+    trainer = make_trainer("cxl_offload")
+    with trainer.init_module():
+        assert set(residency(Decorated(32, 0.0).out.weight)) == {"cxl"}
+    trainer.strategy.teardown()
+
+
+def test_shared_tensor_with_different_tiers_names_both():
+    model = TinyTransformer(tied=True)
+    rules = {"model.embed": {"weights": "cxl"}, "model.head": {"weights": "dram"}}
+    with pytest.raises(ConfigError, match=r"model\.embed\.weight.*model\.embed.*cxl.*model\.head.*dram"):
+        run(offload(tier_rules=rules), model)
+
+
+def test_views_of_one_storage_are_left_together():
+    class Views(TinyTransformer):
+        def __init__(self):
+            super().__init__()
+            both = torch.randn(2, 32)
+            self.norm.weight = nn.Parameter(both[0])
+            self.norm.bias = nn.Parameter(both[1])
+
+    model = Views()
+    module = run("cxl_offload", model)
+    assert model.norm.weight.untyped_storage().data_ptr() == model.norm.bias.untyped_storage().data_ptr()
+    assert any("shared storage" in note for note in module.report["notes"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"tier_rules": {"model.*": {"weights": "hbm"}}}, TierNotFoundError, r"hbm.*'dram'.*'cxl'"),
+        ({"tier_rules": {"model.layers.*": "cxl"}}, ConfigError, r"model\.layers\.\*.*matches no module.*model\.blocks"),
+        ({"tier_rules": {"model.*": {"wheights": "cxl"}}}, ConfigError, r"wheights.*weights"),
+        ({"tiers": {"hbm": "1GiB"}}, (TierNotFoundError, ConfigError), r"hbm.*'dram'"),
+        ({"tiers": {"dram": "10KiB"}, "on_tier_full": "error"}, TierFullError, r"COMPUTE_WEIGHTS.*dram.*10\.0 KiB.*(R|r)aise"),
+        ({"tiers": {"dram": "10KiB", "cxl": "10KiB"}}, TierFullError, r"COMPUTE_WEIGHTS.*dram.*cxl"),
+        ({"tiers": {"dram": "64KiB", "cxl": "512KiB"}, "on_tier_full": "error"}, TierFullError, "COMPUTE_WEIGHTS"),
+        ({"units": "model.layers.*"}, ConfigError, r"model\.layers"),
+        ({"on_missing_tier": "error"}, TierNotFoundError, "CXL"),
+    ],
+)
+def test_bad_requests_are_refused_with_advice_and_leave_nothing(options, error, text):
+    model = TinyTransformer()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(error, match=text):
+        run(offload(**options), model)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), "the model is as it was"
+    assert all("forward" not in vars(m) and "zero_grad" not in vars(m) for m in model.modules())
+    module = run("cxl_offload", model)
+    assert module.report["roles"]["momentum"], "and trains elsewhere"
+
+
+def test_budget_too_small_for_the_optimizer_is_refused_before_training():
+    budget = f"{int(2.5 * 4 * NUM)}"  # weights and gradients fit, the optimizer's state does not
+    module = Inspect(TinyTransformer())
+    with pytest.raises(TierFullError, match=r"MOMENTUM|VARIANCE"):
+        make_trainer(offload(tiers={"dram": int(budget), "cxl": 0}), max_steps=1).fit(module, token_data())
+    assert module.losses == []
+
+
+def test_spill_is_announced_and_counted():
+    options = {"tiers": {"dram": int(2.5 * 4 * NUM)}}
+    with pytest.warns(lightning_cxl.SpillWarning, match=r"went to tier `cxl`: `dram` has"):
+        module = run(offload(**options))
+    assert module.report["tiers"]["dram"]["used_bytes"] <= options["tiers"]["dram"]
+    spilled = sum(tiers.get("cxl", 0) for role, tiers in module.report["roles"].items() if role != "activations")
+    assert spilled > 0
+
+
+def test_a_model_without_parameters_is_refused():
+    class Empty(LightningModule):
+        def training_step(self, batch, batch_idx):
+            return torch.zeros((), requires_grad=True)
+
+        def configure_optimizers(self):
+            return None
+
+    with pytest.raises(ConfigError, match="no parameters"):
+        make_trainer("cxl_offload", max_steps=1).fit(Empty(), token_data())
+
+
+def test_zero_size_parameters_train():
+    class WithEmpty(TinyTransformer):
+        def __init__(self):
+            super().__init__()
+            self.nothing = nn.Parameter(torch.empty(0, 32))
+
+        def forward(self, tokens):
+            return super().forward(tokens) + self.nothing.sum()
+
+    module = run("cxl_offload", WithEmpty())
+    assert module.model.nothing.shape == (0, 32)
+
+
+def test_user_tensors_in_a_step_count_against_the_runs_budget():
+    class Allocating(Inspect):
+        def training_step(self, batch, batch_idx):
+            self.mine = lightning_cxl.empty((1000,), tier="cxl")
+            return super().training_step(batch, batch_idx)
+
+    module = Allocating(TinyTransformer())
+    make_trainer("cxl_offload", max_steps=2).fit(module, token_data())
+    assert module.report["roles"]["compute_weights"]["cxl"] == 4000
