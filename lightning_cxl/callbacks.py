@@ -19,7 +19,7 @@ class OffloadProgressBar(RichProgressBar):
         """Choose how often plain lines appear.
 
         Args:
-            plain_every_n_steps: Optimizer steps between plain lines; the first step always prints one.
+            plain_every_n_steps: Optimizer steps between plain lines; the first step of a run prints one too.
             **kwargs: Of Lightning's RichProgressBar.
 
         Raises:
@@ -36,6 +36,7 @@ class OffloadProgressBar(RichProgressBar):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose between the bar and plain lines."""
         super().setup(trainer, pl_module, stage)
+        self._printed_step = 0
         if self.is_enabled and not sys.stdout.isatty():
             self.disable()
             self._plain = True
@@ -52,7 +53,11 @@ class OffloadProgressBar(RichProgressBar):
         """Update the bar, or print a line."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         step = trainer.global_step
-        if self._plain and step != self._printed_step and (step == 1 or step % self.plain_every_n_steps == 0):
+        if (
+            self._plain
+            and step != self._printed_step
+            and (self._printed_step == 0 or step % self.plain_every_n_steps == 0)
+        ):
             self._printed_step = step
             self._print_line(trainer, pl_module)
 
