@@ -320,7 +320,7 @@ def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
 
     config = tmp_path / "config.yaml"
     config.write_text(
-        f"trainer:\n  {strategy}\n  accelerator: cpu\n  max_steps: 2\n  logger: false\n"
+        f"seed_everything: 1\ntrainer:\n  {strategy}\n  accelerator: cpu\n  max_steps: 2\n  logger: false\n"
         "  enable_checkpointing: false\n  enable_progress_bar: false\n"
     )
     monkeypatch.setattr("sys.argv", ["train.py", "fit", "--config", str(config)])
@@ -335,7 +335,7 @@ def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
 @pytest.mark.parametrize("bad", ["tiers: {dram: lots}", "num_threads: 0", "no_such_option: 1", "on_tier_full: maybe"])
 def test_malformed_yaml_is_refused(tmp_path, monkeypatch, bad, capsys):
     config = tmp_path / "config.yaml"
-    config.write_text(f"trainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n      {bad}\n")
+    config.write_text(f"seed_everything: 1\ntrainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n      {bad}\n")
     with pytest.raises((SystemExit, lightning_cxl.ConfigError)) as error:
         monkeypatch.setattr("sys.argv", ["train.py", "fit", "--config", str(config), "--model.model", "torch.nn.Identity"])
         LightningCLI(Task, save_config_callback=None)

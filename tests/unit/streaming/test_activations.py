@@ -292,6 +292,17 @@ def test_backward_inside_the_forward_of_a_unit(offload):
     compare(Stack(Block), offload, train)
 
 
+def test_backward_inside_the_forward_of_a_unit_that_changed_its_input(offload):
+    class Block(Residual):
+        def forward(self, x):
+            x.mul_(1.5)
+            y = super().forward(x)
+            (grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+            return y + grad
+
+    compare(Stack(Block), offload, train)
+
+
 class InPlace(nn.Module):
     """Overwrites its own input, then uses it."""
 

@@ -386,11 +386,13 @@ class Cached(Block):
         return super().forward(x)
 
 
-def test_an_empty_cache_is_left_out_in_training(offload, memory):
+@pytest.mark.parametrize("positional", [True, False])
+def test_an_empty_cache_is_left_out_in_training(offload, memory, positional):
     block, cache = Cached(), Cache()
     offload.attach([("cached", block)])
     x = torch.ones(16, FEATURES, requires_grad=True)
-    block(x * 1, past_key_values=cache).sum().backward()
+    out = block(x * 1, cache) if positional else block(x * 1, past_key_values=cache)
+    out.sum().backward()
     assert cache.tokens == [] and len(memory.requests) == 1
 
 
