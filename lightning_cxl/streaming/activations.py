@@ -8,16 +8,18 @@ call (a recompute, inside backward) rebuilds the arguments from the saved inputs
 gradient flows through the graph that the first call made. checkpoint() gets one empty tensor on the device as argument,
 so that it knows whose RNG state to keep.
 
+Arguments are taken apart with pytree. What it does not know (a dataclass, say) is given to the recompute as it is then.
+
 Who holds what: graph -> saved-tensor hooks -> checkpoint frame -> `_UnitCall` -> saved inputs and module state. A graph
 that is dropped, used up by a backward, or never finished because of an exception frees all of it by reference count.
+
+Ahead by one: a call knows the call before it (weakly). When its own inputs have been asked for it starts the copies of
+that one's inputs, which then run while this unit is recomputed and differentiated.
 
 [Note: Key/value caches]
 Hugging Face models hand every block a cache that it appends to, by default also in training; a recompute would append
 again. In training an empty cache is replaced by None for the unit, as those models do when they checkpoint, so the
 cache that the model returns is empty. Otherwise (evaluation with gradients on, prefix tuning) the unit runs as it is.
-
-Ahead by one: a call knows the call before it (weakly). When its own inputs have been asked for it starts the copies of
-that one's inputs, which then run while this unit is recomputed and differentiated.
 """
 
 import functools

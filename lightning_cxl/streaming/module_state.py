@@ -10,7 +10,8 @@ the live objects are never written, so no version counter moves and no graph tha
 
 Versions do not tell whether a forward changed a buffer (`native_batch_norm` and ``.data`` do not count), so small
 tensors are always copied, and large ones (causal masks) are compared by value after the forward and let go when equal.
-Parameters are not copied: one that was changed in place between forward and recompute is an error, as in autograd.
+Parameters are not copied: one that was changed in place between forward and recompute is an error, as in autograd;
+their `requires_grad` is shown as it was, since it decides what a forward saves.
 Not seen: state outside the unit's modules, in objects behind an attribute, or in containers inside containers.
 """
 
@@ -55,14 +56,14 @@ class ModuleState:
             (module, _keep(_attributes(module), kept), _keep(module._buffers, kept)) for module in unit.modules()
         ]
         self._unsettled = list(kept.values())
-        self._versions: list[tuple[nn.Parameter, int | None]] = []
+        self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
 
     def settle(self) -> None:
-        """Let go of what the forward did not change and note which values of the parameters it used."""
+        """Let go of what the forward did not change and note which parameters it used."""
         for kept in self._unsettled:
             kept.settle()
         self._unsettled = []
-        self._versions = [(parameter, version_of(parameter)) for parameter in self._unit.parameters()]
+        self._parameters = [(each, version_of(each), each.requires_grad) for each in self._unit.parameters()]
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -75,16 +76,21 @@ class ModuleState:
         fresh: dict[int, Any] = {}
         past = [(_fresh(attributes, fresh), _fresh(buffers, fresh)) for _, attributes, buffers in self._before]
         present = [(module, _attributes(module), dict(module._buffers)) for module, _, _ in self._before]
+        toggled = [(each, then) for each, _, then in self._parameters if each.requires_grad != then]
         try:
             for (module, _, _), (attributes, buffers) in zip(self._before, past, strict=True):
                 _bind(module, attributes, buffers)
+            for parameter, then in toggled:
+                parameter.requires_grad_(then)
             yield
         finally:
+            for parameter, then in toggled:
+                parameter.requires_grad_(not then)
             for module, attributes, buffers in present:
                 _bind(module, attributes, buffers)
 
     def _check_parameters(self) -> None:
-        for parameter, version in self._versions:
+        for parameter, version, _ in self._parameters:
             if version_of(parameter) != version:
                 names = [name for name, other in self._unit.named_parameters() if other is parameter]
                 what = f"parameter `{names[0] if names else '?'}` of {type(self._unit).__name__}"

@@ -590,6 +590,18 @@ def test_leaving_training_mode_before_backward_changes_nothing(offload):
     compare(Stack(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))), offload, step)
 
 
+def test_freezing_between_forward_and_backward_changes_nothing(offload):
+    def step(model):
+        loss = model(torch.randn(4, 8)).square().mean()
+        model.blocks[1].requires_grad_(False)  # as alternating optimizers do
+        loss.backward()
+        assert not any(p.requires_grad for p in model.blocks[1].parameters())
+        model.blocks[1].requires_grad_(True)
+        return loss.detach()
+
+    compare(Stack(Residual), offload, step)
+
+
 def test_backward_in_another_order_than_forward(offload):
     def step(model):
         outputs = [model(torch.randn(4, 8)) for _ in range(3)]
