@@ -71,9 +71,7 @@ class OffloadRuntime:
         self.device = device
         self.topology = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
         pin = device.type == "cuda" if config.pin_memory == "auto" else bool(config.pin_memory)
-        self.memory = HostMemory(
-            self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin
-        )
+        self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
         policy = policy or RoleHomePolicy(self.topology, pin=pin, cpu_computes=device.type == "cpu")
         self._owners = ParameterOwners()
         self.placer = Placer(self.topology, policy, self.memory.free_bytes, self._owners)
@@ -127,7 +125,9 @@ class OffloadRuntime:
         units = find_units(model, self.config.units)
         self.units = tuple(name for name, _ in units)
         if not units:
-            log.info("no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some")
+            log.info(
+                "no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some"
+            )
             return
         self._activations = ActivationOffload(
             self.engine, self._allocate_activation, min_bytes=self.min_activation_bytes
@@ -231,7 +231,9 @@ class OffloadRuntime:
         """Return what adopting the optimizers will allocate: masters, gradients and, for CPUAdam, its state."""
         wanted: dict[tuple[int, TensorRole], Wanted] = {}
         for optimizer in optimizers:
-            roles = [TensorRole.MOMENTUM, TensorRole.VARIANCE] if self.config.cpu_adam and is_plain_adam(optimizer) else []
+            roles = (
+                [TensorRole.MOMENTUM, TensorRole.VARIANCE] if self.config.cpu_adam and is_plain_adam(optimizer) else []
+            )
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 separate = needs_master(parameter)
                 dtype = torch.float32 if separate else parameter.dtype
@@ -258,7 +260,9 @@ class OffloadRuntime:
         parameters = [] if self._model is None else list(self._model.parameters())
         notes = list(self.topology.notes)
         if self.unplaced:
-            notes.append(f"{len(self.unplaced)} parameters stay in ordinary memory, e.g. `{self.unplaced[0]}` (shared storage)")
+            notes.append(
+                f"{len(self.unplaced)} parameters stay in ordinary memory, e.g. `{self.unplaced[0]}` (shared storage)"
+            )
         return {
             "state": state,
             "device": str(self.device),

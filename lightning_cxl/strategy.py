@@ -207,9 +207,7 @@ class CXLOffloadStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
         if self._masters is not None and checkpoint.get("optimizer_states"):
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
@@ -276,7 +274,9 @@ class CXLOffloadStrategy(ParallelStrategy):
 
     def __repr__(self) -> str:
         """Return the class and the options that are not at their default."""
-        given = {name: getattr(self.config, name) for name, origin in self.config_origins.items() if origin != "default"}
+        given = {
+            name: getattr(self.config, name) for name, origin in self.config_origins.items() if origin != "default"
+        }
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @classmethod
@@ -288,7 +288,9 @@ class CXLOffloadStrategy(ParallelStrategy):
             "cxl_offload_optimizer": {"activation_offload": False},
         }
         for name, options in variants.items():
-            strategy_registry.register(name, cls, description=f"{cls.__name__} {options or ''}".strip(), override=True, **options)
+            strategy_registry.register(
+                name, cls, description=f"{cls.__name__} {options or ''}".strip(), override=True, **options
+            )
 
 
 def _with_options(init: Any) -> Signature:

@@ -13,7 +13,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x, *, scale=1.0):
         batch, length, width = x.shape
@@ -26,7 +28,9 @@ class Block(nn.Module):
 class TinyTransformer(nn.Module):
     """Token model; `tied` shares embedding and head, `twice` runs the first block again at the end."""
 
-    def __init__(self, vocab: int = 37, width: int = 32, depth: int = 3, *, dropout=0.1, tied=False, twice=False) -> None:
+    def __init__(
+        self, vocab: int = 37, width: int = 32, depth: int = 3, *, dropout=0.1, tied=False, twice=False
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
@@ -53,7 +57,9 @@ class TinyConvNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+            )
             for _ in range(depth)
         )
         self.head = nn.Linear(width, 5)

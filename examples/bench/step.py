@@ -118,7 +118,9 @@ def run_fsdp2(steps: int, size: str, turn: Turn) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000)), "RANK": "0", "WORLD_SIZE": "1"})
+    os.environ.update(
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000)), "RANK": "0", "WORLD_SIZE": "1"}
+    )
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (1,))
     model = make_model(True, size)
@@ -132,7 +134,15 @@ def run_fsdp2(steps: int, size: str, turn: Turn) -> None:
 def run_deepspeed(steps: int, size: str, turn: Turn) -> None:
     import deepspeed
 
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000)), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    os.environ.update(
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(random.randint(20000, 40000)),
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+        }
+    )
     model = make_model(False, size)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -166,7 +176,11 @@ def child(name: str, steps: int, size: str) -> None:
     else:
         raise SystemExit(f"no contender {name!r}")
     parameters = sum(p.numel() for p in make_model(False, size).parameters())
-    print(json.dumps({"peak_bytes": status_bytes("VmHWM") - imports_bytes, "parameters": parameters}), file=sys.stderr, flush=True)
+    print(
+        json.dumps({"peak_bytes": status_bytes("VmHWM") - imports_bytes, "parameters": parameters}),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def status_bytes(field: str) -> int:
@@ -238,18 +252,38 @@ def rows_of(results: dict[str, dict]) -> list[dict]:
         peak = result["peak_bytes"] / result["parameters"]
         rows.append({"name": f"{name}: step", "value": median, "unit": "s", "goal": None, "holds": None})
         goal = PEAK_GOAL if name == "cxl_offload" else None
-        rows.append({"name": f"{name}: peak", "value": peak, "unit": "B/parameter", "goal": goal, "holds": None if goal is None else peak <= goal})
+        rows.append(
+            {
+                "name": f"{name}: peak",
+                "value": peak,
+                "unit": "B/parameter",
+                "goal": goal,
+                "holds": None if goal is None else peak <= goal,
+            }
+        )
         base = results.get(BASELINE.get(name, ""))
         if base is not None:
             # the same round ran under the same noise: take the median of the rounds' ratios
-            ratio = statistics.median(mine / theirs for mine, theirs in zip(result["seconds"], base["seconds"], strict=True))
-            rows.append({"name": f"{name}: step / {BASELINE[name]}", "value": ratio, "unit": "x", "goal": GOALS[name], "holds": ratio <= GOALS[name]})
+            ratio = statistics.median(
+                mine / theirs for mine, theirs in zip(result["seconds"], base["seconds"], strict=True)
+            )
+            rows.append(
+                {
+                    "name": f"{name}: step / {BASELINE[name]}",
+                    "value": ratio,
+                    "unit": "x",
+                    "goal": GOALS[name],
+                    "holds": ratio <= GOALS[name],
+                }
+            )
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help=f"steps of each contender, the first {WARM_UP} not counted")
+    parser.add_argument(
+        "--steps", type=int, default=12, help=f"steps of each contender, the first {WARM_UP} not counted"
+    )
     parser.add_argument("--only", nargs="+", help="contenders to run (default: all that can be imported)")
     parser.add_argument("--size", choices=["57M", "tiny"], default="57M")
     parser.add_argument("--json", type=Path)
@@ -260,7 +294,13 @@ def main() -> None:
         return
     if args.steps <= WARM_UP:
         parser.error(f"--steps must be more than the {WARM_UP} warm-up steps")
-    names = ["lightning", "cxl_offload_optimizer", "lightning, checkpointed", "cxl_offload", "fsdp2 offload, checkpointed"]
+    names = [
+        "lightning",
+        "cxl_offload_optimizer",
+        "lightning, checkpointed",
+        "cxl_offload",
+        "fsdp2 offload, checkpointed",
+    ]
     try:
         import importlib.util
 
@@ -274,12 +314,20 @@ def main() -> None:
     for name, result in results.items():
         seconds = result["seconds"]
         spread = (max(seconds) - min(seconds)) / statistics.median(seconds)
-        print(f"{name:32} {statistics.median(seconds):10.3f} {spread:7.0%} {result['peak_bytes'] / result['parameters']:17.1f} {result['losses'][-1]:10.4f}")
+        print(
+            f"{name:32} {statistics.median(seconds):10.3f} {spread:7.0%} {result['peak_bytes'] / result['parameters']:17.1f} {result['losses'][-1]:10.4f}"
+        )
     for row in rows:
         if row["goal"] is not None:
-            print(f"{row['name']}: {row['value']:.3f} {row['unit']}, goal at most {row['goal']}: {'holds' if row['holds'] else 'MISSED'}")
+            print(
+                f"{row['name']}: {row['value']:.3f} {row['unit']}, goal at most {row['goal']}: {'holds' if row['holds'] else 'MISSED'}"
+            )
     if args.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+        machine = {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+        }
         args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
 
 

@@ -85,7 +85,7 @@ class Adoption:
         self._adopted.clear()
 
     def _adopt_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        entries = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        entries: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         hosts = [self._masters.adopt(entry[1] if isinstance(entry, tuple) else entry) for entry in entries]
         self._grads.watch(hosts)
         masters = [

@@ -130,7 +130,8 @@ def _on_gradient(host: HostParameter, receive: Callable[[HostParameter], None]) 
     """Call `receive(host)` whenever autograd has finished accumulating into the compute parameter."""
     was_trainable = host.compute.requires_grad
     host.compute.requires_grad_(True)  # autograd accepts hooks on trainable tensors only
-    handle: RemovableHandle = host.compute.register_post_accumulate_grad_hook(partial(_receive, host, receive))
+    hook = partial(_receive, host, receive)
+    handle: RemovableHandle = host.compute.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     host.compute.requires_grad_(was_trainable)
     return handle
 

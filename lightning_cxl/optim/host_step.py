@@ -47,7 +47,9 @@ class HostStep:
         step = type(optimizer).step
         if isinstance(optimizer, LBFGS):  # evaluates the closure several times inside its step
             if closure is None:
-                raise ValueError("LBFGS needs a closure: pass one to `step`, as Lightning's automatic optimization does")
+                raise ValueError(
+                    "LBFGS needs a closure: pass one to `step`, as Lightning's automatic optimization does"
+                )
             result = step(optimizer, self._synchronised(closure))
             self._after(list(_parameters(optimizer)))
             return result

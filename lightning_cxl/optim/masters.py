@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.nn import Parameter
 
-from lightning_cxl.optim.host_tensors import mirror
 from lightning_cxl.tiers.placement import TensorRole
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
@@ -24,7 +23,7 @@ AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
 class HostParameter:
     """One trainable parameter as the host sees it."""
 
-    __slots__ = ("name", "compute", "master", "grad_address", "version")
+    __slots__ = ("compute", "grad_address", "master", "name", "version")
 
     def __init__(self, name: str, compute: Parameter, master: Parameter) -> None:
         self.name = name

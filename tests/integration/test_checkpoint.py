@@ -41,7 +41,9 @@ def weights(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("options", [{}, EXACT, {"precision": "bf16-true"}], ids=["CPUAdam", "torch AdamW", "bf16-true"])
+@pytest.mark.parametrize(
+    "options", [{}, EXACT, {"precision": "bf16-true"}], ids=["CPUAdam", "torch AdamW", "bf16-true"]
+)
 def test_resume_in_the_middle_is_exact(tmp_path, options):
     options = dict(options)
     trainer_args = {"precision": options.pop("precision", "32-true")}
@@ -103,7 +105,9 @@ def test_checkpoint_has_lightnings_format_and_loads_weights_only(tmp_path):
 def test_fit_accepts_weights_only(tmp_path):
     module, _ = fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
     resumed = Sequential(no_dropout())
-    make_trainer("cxl_offload", max_steps=4).fit(resumed, token_data(), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    make_trainer("cxl_offload", max_steps=4).fit(
+        resumed, token_data(), ckpt_path=tmp_path / "two.ckpt", weights_only=True
+    )
     assert len(resumed.losses) == 2
 
 

@@ -12,6 +12,7 @@ import lightning_cxl
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
 
+
 def assert_identical(plain, ours):
     assert len(plain[0]) == len(ours[0]) > 0
     assert plain[0] == ours[0]
@@ -28,7 +29,10 @@ def assert_close(plain, ours):
     for name, value in plain[1].items():
         mine = ours[1][name]
         if name.endswith("qkv.bias"):  # the true gradient of key biases is zero: Adam follows rounding noise there
-            mine, value = torch.stack([mine.chunk(3)[i] for i in (0, 2)]), torch.stack([value.chunk(3)[i] for i in (0, 2)])
+            mine, value = (
+                torch.stack([mine.chunk(3)[i] for i in (0, 2)]),
+                torch.stack([value.chunk(3)[i] for i in (0, 2)]),
+            )
         torch.testing.assert_close(mine, value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -79,7 +83,9 @@ def test_cpu_adam_follows_torch(model, accumulate, clip):
 
 @pytest.mark.parametrize("clip", [(0.5, "norm"), (0.01, "value")], ids=["norm", "value"])
 def test_clipping_is_bit_identical_with_the_users_optimizer(clip):
-    arguments = {"trainer_args": {"gradient_clip_val": clip[0], "gradient_clip_algorithm": clip[1], "accumulate_grad_batches": 2}}
+    arguments = {
+        "trainer_args": {"gradient_clip_val": clip[0], "gradient_clip_algorithm": clip[1], "accumulate_grad_batches": 2}
+    }
     assert_identical(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**EXACT), **arguments))
 
 
@@ -154,7 +160,9 @@ class TwoOptimizers(Task):
         return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) for optimizer in optimizers]
 
 
-@pytest.mark.parametrize(("options", "check"), [(EXACT, assert_identical), ({}, assert_close)], ids=["torch AdamW", "CPUAdam"])
+@pytest.mark.parametrize(
+    ("options", "check"), [(EXACT, assert_identical), ({}, assert_close)], ids=["torch AdamW", "CPUAdam"]
+)
 def test_manual_optimization_with_two_optimizers(options, check):
     arguments = {"task": TwoOptimizers, "steps": 20}
     check(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**options), **arguments))

@@ -82,7 +82,12 @@ def test_decorators_and_their_precedence():
     module = run(offload(tier_rules={"model.blocks.[12]": {"weights": "cxl", "optimizer_state": "dram"}}), model)
 
     def weights_of(block):
-        return {tier for name, where in module.weights.items() if name.startswith(f"model.blocks.{block}.") for tier in where}
+        return {
+            tier
+            for name, where in module.weights.items()
+            if name.startswith(f"model.blocks.{block}.")
+            for tier in where
+        }
 
     assert weights_of(0) == {"cxl"}, "decorated class"
     assert weights_of(1) == {"dram"}, "instance beats rule"
@@ -151,10 +156,18 @@ def test_views_of_one_storage_are_left_together():
     ("options", "error", "text"),
     [
         ({"tier_rules": {"model.*": {"weights": "hbm"}}}, TierNotFoundError, r"hbm.*'dram'.*'cxl'"),
-        ({"tier_rules": {"model.layers.*": "cxl"}}, ConfigError, r"model\.layers\.\*.*matches no module.*model\.blocks"),
+        (
+            {"tier_rules": {"model.layers.*": "cxl"}},
+            ConfigError,
+            r"model\.layers\.\*.*matches no module.*model\.blocks",
+        ),
         ({"tier_rules": {"model.*": {"wheights": "cxl"}}}, ConfigError, r"wheights.*weights"),
         ({"tiers": {"hbm": "1GiB"}}, (TierNotFoundError, ConfigError), r"hbm.*'dram'"),
-        ({"tiers": {"dram": "10KiB"}, "on_tier_full": "error"}, TierFullError, r"COMPUTE_WEIGHTS.*dram.*10\.0 KiB.*(R|r)aise"),
+        (
+            {"tiers": {"dram": "10KiB"}, "on_tier_full": "error"},
+            TierFullError,
+            r"COMPUTE_WEIGHTS.*dram.*10\.0 KiB.*(R|r)aise",
+        ),
         ({"tiers": {"dram": "10KiB", "cxl": "10KiB"}}, TierFullError, r"COMPUTE_WEIGHTS.*dram.*cxl"),
         ({"tiers": {"dram": "64KiB", "cxl": "512KiB"}, "on_tier_full": "error"}, TierFullError, "COMPUTE_WEIGHTS"),
         ({"units": "model.layers.*"}, ConfigError, r"model\.layers"),

@@ -9,7 +9,12 @@ EXACT = {"cpu_adam": False}  # the user's own torch optimizer on the host: bit-i
 
 
 def make_trainer(strategy="auto", **kwargs):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**quiet, "max_epochs": -1, **kwargs})
 
 
@@ -17,7 +22,17 @@ def offload(**options):
     return lightning_cxl.CXLOffloadStrategy(**options)
 
 
-def train(make_model, strategy, *, data=token_data, steps=20, task=Task, optimizer="adamw", optimizer_args=None, trainer_args=None):
+def train(
+    make_model,
+    strategy,
+    *,
+    data=token_data,
+    steps=20,
+    task=Task,
+    optimizer="adamw",
+    optimizer_args=None,
+    trainer_args=None,
+):
     """Train from a fixed seed; returns (losses, state dict)."""
     seed_everything(11, verbose=False)
     module = task(make_model(), optimizer, **(optimizer_args or {}))
