@@ -1,0 +1,171 @@
+"""Examples run, and what the documents say exists: files, names, options, layers, notes."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_cxl
+from lightning_cxl.__main__ import main
+from tests.test_architecture import LAYERS
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+README, MAP = ROOT / "README.md", ROOT / "lightning_cxl" / "README.md"
+DOCUMENTS = [README, MAP, ROOT / "cython_ext" / "README.md", ROOT / "CHANGELOG.md"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """Examples write into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    # lightning 2.6 calls methods that jsonargparse 4.53 deprecates; this is jsonargparse's own switch
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_quickstart_trains_and_prints_the_report(capsys):
+    runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "CXL offload on cpu, finished" in shown or "CXL offload on cuda" in shown
+    assert "blocks.0 to blocks.3" in shown and "CPUAdam" in shown
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_every_yaml_parses(path, command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", command, "--config", str(path), "--print_config"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code in (0, None)
+    assert "strategy: cxl_offload" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_step_benchmark_writes_rows(tmp_path):
+    target = tmp_path / "rows.json"
+    contenders = ["lightning", "cxl_offload"]
+    command = [sys.executable, EXAMPLES / "bench" / "step.py", "--steps=3", "--size=tiny", "--json", target]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--only", *contenders], env=environment, check=True, capture_output=True, timeout=200)
+    written = json.loads(target.read_text())
+    assert written["machine"]["cores"] >= 1
+    values = {row["name"]: row["value"] for row in written["rows"]}
+    for name in contenders:
+        assert values[f"{name}: step"] > 0 and values[f"{name}: peak"] > 0
+
+
+# -- code in the README ------------------------------------------------------------------------------------------------
+
+
+def code_blocks(path, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+class Trains(BoringModel):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Blocks(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = torch.nn.Linear(2, 2)
+
+
+# Lightning's own advice about the worker count, the missing log and unused hooks
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_python_code_of_the_readme_runs_as_it_is(capsys):
+    names = {"MyModule": Trains, "torch": torch, "model": Blocks()}
+    for block in code_blocks(README, "python"):
+        exec(compile(block, str(README), "exec"), names)
+    assert names["trainer"].global_step == 20
+    assert "compute_weights" in capsys.readouterr().out
+    assert names["strategy"].config.budgets() == {"dram": 48 << 30}
+    assert lightning_cxl.residency(names["cache"]) == {"cxl": 4194304}
+
+
+def test_the_readme_has_the_commands_and_targets_that_exist():
+    text = README.read_text()
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"^make (\w+)", text, re.MULTILINE)
+    assert {"demo", "test"} <= set(named) <= set(targets)
+    for name in re.findall(r'strategy="(\w+)"', text):
+        assert name in lightning_cxl.StrategyRegistry
+
+
+# -- what the documents name -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_documents_name_exist(document):
+    text = document.read_text()
+    files = r"(?:[\w.-]+/)*[\w.-]+\.(?:py|pyx|pyi|yaml|h|md|txt|toml)"
+    named = set(re.findall(rf"`({files}|[\w/]+/)`", text))
+    named |= {name for name in re.findall(rf"(?<![\w./<>*~-])({files})(?=[\s`,;:.)])", text) if "/" in name}
+    roots = [document.parent, document.parent / "include", ROOT, ROOT / "lightning_cxl"]
+    missing = [name for name in named if "..." not in name and not any((root / name).exists() for root in roots)]
+    assert not missing
+    assert named or document.name == "CHANGELOG.md"
+
+
+def test_every_public_name_is_documented():
+    text = README.read_text() + MAP.read_text()
+    assert [name for name in lightning_cxl.__all__ if not re.search(rf"`[^`]*\b{name}\b[^`]*`", text)] == []
+
+
+def test_public_names_table_has_no_others():
+    rows = table_after(MAP, "## Public names")
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert named == set(lightning_cxl.__all__)
+
+
+def test_every_option_is_in_the_table_with_its_default():
+    rows = table_after(README, "## Configuration")
+    default = lightning_cxl.OffloadConfig()
+    shown = {row[0].strip("`"): row[1].strip("`").replace('"', "'") for row in rows}
+    assert shown == {field.name: repr(getattr(default, field.name)) for field in fields(default)}
+
+
+def test_the_layer_table_is_the_one_that_is_checked():
+    rows = table_after(MAP, "## Folders and layers")
+    assert {row[1].strip("`"): int(row[0]) for row in rows} == LAYERS
+
+
+def test_every_note_is_listed_with_its_file():
+    found = set()
+    for path in [*(ROOT / "lightning_cxl").rglob("*.py"), *(ROOT / "cython_ext").rglob("*.*")]:
+        for name in re.findall(r"^\W*\[Note: ([^\]]+)\]$", path.read_text(errors="ignore"), re.MULTILINE):
+            found.add((name, str(path.relative_to(ROOT / "lightning_cxl"))))
+    listed = {(row[0], row[1].strip("`")) for row in table_after(MAP, "## Notes")}
+    assert listed == found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "lightning_cxl").rglob("*.py")), ids=lambda path: path.name)
+def test_notes_that_code_refers_to_exist(path):
+    known = {row[0] for row in table_after(MAP, "## Notes")}
+    for name in re.findall(r"\[Note: ([^\]]+)\]", path.read_text()):
+        assert any(note.startswith(name.removesuffix("...").strip()) for note in known), name
+
+
+def table_after(document, heading):
+    """Return the cells of the body of the first table after a heading."""
+    lines = document.read_text().partition(f"{heading}\n")[2].splitlines()
+    start = next(i for i, line in enumerate(lines) if re.fullmatch(r"\|[-|]+\|", line)) + 1
+    rows = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
