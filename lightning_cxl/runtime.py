@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.resource import Buffer
@@ -73,6 +74,7 @@ class OffloadRuntime:
         pin = device.type == "cuda" if config.pin_memory == "auto" else bool(config.pin_memory)
         self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
         policy = policy or RoleHomePolicy(self.topology, pin=pin, cpu_computes=device.type == "cpu")
+        self._heap = HeapTrimmer()
         self._owners = ParameterOwners()
         self.placer = Placer(self.topology, policy, self.memory.free_bytes, self._owners)
         self.engine = make_engine(device)
@@ -175,10 +177,15 @@ class OffloadRuntime:
                 home = self.memory.tensor(value.shape, value.dtype, placement, TensorRole.MOMENTUM)
                 state[key] = home.copy_(value)
 
+    def start_backward(self) -> None:
+        """Free what the forward left behind in the C library's heap."""
+        self._heap.trim()
+
     def finish_backward(self) -> None:
         """Return when the gradients of the last backward are where the optimizer reads them."""
         if self._grads is not None:
             self._grads.finish()
+        self._heap.trim()
 
     def end_step(self) -> None:
         """Tell the activation arenas that a training step is over."""

@@ -184,6 +184,10 @@ class CXLOffloadStrategy(ParallelStrategy):
 
     # -- training ----------------------------------------------------------------------------------------------------
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Make room for the backward pass."""
+        self.runtime.start_backward()
+
     def post_backward(self, closure_loss: Tensor) -> None:
         """Wait for the gradients: clipping and the optimizer read them next."""
         self.runtime.finish_backward()

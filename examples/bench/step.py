@@ -175,9 +175,10 @@ def child(name: str, steps: int, size: str) -> None:
         run_deepspeed(steps, size, turn)
     else:
         raise SystemExit(f"no contender {name!r}")
+    peak_bytes = status_bytes("VmHWM") - imports_bytes
     parameters = sum(p.numel() for p in make_model(False, size).parameters())
     print(
-        json.dumps({"peak_bytes": status_bytes("VmHWM") - imports_bytes, "parameters": parameters}),
+        json.dumps({"peak_bytes": peak_bytes, "parameters": parameters}),
         file=sys.stderr,
         flush=True,
     )
