@@ -100,7 +100,8 @@ def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: li
                 f"the checkpoint's optimizer has no state for parameter `{missing[0]}` ({len(missing)} in all); it has "
                 f"{', '.join(f'`{name}`' for name in list(index_of)[:3])}, ... Configure the optimizer as it was when saved."
             )
-        groups.append({**group, "params": [index_of[name] for name in names]})
+        kept = {key: value for key, value in group.items() if key != "param_names"}  # those are in the saved order
+        groups.append({**kept, "params": [index_of[name] for name in names]})
     return {**state, "param_groups": groups}
 
 

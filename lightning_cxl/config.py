@@ -78,8 +78,7 @@ class OffloadConfig:
     def resolve(cls, **explicit: Any) -> tuple["OffloadConfig", dict[str, Origin]]:
         """Build the configuration from arguments, environment and defaults, in that precedence.
 
-        An argument equal to its field's default counts as not given, because LightningCLI passes every default
-        explicitly. Environment: numbers, names and ``true``/``false`` as they are; lists as ``a,b``; mappings as
+        Where every field is given, as LightningCLI does, one equal to its default counts as not given. Environment: numbers, names and ``true``/``false`` as they are; lists as ``a,b``; mappings as
         ``cxl=64GiB,dram=8GiB`` or in JSON.
 
         Returns:
@@ -95,9 +94,10 @@ class OffloadConfig:
         default = cls()
         values: dict[str, Any] = {}
         origins: dict[str, Origin] = {}
+        all_given = len(explicit) == len(names)
         for name in names:
             origins[name] = "default"
-            if name in explicit and explicit[name] != getattr(default, name):
+            if name in explicit and not (all_given and explicit[name] == getattr(default, name)):
                 values[name], origins[name] = explicit[name], "argument"
             elif _PREFIX + name.upper() in os.environ:
                 values[name], origins[name] = _read_environment(name), "environment"

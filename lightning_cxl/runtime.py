@@ -9,12 +9,13 @@ with plain Lightning, so that a checkpoint can still be saved after a run); both
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
@@ -26,10 +27,10 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer, is_plain_adam
-from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
-from lightning_cxl.optim.host_tensors import mirror
-from lightning_cxl.optim.masters import MasterWeights, needs_master
+from lightning_cxl.optim.host_tensors import is_ordinary, mirror
+from lightning_cxl.optim.masters import HostParameter, MasterWeights, master_dtype, needs_master
+from lightning_cxl.optim.zero_grad import attach_zero_grad, detach_zero_grad
 from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.report import Plan, check_fits
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
@@ -144,7 +145,9 @@ class OffloadRuntime:
             UnsupportedError: an Adam option that `CPUAdam` does not have.
         """
         assert self._masters is not None and self._grads is not None, "setup_model comes first"
-        self._reserve(self._host_tensors(optimizers))
+        assert self._model is not None
+        parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._reserve(self._host_tensors(parameters, with_moments=any(map(is_plain_adam, optimizers))))
         self._adoption = Adoption(
             self._masters,
             self._grads,
@@ -153,24 +156,36 @@ class OffloadRuntime:
                 num_threads=self.config.num_threads,
                 allocate_state=self._allocate_like,
                 scope=partial(self.allocation, TensorRole.MOMENTUM),
+                adopted=self._adopted,
+                place_state=self.rehome_state,
             ),
         )
-        self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
-        assert self._placements is not None
-        for host in self._masters:
-            self._owners.add(host.master, self._placements.spec_of(host.compute))
-        for optimizer in self.optimizers:
-            self.rehome_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
-        if any(not host.is_shared for host in self._masters):
-            assert self._model is not None
-            self._model.zero_grad = _ZeroGrad(self._model, self._grads)  # type: ignore[method-assign]
+        try:
+            self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
+        except BaseException:
+            self._adoption.release()
+            raise
+        if self.has_separate_masters:
+            attach_zero_grad(self._model, self._grads)
         return self.optimizers
 
+    @property
+    def has_separate_masters(self) -> bool:
+        """Whether gradients live on masters and not on the model's parameters. See [Note: Compute and master weights]."""
+        return self._masters is not None and any(not host.is_shared for host in self._masters)
+
+    def _adopted(self, hosts: list[HostParameter]) -> None:
+        assert self._placements is not None
+        for host in hosts:
+            self._owners.add(host.master, self._placements.spec_of(host.compute))
+
     def rehome_state(self, optimizer: Optimizer) -> None:
-        """Move optimizer state that lies in ordinary memory (loaded, or made too early) to where the policy wants it."""
+        """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
-                if isinstance(optimizer, CPUAdam) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+                if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
+                    continue
+                if self.memory.tier_at(value.data_ptr()) is not None:
                     continue
                 nbytes = value.numel() * value.element_size()
                 placement = self._placements_of(parameter, TensorRole.MOMENTUM, nbytes)
@@ -202,26 +217,34 @@ class OffloadRuntime:
         if self._closed:
             return
         self._closed = True
-        if self._model is not None:
-            self._model.__dict__.pop("zero_grad", None)
-        if self._adoption is not None:
-            self._adoption.release()
-        if self._activations is not None:
-            self._activations.detach()
-        if self._grads is not None:
-            self._grads.close()
-        self.engine.close()
-        self.memory.close()
+        with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
+            cleanup.callback(self.memory.close)
+            cleanup.callback(self.engine.close)
+            if self._grads is not None:
+                cleanup.callback(self._grads.close)
+            if self._activations is not None:
+                cleanup.callback(self._activations.detach)
+            if self._adoption is not None:
+                cleanup.callback(self._adoption.release)
+            if self._model is not None:
+                cleanup.callback(detach_zero_grad, self._model)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def _allocate_like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
         assert self._placements is not None
+        if role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
+            self._heap.trim()  # in backward, where the C library's heap grows most
         nbytes = parameter.numel() * dtype.itemsize
         placement = self._placements.for_parameter(parameter, role, nbytes)
         return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
 
-    def _place_weights(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _place_weights(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        assert self._placements is not None
+        nbytes = parameter.numel() * parameter.element_size()
+        placement = self._placements.for_parameter(parameter, TensorRole.COMPUTE_WEIGHTS, nbytes)
+        if self._is_at_home(parameter, placement):
+            return None
         return self._allocate_like(parameter, TensorRole.COMPUTE_WEIGHTS, parameter.dtype)
 
     def _allocate_activation(self, nbytes: int, unit: str) -> Buffer:
@@ -234,19 +257,18 @@ class OffloadRuntime:
         host = self._masters.find(parameter)
         return self._placements.for_parameter(parameter if host is None else host.compute, role, nbytes)
 
-    def _host_tensors(self, optimizers: Sequence[Optimizer]) -> list[Wanted]:
-        """Return what adopting the optimizers will allocate: masters, gradients and, for CPUAdam, its state."""
+    def _host_tensors(self, parameters: Sequence[torch.Tensor], *, with_moments: bool) -> list[Wanted]:
+        """Return what adopting parameters will allocate: masters, gradients and, for CPUAdam, its state."""
         wanted: dict[tuple[int, TensorRole], Wanted] = {}
-        for optimizer in optimizers:
-            roles = (
-                [TensorRole.MOMENTUM, TensorRole.VARIANCE] if self.config.cpu_adam and is_plain_adam(optimizer) else []
-            )
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                separate = needs_master(parameter)
-                dtype = torch.float32 if separate else parameter.dtype
-                grads = TensorRole.MASTER_GRADS if separate else TensorRole.COMPUTE_GRADS
-                for role in [grads, *roles, *([TensorRole.MASTER_WEIGHTS] if separate else [])]:
-                    wanted[id(parameter), role] = (parameter, role, dtype)
+        for parameter in parameters:
+            separate = needs_master(parameter)
+            roles = [TensorRole.MASTER_WEIGHTS] if separate else []
+            if parameter.requires_grad:
+                roles.append(TensorRole.MASTER_GRADS if separate else TensorRole.COMPUTE_GRADS)
+                if with_moments and self.config.cpu_adam:
+                    roles += [TensorRole.MOMENTUM, TensorRole.VARIANCE]
+            for role in roles:
+                wanted[id(parameter), role] = (parameter, role, master_dtype(parameter))
         return list(wanted.values())
 
     def _reserve(self, wanted: Sequence[Wanted]) -> None:
@@ -254,17 +276,25 @@ class OffloadRuntime:
         assert self._placements is not None
         requests = []
         for parameter, role, dtype in wanted:
+            if is_lazy(parameter):
+                continue
             nbytes = parameter.numel() * dtype.itemsize
-            requests.append((role, nbytes, self._placements.for_parameter(parameter, role, nbytes)))
-        check_fits(requests, self.memory.free_bytes(), self.config.on_tier_full)
-        for role, nbytes, placement in requests:
+            placement = self._placements.for_parameter(parameter, role, nbytes)
             self.plan.add(role, nbytes, placement)
+            if role is not TensorRole.COMPUTE_WEIGHTS or not self._is_at_home(parameter, placement):
+                requests.append((role, nbytes, placement))
+        check_fits(requests, self.memory.free_bytes(), self.config.on_tier_full)
+
+    def _is_at_home(self, parameter: torch.Tensor, placement: Placement) -> bool:
+        """Whether weights lie already where they should, because they were created there."""
+        tier = self.memory.tier_at(parameter.data_ptr()) if is_ordinary(parameter) else None
+        return tier is not None and tier.name == placement.tiers[0]
 
     # -- report ------------------------------------------------------------------------------------------------------
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
-        parameters = [] if self._model is None else list(self._model.parameters())
+        parameters = [] if self._model is None else [p for p in self._model.parameters() if not is_lazy(p)]
         notes = list(self.topology.notes)
         if self.unplaced:
             notes.append(
@@ -282,15 +312,3 @@ class OffloadRuntime:
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
             "notes": notes,
         }
-
-
-class _ZeroGrad:
-    """`zero_grad` of a model whose gradients live on separate masters: clears those, too."""
-
-    def __init__(self, model: nn.Module, grads: GradientSink) -> None:
-        self._model = model
-        self._grads = grads
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        self._grads.zero()
-        type(self._model).zero_grad(self._model, set_to_none)

@@ -8,6 +8,7 @@ step: ``training_step``, ``backward`` (hooks collect gradients; ``post_backward`
 ``teardown``, also after an exception or Ctrl-C.
 """
 
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -23,6 +24,7 @@ from lightning_cxl._lightning import (
     Accelerator,
     CheckpointIO,
     LightningEnvironment,
+    LightningModule,
     LightningOptimizer,
     ParallelStrategy,
     Precision,
@@ -30,7 +32,7 @@ from lightning_cxl._lightning import (
 )
 from lightning_cxl.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.errors import CheckpointError, UnsupportedError
+from lightning_cxl.errors import CheckpointError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.optim.adopt import repoint_scheduler
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planner.report import format_report
@@ -75,6 +77,7 @@ class CXLOffloadStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self.num_nodes = 1  # the Trainer's, filled in by it
         self.config, self.config_origins = OffloadConfig.resolve(**options)
         self._policy = policy
         self._runtime: OffloadRuntime | None = None
@@ -98,6 +101,11 @@ class CXLOffloadStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Refuse what this version cannot drive, then prepare the device."""
         devices = self.parallel_devices or []
+        if self.num_nodes > 1:
+            raise UnsupportedError(
+                f"`{type(self).__name__}` runs on one machine in this version, and the Trainer asks for "
+                f"num_nodes={self.num_nodes}. Use `num_nodes=1`, or FSDP for several machines meanwhile."
+            )
         if len(devices) > 1:
             raise UnsupportedError(
                 f"`{type(self).__name__}` drives one device in this version, and the Trainer gives it {len(devices)}: "
@@ -181,6 +189,28 @@ class CXLOffloadStrategy(ParallelStrategy):
                 if old is not new:
                     repoint_scheduler(config.scheduler, old, new)
         self.optimizers = adopted
+        if self.runtime.has_separate_masters:
+            self._warn_about_gradients()
+
+    def _warn_about_gradients(self) -> None:
+        hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+        module = self.lightning_module
+        own = [name for name in hooks if getattr(type(module), name) is not getattr(LightningModule, name)]
+        if own:
+            warnings.warn(
+                f"{type(module).__name__} overrides {', '.join(own)}: gradients are on the parameters in "
+                "`optimizer.param_groups` (float32, on the host); `p.grad` of the model's own parameters is None there.",
+                LightningCXLWarning,
+                stacklevel=2,
+            )
+
+    def setup_precision_plugin(self) -> None:
+        """Attach the precision plugin; let a loss scaler work on host gradients."""
+        super().setup_precision_plugin()
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and self.root_device.type != "cpu":
+            scaler._unscale_grads_ = HostUnscale(scaler)
+            self._active.callback(scaler.__dict__.pop, "_unscale_grads_", None)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -214,6 +244,7 @@ class CXLOffloadStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
         if self._masters is not None and checkpoint.get("optimizer_states"):
+            self._masters.absorb_changes()
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
             checkpoint = {**checkpoint, ckpt.KEY: ckpt.describe_optimizers(optimizers, self._masters)}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -239,22 +270,25 @@ class CXLOffloadStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Free everything but the model's weights and the optimizers' state, which belong to the user."""
-        self.checkpoint_io.teardown()  # first: it may still be writing
-        self._close()
-        if self.lightning_module is not None and self.root_device.type != "cpu":
-            self.lightning_module.cpu()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
+        with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
+            if self.cluster_environment is not None:
+                cleanup.callback(self.cluster_environment.teardown)
+            if self.accelerator is not None:
+                cleanup.callback(self.accelerator.teardown)
+            cleanup.callback(self.precision_plugin.teardown)
+            if self.lightning_module is not None and self.root_device.type != "cpu":
+                cleanup.callback(self.lightning_module.cpu)
+            cleanup.callback(self._close)
+            cleanup.callback(self.checkpoint_io.teardown)  # it may still be writing
 
     def _close(self) -> None:
         self._active.close()
-        if self._runtime is not None:
-            self._last_report = self._runtime.report(state="finished")
-            self._runtime.close()
-            self._runtime = None
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            try:
+                self._last_report = runtime.report(state="finished")
+            finally:
+                runtime.close()
 
     # -- what it did -------------------------------------------------------------------------------------------------
 
@@ -312,6 +346,20 @@ def _with_options(init: Any) -> Signature:
 
 
 CXLOffloadStrategy.__init__.__signature__ = _with_options(CXLOffloadStrategy.__init__)  # type: ignore[attr-defined]
+
+
+class HostUnscale:
+    """`GradScaler._unscale_grads_` for a scaler on a device and gradients on the host.
+
+    The scaler copies its scale to the gradients' device without waiting, which is a race when that is the host: give it
+    host copies that are complete.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def __call__(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        return type(self._scaler)._unscale_grads_(self._scaler, optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
 
 
 def unwrap(optimizer: Any) -> Optimizer:

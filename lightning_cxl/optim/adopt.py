@@ -10,9 +10,8 @@ on optimizer objects.
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
-from lightning_cxl.optim.host_step import AllocationScope, HostStep
+from lightning_cxl.optim.host_step import AllocationScope, HostStep, evaluates_closure_first
 from lightning_cxl.optim.masters import AllocateFor, HostParameter, MasterWeights
 from lightning_cxl.tiers.placement import TensorRole
 
@@ -41,6 +40,10 @@ class AdoptionOptions:
     """Gives host memory for momentum and variance of a compute parameter."""
     scope: AllocationScope
     """Places the state that a torch optimizer creates by itself."""
+    adopted: Callable[[list[HostParameter]], None]
+    """Called with the parameters of each adopted optimizer, and of groups added to it later."""
+    place_state: Callable[[Optimizer], None]
+    """Moves state of an optimizer that lies in ordinary memory."""
 
 
 class Adoption:
@@ -56,49 +59,68 @@ class Adoption:
         self._masters = masters
         self._grads = grads
         self._options = options
-        self._adopted: list[Optimizer] = []
+        self._adopted: list[tuple[Optimizer, Optimizer]] = []  # the user's object, the one in use
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer that takes the place of `optimizer` (itself unless it is torch's Adam or AdamW)."""
+        """Return the optimizer that takes the place of `optimizer` (itself unless it is torch's Adam or AdamW).
+
+        On failure `release` undoes what has been done so far.
+        """
+        self._adopted.append((optimizer, optimizer))
         hosts: list[HostParameter] = []
         for group in optimizer.param_groups:
             own = [self._masters.adopt(p) for p in group["params"]]
             group["params"] = [host.master for host in own]
             hosts += own
-        self._move_state_keys(optimizer, hosts)
+        for host in hosts:
+            _rekey(optimizer, host.compute, host.master)
+        self._options.adopted(hosts)
         self._grads.watch(hosts)
-        scope, write_back = self._options.scope, self._masters.write_back
+        current = optimizer
         if self._options.use_cpu_adam and is_plain_adam(optimizer) and self._suits_cpu_adam(optimizer, hosts):
-            optimizer = self._make_cpu_adam(optimizer)
-            scope, write_back = nullcontext, partial(write_back, kernel_wrote=True)  # its state exists already
-        optimizer.step = HostStep(optimizer, scope, self._before_update, write_back)  # type: ignore[method-assign]
-        optimizer.add_param_group = _AddParamGroup(optimizer, self._adopt_group)  # type: ignore[method-assign]
-        self._adopted.append(optimizer)
-        return optimizer
+            current = self._make_cpu_adam(optimizer)
+        else:
+            self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
+        self._adopted[-1] = (optimizer, current)
+        current.step = HostStep(current, _Hooks(self._masters, self._grads, self._options))  # type: ignore[method-assign]
+        current.add_param_group = _AddParamGroup(current, self._adopt_group)  # type: ignore[method-assign]
+        if current is not optimizer:
+            optimizer.step = current.step  # type: ignore[method-assign]  # a reference the user kept steps the same one
+        return current
 
     def release(self) -> None:
-        """Undo what adoption put on optimizer objects; their state stays, as Lightning keeps it after a run."""
-        for optimizer in self._adopted:
-            for name in ("step", "add_param_group"):
-                if isinstance(optimizer.__dict__.get(name), (HostStep, _AddParamGroup)):
-                    del optimizer.__dict__[name]
-        self._adopted.clear()
+        """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
+        while self._adopted:
+            original, current = self._adopted.pop()
+            step = current.__dict__.get("step")
+            if isinstance(step, HostStep):
+                step.remove()
+            current.__dict__.pop("add_param_group", None)
+            for group in current.param_groups:
+                group["params"] = [self._give_back(current, p) for p in group["params"]]
+            if isinstance(current, CPUAdam):
+                current.forget_allocator()
+            if original is not current:
+                original.__dict__.pop("step", None)
+                original.state = current.state
+
+    def _give_back(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
+        host = self._masters.find(parameter)
+        if host is None:
+            return parameter
+        _rekey(optimizer, host.master, host.compute)
+        return host.compute
 
     def _adopt_group(self, group: dict[str, Any]) -> dict[str, Any]:
         entries: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         hosts = [self._masters.adopt(entry[1] if isinstance(entry, tuple) else entry) for entry in entries]
+        self._options.adopted(hosts)
         self._grads.watch(hosts)
         masters = [
             (entry[0], host.master) if isinstance(entry, tuple) else host.master  # (name, parameter) pairs stay pairs
             for entry, host in zip(entries, hosts, strict=True)
         ]
         return {**group, "params": masters}
-
-    def _move_state_keys(self, optimizer: Optimizer, hosts: list[HostParameter]) -> None:
-        """State that exists already is keyed by the compute parameter: key it by the master."""
-        for host in hosts:
-            if not host.is_shared and host.compute in optimizer.state:
-                optimizer.state[host.master] = optimizer.state.pop(host.compute)
 
     def _suits_cpu_adam(self, optimizer: Optimizer, hosts: Iterable[HostParameter]) -> bool:
         other = [host for host in hosts if host.master.dtype != torch.float32]
@@ -109,22 +131,45 @@ class Adoption:
             )
         return not other
 
-    def _before_update(self) -> None:
-        self._grads.finish()
-        self._masters.absorb_changes()
-
     def _make_cpu_adam(self, optimizer: Optimizer) -> CPUAdam:
         return CPUAdam.from_torch(
             optimizer,
             num_threads=self._options.num_threads,
-            allocate_state=self._zeroed_state,
+            allocate_state=self._allocate_state,
             compute_weights=self._masters.kernel_weights,
         )
 
-    def _zeroed_state(self, master: Parameter, role: TensorRole) -> torch.Tensor:
+    def _allocate_state(self, master: torch.Tensor, role: TensorRole) -> torch.Tensor:
         host = self._masters.find(master)
-        state = self._options.allocate_state(master if host is None else host.compute, role, torch.float32)
-        return state.zero_()
+        assert host is not None, "CPUAdam holds adopted parameters only"
+        return self._options.allocate_state(host.compute, role, torch.float32)
+
+
+class _Hooks:
+    """What happens around the update of one optimizer; see `StepHooks`."""
+
+    def __init__(self, masters: MasterWeights, grads: GradientSink, options: AdoptionOptions) -> None:
+        self._masters = masters
+        self._grads = grads
+        self._options = options
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return self._options.scope()
+
+    def before_update(self) -> None:
+        self._grads.finish()
+        self._masters.absorb_changes()
+
+    def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
+        self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
+        if not evaluates_closure_first(optimizer):
+            self._options.place_state(optimizer)
+
+
+def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
+    """State of an optimizer is keyed by parameter: move it along."""
+    if old is not new and old in optimizer.state:
+        optimizer.state[new] = optimizer.state.pop(old)
 
 
 def is_plain_adam(optimizer: Optimizer) -> bool:

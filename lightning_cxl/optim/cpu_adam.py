@@ -122,6 +122,10 @@ class CPUAdam(torch.optim.Optimizer):
         new._load_moments([(group, list(group["params"])) for group in new.param_groups], optimizer.state)
         return new
 
+    def forget_allocator(self) -> None:
+        """Take memory for parameters that have no state yet from torch from now on: a run's memory is closed."""
+        self._allocate_state = empty_like_parameter
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reserve its optimizer state. A group that is refused is not added."""
         super().add_param_group(param_group)

@@ -13,12 +13,12 @@ the number of micro-batches, backwards per step, or uses of a module.
   ``requires_grad`` was turned off (Lightning's `toggle_optimizer`) takes no gradient.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
   and ``zero_grad`` gives the bytes back to the pool, whose pages stay warm for the next step.
-* Copies from a device are started by the hook and folded in order, at the latest in `finish`: the runtime calls that
-  after every backward and before every step, so nobody reads a gradient too early.
+* Copies from a device are started by the hook and folded in order, at the latest in `finish`, which autograd itself
+  calls at the end of that backward: nobody reads a gradient too early.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -27,6 +27,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_cxl.optim.masters import AllocateFor, HostParameter
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
+
+
+_MAX_PENDING = 16
+"""Copies in flight at most: bounds the staging memory, and is more than a copy engine needs to stay busy."""
 
 
 class GradientSink:
@@ -50,7 +54,7 @@ class GradientSink:
             TierFullError: there is no room for their gradients; found out here, before any backward.
         """
         new = [host for host in hosts if id(host.compute) not in self._watched]
-        reserved = [self._new_slot(host) for host in new]
+        reserved = [self._new_slot(host) for host in new if host.compute.requires_grad]
         for host in new:
             receive = self._receive_shared if host.is_shared else self._receive_separate
             self._watched[id(host.compute)] = (host, _on_gradient(host, receive))
@@ -64,10 +68,10 @@ class GradientSink:
 
     def _receive_shared(self, host: HostParameter) -> None:
         grad = host.compute.grad
-        if grad is None or grad.data_ptr() == host.grad_address:
-            return  # nothing arrived, or autograd added it in place
-        if grad.layout is not torch.strided or grad.requires_grad:
-            return  # sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
+        if grad is None or grad.layout is not torch.strided or grad.requires_grad:
+            return  # nothing, sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
+        if grad.data_ptr() == host.grad_address:
+            return  # autograd added it in place
         slot = self._new_slot(host)
         slot.copy_(grad)
         host.compute.grad = slot
@@ -80,12 +84,15 @@ class GradientSink:
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         grad = grad.detach()
-        if grad.device.type == "cpu":
+        if self._engine.computes_on_host:
             self._fold(host, grad)
             return
+        if not self._pending:
+            # so that `loss.backward()` returns with complete gradients, whoever called it
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         staging = self._allocate(host.compute, TensorRole.STAGING, grad.dtype)
         self._pending.append((self._engine.d2h(grad, staging), staging, host))
-        while self._pending and self._pending[0][0].done():
+        while self._pending and (self._pending[0][0].done() or len(self._pending) > _MAX_PENDING):
             self._fold_oldest()
 
     def _fold_oldest(self) -> None:
@@ -108,11 +115,12 @@ class GradientSink:
             while self._pending:
                 self._fold_oldest()
 
-    def zero(self) -> None:
-        """Forget the gradients of separate masters, as `zero_grad` on the model does for shared ones."""
+    def zero(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget the gradients of separate masters, as `zero_grad` on a module does for shared ones."""
         self.finish()
-        for host, _ in self._watched.values():
-            if not host.is_shared:
+        for parameter in parameters:
+            host, _ = self._watched.get(id(parameter), (None, None))
+            if host is not None and not host.is_shared:
                 host.master.grad = None
 
     def close(self) -> None:
@@ -121,7 +129,8 @@ class GradientSink:
         for host, handle in self._watched.values():
             handle.remove()
             grad = host.master.grad
-            if grad is not None and grad.data_ptr() == host.grad_address:
+            ours = grad is not None and grad.layout is torch.strided and grad.data_ptr() == host.grad_address
+            if ours:
                 host.master.grad = None
         self._watched.clear()
 

@@ -1,8 +1,8 @@
-"""The step of a user's own torch optimizer, run on the host with its state placed by the policy."""
+"""The step of an optimizer on the host: gradients are in, new state is placed by the policy, masters are written back."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import LBFGS, Optimizer
@@ -10,71 +10,79 @@ from torch.optim import LBFGS, Optimizer
 AllocationScope = Callable[[], AbstractContextManager[Any]]
 """Opens a region in which host tensors that torch creates are placed as optimizer state."""
 
+_CLOSURE_FIRST = ("torch.optim.", "lightning_cxl.")  # whose `step` evaluates the closure once, before everything else
+
+
+class StepHooks(Protocol):
+    """What happens around an update."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return a region in which host tensors that torch creates are placed as optimizer state."""
+
+    def before_update(self) -> None:
+        """Bring gradients and masters up to date."""
+
+    def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
+        """Write masters back for the parameters that had a gradient, and place state that is not placed yet."""
+
 
 class HostStep:
     """Replaces `optimizer.step` of one optimizer object.
 
-    The closure (forward and backward) runs first and outside the allocation scope; only the update itself runs inside
-    it, and only as long as parameters without state appear, so that later steps pay nothing.
+    torch's optimizers evaluate the closure (forward and backward) once and first: it runs here, outside the allocation
+    scope, and only the update itself runs inside, as long as there are parameters without state. Any other optimizer,
+    and LBFGS, may evaluate it when and as often as it likes: it gets one that writes masters out before and brings
+    gradients in after, and its new state is placed after the step.
 
     Args:
-        optimizer: any torch optimizer; its class's own `step` does the work.
-        scope: where new optimizer state goes.
-        before: called between closure and update, e.g. to wait for gradients on their way.
-        after: called with the parameters that had a gradient, e.g. to write masters back.
+        optimizer: the `step` it has now does the work.
+        hooks: see there.
     """
 
     # torch's learning-rate schedulers look for this mark to know that `_opt_called` is kept
     _wrapped_by_lr_sched = True
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        scope: AllocationScope,
-        before: Callable[[], None],
-        after: Callable[[list[torch.Tensor]], None],
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, hooks: StepHooks) -> None:
         self._optimizer = optimizer
-        self._scope = scope
-        self._before = before
-        self._after = after
-        self._seen: set[int] = set()  # ids of parameters whose state exists
+        self._hooks = hooks
+        self._step = optimizer.step
+        self._previous = optimizer.__dict__.get("step")  # a scheduler's wrapper, if there is one
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run one step; same contract as `torch.optim.Optimizer.step`."""
         optimizer = self._optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        step = type(optimizer).step
-        if isinstance(optimizer, LBFGS):  # evaluates the closure several times inside its step
-            if closure is None:
-                raise ValueError(
-                    "LBFGS needs a closure: pass one to `step`, as Lightning's automatic optimization does"
-                )
-            result = step(optimizer, self._synchronised(closure))
-            self._after(list(_parameters(optimizer)))
+        if closure is not None and not evaluates_closure_first(optimizer):
+            result = self._step(_Synchronised(closure, self._write_out, self._hooks.before_update))
+            self._write_out()
             return result
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._before()
+        self._hooks.before_update()
         active = [p for p in _parameters(optimizer) if p.grad is not None]
-        new = {id(p) for p in active} - self._seen
-        if new:
-            with self._scope():
-                step(optimizer)
-            self._seen |= new
+        if all(optimizer.state.get(p) for p in active):
+            self._step()
         else:
-            step(optimizer)
-        self._after(active)
+            with self._hooks.scope():
+                self._step()
+        self._hooks.after_update(optimizer, active)
         return loss
 
-    def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        return _Synchronised(closure, lambda: self._after(list(_parameters(self._optimizer))), self._before)
+    def remove(self) -> None:
+        """Give the optimizer the `step` back that it had."""
+        if self._previous is None:
+            self._optimizer.__dict__.pop("step", None)
+        else:
+            self._optimizer.step = self._previous  # type: ignore[method-assign]
+
+    def _write_out(self) -> None:
+        self._hooks.after_update(self._optimizer, list(_parameters(self._optimizer)))
 
 
 class _Synchronised:
-    """A closure for optimizers that evaluate it inside their step: masters go out before it, gradients come in after it."""
+    """A closure for optimizers that evaluate it inside their step: masters go out before it, gradients come in after."""
 
     def __init__(self, closure: Callable[[], Any], before: Callable[[], None], after: Callable[[], None]) -> None:
         self._closure = closure
@@ -83,9 +91,16 @@ class _Synchronised:
 
     def __call__(self) -> Any:
         self._before()
-        loss = self._closure()
+        with torch.enable_grad():
+            loss = self._closure()
         self._after()
         return loss
+
+
+def evaluates_closure_first(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's `step` is known to evaluate its closure once, before it touches anything."""
+    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    return owner.__module__.startswith(_CLOSURE_FIRST) and not issubclass(owner, LBFGS)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 FlatAllocate = Callable[[int, torch.dtype], torch.Tensor]
 """Returns an uninitialised 1-D host tensor of that many elements."""
@@ -30,3 +31,8 @@ def mirror(tensor: torch.Tensor, dtype: torch.dtype, allocate: FlatAllocate) -> 
     if tensor.numel() and is_dense(tensor):
         return flat.as_strided(tensor.shape, tensor.stride())
     return flat.view(tensor.shape)
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory of this host that has an address."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not is_lazy(tensor)

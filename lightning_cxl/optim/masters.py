@@ -65,7 +65,8 @@ class MasterWeights:
         """Return the record of `parameter`, making its master if it needs one of its own."""
         host = self._by_id.get(id(parameter))
         if host is None:
-            host = HostParameter(self._names.get(id(parameter), ""), parameter, self._make_master(parameter))
+            name = self._names.get(id(parameter)) or f"unnamed.{len(self._by_id)}"  # not registered in the model
+            host = HostParameter(name, parameter, self._make_master(parameter))
             self._by_id[id(parameter)] = self._by_id[id(host.master)] = host
             if not host.is_shared and parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16:
                 self.kernel_weights[host.master] = parameter.detach()
@@ -74,9 +75,10 @@ class MasterWeights:
     def _make_master(self, compute: Parameter) -> Parameter:
         if not needs_master(compute):
             return compute
-        data = self._allocate(compute, TensorRole.MASTER_WEIGHTS, torch.float32)
+        data = self._allocate(compute, TensorRole.MASTER_WEIGHTS, master_dtype(compute))
         data.copy_(compute.detach())
-        return Parameter(data, requires_grad=compute.requires_grad)
+        # trainable even where the compute parameter is frozen: it may be unfrozen later, and until then has no gradient
+        return Parameter(data)
 
     @torch.no_grad()
     def absorb_changes(self) -> None:
@@ -110,13 +112,19 @@ class MasterWeights:
             host.version = host.compute._version
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Return the model's name of a compute or master parameter; empty when it has none."""
+        """Return the model's name of an adopted parameter, a made-up one where it is not registered in the model."""
         host = self.find(parameter)
-        return self._names.get(id(parameter), "") if host is None else host.name
+        assert host is not None, "only adopted parameters are asked for"
+        return host.name
 
     def named_masters(self) -> dict[str, torch.Tensor]:
         """Return the masters that are not compute weights themselves, by parameter name: a checkpoint needs them."""
         return {host.name: host.master.detach() for host in self if not host.is_shared}
+
+
+def master_dtype(compute: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's master: float32 for 16-bit floating point, else its own."""
+    return torch.float32 if compute.dtype in (torch.bfloat16, torch.float16) else compute.dtype
 
 
 def needs_master(compute: torch.Tensor) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-PlaceLike = Callable[[nn.Parameter], torch.Tensor]
-"""Returns an uninitialised host tensor like a parameter, in memory placed for its weights."""
+PlaceLike = Callable[[nn.Parameter], torch.Tensor | None]
+"""Returns an uninitialised host tensor like a parameter, placed for its weights; None if it is in place already."""
 
 
 @torch.no_grad()
@@ -34,8 +34,9 @@ def place_weights(model: nn.Module, place: PlaceLike) -> tuple[str, ...]:
             kept.append(name)
             continue
         home = place(parameter)
-        home.copy_(parameter.detach())
-        parameter.data = home
+        if home is not None:
+            home.copy_(parameter.detach())
+            parameter.data = home
     return tuple(kept)
 
 

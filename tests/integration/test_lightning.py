@@ -53,11 +53,12 @@ def test_bf16_true_has_float32_masters(accumulate, optimizer):
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             assert grads and all(g.dtype == torch.float32 for g in grads)
 
-    ours = train(lambda: TinyTransformer(dropout=0.0), "cxl_offload", task=Check, trainer_args=true, **arguments)[0]
+    with pytest.warns(lightning_cxl.LightningCXLWarning, match="Check overrides on_before_optimizer_step"):
+        ours = train(lambda: TinyTransformer(dropout=0.0), "cxl_offload", task=Check, trainer_args=true, **arguments)[0]
     assert ours == pytest.approx(float32, rel=0.02)
 
 
-def test_bf16_true_with_frozen_tied_and_manual_parts():
+def test_bf16_true_with_frozen_and_tied_parts():
     def frozen_tied():
         model = TinyTransformer(tied=True, dropout=0.0)
         model.blocks[0].requires_grad_(False)
@@ -70,40 +71,6 @@ def test_bf16_true_with_frozen_tied_and_manual_parts():
         if "unused" not in name:
             assert torch.equal(value, start[name]) == ("blocks.0." in name), name
     assert torch.equal(end["model.head.weight"], end["model.embed.weight"])
-
-
-class OnlySometimes(Task):
-    """Two optimizers that take turns, `toggle_optimizer` keeps gradients of the other one out; module-level zero_grad."""
-
-    def __init__(self, model, optimizer="adamw", **kwargs):
-        super().__init__(model, optimizer, **kwargs)
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()[batch_idx % 2]
-        self.toggle_optimizer(optimizer)
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        self.manual_backward(loss)
-        self.untoggle_optimizer(optimizer)
-        optimizer.step()
-        self.zero_grad()
-
-    def configure_optimizers(self):
-        body = [p for name, p in self.named_parameters() if "head" not in name]
-        head = [p for name, p in self.named_parameters() if "head" in name]
-        return [torch.optim.SGD(body, lr=0.1), torch.optim.SGD(head, lr=0.1)]
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_toggled_optimizers_and_module_zero_grad(precision):
-    arguments = {"task": OnlySometimes, "steps": 12, "trainer_args": {"precision": precision}}
-    plain = train(lambda: TinyTransformer(dropout=0.0), "auto", **arguments)[0]
-    ours = train(lambda: TinyTransformer(dropout=0.0), "cxl_offload", **arguments)[0]
-    if precision == "32-true":
-        assert ours == plain
-    else:
-        losses_close(ours, plain, 0.02)
 
 
 def test_fp16_mixed_with_its_scaler():
@@ -123,20 +90,6 @@ def test_fp16_mixed_with_its_scaler():
     assert scale == plain_scale < 2.0**40
     assert len(set(plain[:5])) > 1
     losses_close(ours, plain, 1e-3)
-
-
-def test_changes_to_bf16_weights_between_steps_are_kept():
-    """Weight clipping, or a checkpoint loaded by a callback: what was written into the weights reaches the masters."""
-
-    class Clamp(Task):
-        def on_train_batch_end(self, *_):
-            with torch.no_grad():
-                self.model.head.weight.clamp_(-0.01, 0.01)
-
-    seed_everything(1, verbose=False)
-    module = Clamp(TinyTransformer(), lr=1e-5)
-    make_trainer("cxl_offload", max_steps=4, precision="bf16-true").fit(module, token_data())
-    assert module.model.head.weight.abs().max() <= 0.0101
 
 
 def test_validate_test_and_predict_without_fit():

@@ -1,0 +1,45 @@
+"""`zero_grad` of modules whose gradients live on separate masters."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_cxl.optim.grads import GradientSink
+
+
+class ModuleZeroGrad:
+    """Stands in for one module's `zero_grad`: clears the masters' gradients, too.
+
+    A copy of the module (deepcopy, pickle) gets the plain method instead: it has no masters.
+    """
+
+    def __init__(self, module: nn.Module, grads: GradientSink) -> None:
+        self._plain = module.zero_grad
+        self._module = module
+        self._grads = grads
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._grads.zero(self._module.parameters())
+        self._plain(set_to_none)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        """Copy and pickle as the plain method."""
+        return _same_object, (self._plain,)
+
+
+def attach_zero_grad(model: nn.Module, grads: GradientSink) -> None:
+    """Replace `zero_grad` of a model and of every module in it."""
+    for module in model.modules():
+        module.__dict__["zero_grad"] = ModuleZeroGrad(module, grads)
+
+
+def detach_zero_grad(model: nn.Module) -> None:
+    """Undo `attach_zero_grad`."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("zero_grad"), ModuleZeroGrad):
+            del module.__dict__["zero_grad"]
+
+
+def _same_object(value: Any) -> Any:
+    return value

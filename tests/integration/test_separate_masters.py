@@ -1,0 +1,373 @@
+"""Separate master weights (bf16-true here; every precision on a GPU): nothing about gradients or weights gets lost."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import nn
+
+import lightning_cxl
+from tests.fakes import DelayingEngine
+from tests.integration.training import EXACT, make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+
+class Norms(Task):
+    """Records the norm of the gradients that the optimizer sees, with weights that never change."""
+
+    def __init__(self, model, **kwargs):
+        super().__init__(model, "sgd", scheduler=False, lr=0.0, **kwargs)
+        self.norms = []
+
+    def on_before_optimizer_step(self, optimizer):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.norms.append(torch.stack([g.float().norm() for g in grads]).norm().item() if grads else 0.0)
+
+
+def run(task, strategy="cxl_offload", steps=4, precision="bf16-true", **trainer_args):
+    seed_everything(7, verbose=False)
+    module = task if isinstance(task, nn.Module) else task()
+    trainer = make_trainer(strategy, max_steps=steps, precision=precision, **trainer_args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lightning_cxl.LightningCXLWarning)
+        trainer.fit(module, token_data())
+    return module, trainer
+
+
+def model():
+    return TinyTransformer(dropout=0.0)
+
+
+@pytest.mark.parametrize("zero", ["module", "child", "optimizer", "to zero"])
+def test_zero_grad_reaches_the_masters(zero):
+    class Manual(Norms):
+        def __init__(self):
+            super().__init__(model())
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            if zero == "module":
+                self.zero_grad()
+            elif zero == "child":
+                self.model.zero_grad()
+            else:
+                optimizer.zero_grad(set_to_none=zero == "optimizer")
+
+    assert run(Manual)[0].norms == pytest.approx(run(Manual, "auto")[0].norms, rel=0.02)
+
+
+def test_toggled_off_parameters_take_no_gradient():
+    class Toggle(Norms):
+        def __init__(self):
+            super().__init__(model())
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            body, head = self.optimizers()
+            self.toggle_optimizer(body)
+            self.manual_backward(self.loss(batch))
+            self.untoggle_optimizer(body)
+            body.step()
+            head.step()  # the head must have no gradient
+            body.zero_grad()
+
+        def configure_optimizers(self):
+            body = [p for name, p in self.named_parameters() if "head" not in name]
+            return [torch.optim.SGD(body, lr=0.0), torch.optim.SGD(self.model.head.parameters(), lr=0.0)]
+
+    ours, plain = run(Toggle)[0].norms, run(Toggle, "auto")[0].norms
+    assert ours == pytest.approx(plain, rel=0.02)
+    assert ours[1::2] == [0.0] * len(ours[1::2])
+
+
+class Late(Task):
+    """Unfreezes a part in the middle; its optimizer has had all parameters from the start."""
+
+    def __init__(self):
+        super().__init__(model(), scheduler=False)
+        self.model.blocks.requires_grad_(False)
+        self.start = self.model.blocks[0].qkv.weight.detach().clone()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.model.blocks.requires_grad_(True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_parameters_frozen_at_first_train_once_unfrozen(precision):
+    module, _ = run(Late, precision=precision)
+    assert not torch.equal(module.model.blocks[0].qkv.weight.float(), module.start)
+
+
+def test_frozen_parameters_cost_no_gradient_and_no_moments():
+    class Report(Late):
+        def on_train_batch_end(self, *_):
+            if self.global_step == 1:
+                self.report = self.trainer.strategy.report()
+
+    module, _ = run(Report, precision="32-true")
+    trained = sum(p.numel() * 4 for name, p in module.named_parameters() if "blocks" not in name)
+    assert module.report["planned_roles"]["momentum"] == {"dram": trained}
+    assert module.report["peak_roles"]["compute_grads"] == {"dram": trained}
+
+
+class Clamp(Task):
+    """Clamps a weight once, after the second step."""
+
+    def __init__(self):
+        super().__init__(model(), scheduler=False, lr=1e-4)
+
+    def on_train_batch_end(self, *_):
+        if self.global_step == 2:
+            with torch.no_grad():
+                self.model.head.weight.clamp_(-0.01, 0.01)
+
+
+def test_changes_to_weights_between_steps_reach_the_masters(tmp_path):
+    module, _ = run(Clamp, steps=4)
+    assert module.model.head.weight.abs().max() <= 0.0105, "two more steps have started from the clamped weights"
+    module, trainer = run(Clamp, steps=2)  # saved between the change and the next step
+    trainer.save_checkpoint(tmp_path / "clamped.ckpt")
+    saved = torch.load(tmp_path / "clamped.ckpt", weights_only=True)
+    assert saved["lightning_cxl"]["master_weights"]["model.head.weight"].abs().max() <= 0.0101
+
+
+@pytest.mark.parametrize("options", [{}, EXACT], ids=["CPUAdam", "torch AdamW"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_users_own_reference_steps_the_same_optimizer(precision, options):
+    class Own(Task):
+        def __init__(self):
+            super().__init__(model())
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.own.zero_grad()
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            self.own.step()
+
+        def configure_optimizers(self):
+            self.own = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return self.own
+
+    # Lightning does not count steps that it does not see, so batches limit the run
+    limits = {"steps": -1, "max_epochs": 1, "limit_train_batches": 4}
+    ours, plain = run(Own, offload(**options), precision=precision, **limits)[0], run(Own, "auto", precision="32-true", **limits)[0]
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5 if precision == "32-true" else 0.03)
+    assert len(set(ours.losses)) == len(ours.losses)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_an_optimizer_object_can_be_used_for_a_second_fit(precision, optimizer):
+    class Cached(Task):
+        def configure_optimizers(self):
+            if not hasattr(self, "cached"):
+                self.cached = super().configure_optimizers()
+            return self.cached
+
+    def twice(strategy):
+        seed_everything(3, verbose=False)
+        module = Cached(model(), optimizer, scheduler=False)
+        run(module, strategy, steps=2, precision=precision)
+        held = {id(p) for group in module.cached.param_groups for p in group["params"]}
+        assert held == {id(p) for p in module.parameters()}, "the user's object holds the model's own parameters again"
+        run(module, strategy, steps=3, precision=precision)
+        return module.losses
+
+    assert twice("cxl_offload") == pytest.approx(twice("auto"), rel=1e-5 if precision == "32-true" else 0.03)
+
+
+def test_a_refused_setup_leaves_the_users_optimizers_as_they_were():
+    class Refused(Task):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            body = [p for name, p in self.named_parameters() if "head" not in name]
+            self.mine = [torch.optim.SGD(body), torch.optim.AdamW(self.model.head.parameters(), amsgrad=True)]
+            return self.mine
+
+    module = Refused(model())
+    with pytest.raises(lightning_cxl.UnsupportedError, match="amsgrad"):
+        run(module)
+    held = {id(p) for opt in module.mine for group in opt.param_groups for p in group["params"]}
+    assert held == {id(p) for p in module.parameters()}
+    assert all("step" not in vars(opt) and "add_param_group" not in vars(opt) for opt in module.mine)
+
+
+def test_module_can_be_copied_and_pickled_during_a_run():
+    class Copies(Task):
+        def on_train_batch_end(self, *_):
+            self.copies = copy.deepcopy(self.model), pickle.loads(pickle.dumps(self.model))
+
+    module, _ = run(lambda: Copies(model()))
+    for other in module.copies:
+        other.zero_grad()
+        for name, value in module.model.state_dict().items():
+            assert torch.equal(other.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("backward", ["manual_backward", "loss.backward"])
+def test_gradients_that_arrive_late_are_complete_when_backward_returns(monkeypatch, backward):
+    """The device path with copies that finish late, their destinations poisoned until waited for."""
+    monkeypatch.setattr("lightning_cxl.runtime.make_engine", lambda device: DelayingEngine(0.002, computes_on_host=False))
+
+    class Manual(Norms):
+        def __init__(self):
+            super().__init__(model())
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            for part in range(2):
+                loss = self.loss([t[part : part + 1] for t in batch])
+                self.manual_backward(loss) if backward == "manual_backward" else loss.backward()
+            self.clip_gradients(optimizer, gradient_clip_val=0.001, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ours = run(Manual, offload(activation_offload=False))[0].norms
+    assert ours == pytest.approx([0.001] * 4, rel=0.01)
+
+
+def test_late_gradients_train_like_early_ones(monkeypatch):
+    early = run(lambda: Task(model()), offload(), steps=6)[0]
+    monkeypatch.setattr("lightning_cxl.runtime.make_engine", lambda device: DelayingEngine(0.002, computes_on_host=False))
+    late = run(lambda: Task(model()), offload(activation_offload=False), steps=6)[0]
+    assert late.losses == early.losses
+
+
+def test_sparse_gradients_are_left_to_the_users_optimizer():
+    class Sparse(Task):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Embedding(37, 16, sparse=True), nn.Linear(16, 37)))
+
+        def configure_optimizers(self):
+            dense = torch.optim.SGD(self.model[1].parameters(), lr=0.1)
+            return [dense, torch.optim.SparseAdam(list(self.model[0].parameters()), lr=0.1)]
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+        automatic_optimization = False
+
+    ours, plain = run(Sparse, precision="32-true")[0], run(Sparse, "auto", precision="32-true")[0]
+    assert ours.losses == plain.losses
+
+
+def test_optimizers_that_evaluate_the_closure_themselves():
+    class Twice(torch.optim.SGD):
+        """Two evaluations a step, as sharpness-aware minimisation does."""
+
+        def step(self, closure=None):
+            assert closure is not None, "needs closure"
+            closure()
+            super().step()
+            return closure()
+
+    class Uses(Task):
+        def configure_optimizers(self):
+            return Twice(self.parameters(), lr=0.1, momentum=0.9)
+
+        def on_train_batch_end(self, *_):
+            self.report = getattr(self.trainer.strategy, "report", dict)()
+
+    ours, _ = run(lambda: Uses(model()), precision="32-true")
+    plain, _ = run(lambda: Uses(model()), "auto", precision="32-true")
+    assert ours.losses == plain.losses and len(ours.losses) == 8
+    trained = sum(p.numel() * 4 for name, p in ours.named_parameters() if "unused" not in name)
+    assert ours.report["roles"]["momentum"] == {"dram": trained}, "its state is placed"
+    rounded, _ = run(lambda: Uses(model()))
+    assert rounded.losses == pytest.approx(plain.losses, rel=0.03)
+
+
+def test_loss_scaler_gets_host_copies():
+    """A scaler on a device hands complete host copies to the unscale kernel (see HostUnscale)."""
+    from lightning_cxl.strategy import HostUnscale
+
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.full((3,), 8.0)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler._unscale_grads_ = HostUnscale(scaler)
+    scaler.unscale_(optimizer)
+    assert torch.equal(p.grad, torch.full((3,), 2.0))
+    p.grad[0] = float("inf")
+    scaler.update()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert torch.equal(p.detach(), torch.ones(3)), "the step is skipped"
+
+
+def test_a_failing_checkpoint_plugin_does_not_keep_the_run_alive(tmp_path):
+    module = Task(model())
+    trainer = make_trainer("cxl_offload", max_steps=1)
+
+    class Broken(lightning_cxl.strategy.CXLCheckpointIO):
+        def teardown(self):
+            raise OSError(28, "No space left on device")
+
+    trainer.strategy.checkpoint_io = Broken()
+    with pytest.raises(OSError, match="No space"):
+        trainer.fit(module, token_data())
+    assert trainer.strategy._runtime is None
+    assert all(not p._post_accumulate_grad_hooks for p in module.parameters())
+    assert all("forward" not in vars(m) for m in module.modules())
+
+
+def test_lazy_modules_can_be_validated():
+    class Lazy(Task):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Embedding(37, 16), nn.LazyLinear(37)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch: lazy modules are new
+        module = Lazy()
+    result = make_trainer("cxl_offload").validate(module, token_data(), verbose=False)
+    assert result[0]["val_loss"] > 0
+
+
+def test_named_groups_resume_by_name(tmp_path):
+    class Named(Task):
+        order = 1
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(list(self.named_parameters())[:: self.order], lr=1e-2)
+
+    class Reversed(Named):
+        order = -1
+
+    first, trainer = run(lambda: Named(model()), steps=3, precision="32-true")
+    trainer.save_checkpoint(tmp_path / "named.ckpt")
+    resumed = Reversed(model())
+    again = make_trainer("cxl_offload", max_steps=4)
+    again.fit(resumed, token_data(), ckpt_path=tmp_path / "named.ckpt")
+    saved = torch.load(tmp_path / "named.ckpt", weights_only=True)["optimizer_states"][0]
+    steps = {int(state["step"]) for state in again.optimizers[0].state.values()}
+    assert steps == {4}
+    assert len(saved["state"]) == len(again.optimizers[0].state)
+
+
+def test_several_machines_are_refused():
+    trainer = Trainer(
+        accelerator="cpu", devices=1, num_nodes=2, strategy="cxl_offload", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, max_steps=1,
+    )  # fmt: skip
+    with pytest.raises(lightning_cxl.UnsupportedError, match=r"one machine.*num_nodes=2"):
+        trainer.fit(Task(model()), token_data())
