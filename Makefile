@@ -16,7 +16,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check lightning_cxl tests examples
 	$(BIN)/ruff format --check lightning_cxl tests examples
 	$(BIN)/mypy
-	$(BIN)/cython-lint cython_ext
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cython-lint cython_ext
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix lightning_cxl tests examples

@@ -1,6 +1,6 @@
 """Checkpoint files that cost no second copy of the model in memory, and what they hold beside the usual entries.
 
-A checkpoint is an ordinary Lightning file: `state_dict` and `optimizer_states` are what plain Lightning writes and reads.
+A checkpoint is an ordinary Lightning file: `state_dict` and `optimizer_states` are what plain Lightning writes, reads.
 Under the key ``lightning_cxl`` lies what only we need: parameter names of the optimizers, so that state finds its
 parameter when their order changed, and master weights where they are not the model's weights themselves.
 """
@@ -98,7 +98,8 @@ def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: li
         if missing:
             raise CheckpointError(
                 f"the checkpoint's optimizer has no state for parameter `{missing[0]}` ({len(missing)} in all); it has "
-                f"{', '.join(f'`{name}`' for name in list(index_of)[:3])}, ... Configure the optimizer as it was when saved."
+                f"{', '.join(f'`{name}`' for name in list(index_of)[:3])}, ... "
+                "Configure the optimizer as it was when saved."
             )
         kept = {key: value for key, value in group.items() if key != "param_names"}  # those are in the saved order
         groups.append({**kept, "params": [index_of[name] for name in names]})
@@ -114,7 +115,8 @@ def restore_masters(saved: Mapping[str, torch.Tensor] | None, masters: MasterWei
             continue
         if value.shape != master.shape:
             raise CheckpointError(
-                f"the checkpoint's master weight `{name}` has shape {tuple(value.shape)}, the model's {tuple(master.shape)}"
+                f"the checkpoint's master weight `{name}` has shape {tuple(value.shape)}, "
+                f"the model's {tuple(master.shape)}"
             )
         with torch.no_grad():
             master.copy_(value)

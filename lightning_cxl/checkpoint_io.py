@@ -10,7 +10,7 @@ from lightning_cxl.checkpoint import load_file, save_file
 class CXLCheckpointIO(TorchCheckpointIO):
     """Writes local files directly and atomically, and reads them through a memory map.
 
-    Lightning's own writer builds the whole file in memory first, and its reader holds a full copy until training starts:
+    Lightning's own writer builds the whole file in memory first, its reader holds a full copy until training starts:
     both add the size of the model and optimizer to the peak. Remote paths go through Lightning's code unchanged.
     """
 

@@ -78,7 +78,8 @@ class OffloadConfig:
     def resolve(cls, **explicit: Any) -> tuple["OffloadConfig", dict[str, Origin]]:
         """Build the configuration from arguments, environment and defaults, in that precedence.
 
-        Where every field is given, as LightningCLI does, one equal to its default counts as not given. Environment: numbers, names and ``true``/``false`` as they are; lists as ``a,b``; mappings as
+        Where every field is given, as LightningCLI does, one equal to its default counts as not given.
+        Environment: numbers, names and ``true``/``false`` as they are; lists as ``a,b``; mappings as
         ``cxl=64GiB,dram=8GiB`` or in JSON.
 
         Returns:

@@ -84,6 +84,6 @@ class ModelPlacements:
             if len({tier for tier, _ in asked.values()}) > 1:
                 text = " and ".join(f"`{owner}` on tier {tier!r} ({source})" for owner, (tier, source) in asked.items())
                 raise ConfigError(
-                    f"parameter `{name}` is shared between modules that ask for different tiers for {role.name}: {text}. "
-                    "Give both the same tier."
+                    f"parameter `{name}` is shared between modules that ask for different tiers for {role.name}: "
+                    f"{text}. Give both the same tier."
                 )

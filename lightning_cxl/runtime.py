@@ -2,7 +2,7 @@
 
 [Note: Order of life]
 Built: topology, memory, then (with the model) placements, engine, weights, gradients, activations, then optimizers.
-Torn down in the opposite order by `close`, which may be called at any moment and any number of times. What belongs to the
+Torn down in the opposite order by `close`, which may be called at any moment, any number of times. What belongs to the
 user outlives it: the weights stay where they are, inside the model, and optimizer state stays with the optimizers (as
 with plain Lightning, so that a checkpoint can still be saved after a run); both are freed when those objects are.
 """
@@ -92,7 +92,7 @@ class OffloadRuntime:
         self._closed = False
 
     def allocation(self, role: TensorRole | None = None) -> AbstractContextManager[Any]:
-        """Return a region in which torch's host tensors are placed by policy, decorators, or as `role` (allocator hook)."""
+        """Return a region in which torch's host tensors are placed by policy, decorators, or as `role`."""
         return HostAllocationMode(self.memory, self.placer, role=role)
 
     def activate(self) -> AbstractContextManager[Any]:
@@ -109,8 +109,8 @@ class OffloadRuntime:
         tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
         if next(model.parameters(), None) is None:
             raise ConfigError(
-                f"{type(model).__name__} has no parameters, so there is nothing to place or train. Create its layers in "
-                "`__init__` or `configure_model`."
+                f"{type(model).__name__} has no parameters, so there is nothing to place or train. Create its layers "
+                "in `__init__` or `configure_model`."
             )
         self._model = model
         self._placements = ModelPlacements(model, tiers, self.placer)
@@ -171,7 +171,7 @@ class OffloadRuntime:
 
     @property
     def has_separate_masters(self) -> bool:
-        """Whether gradients live on masters and not on the model's parameters. See [Note: Compute and master weights]."""
+        """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
         return self._masters is not None and any(not host.is_shared for host in self._masters)
 
     def _adopted(self, hosts: list[HostParameter]) -> None:

@@ -34,6 +34,7 @@ from lightning_cxl.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import CheckpointError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.optim.adopt import repoint_scheduler
+from lightning_cxl.optim.host_unscale import HostUnscale
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planner.report import format_report
 from lightning_cxl.runtime import OffloadRuntime
@@ -199,7 +200,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         if own:
             warnings.warn(
                 f"{type(module).__name__} overrides {', '.join(own)}: gradients are on the parameters in "
-                "`optimizer.param_groups` (float32, on the host); `p.grad` of the model's own parameters is None there.",
+                "`optimizer.param_groups` (float32, on the host); `p.grad` of the model's parameters is None there.",
                 LightningCXLWarning,
                 stacklevel=2,
             )
@@ -255,7 +256,8 @@ class CXLOffloadStrategy(ParallelStrategy):
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"the checkpoint has state of {len(states)} optimizers, `configure_optimizers` made {len(self.optimizers)}"
+                f"the checkpoint has state of {len(states)} optimizers, "
+                f"`configure_optimizers` made {len(self.optimizers)}"
             )
         own = checkpoint.get(ckpt.KEY) or {}
         saved_names = own.get("optimizer_param_names") or [None] * len(states)
@@ -293,7 +295,7 @@ class CXLOffloadStrategy(ParallelStrategy):
     # -- what it did -------------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """Return bytes planned, used and at the peak, per tier and role, as JSON-able data; the last run's when it is over.
+        """Return bytes planned, used and at the peak, per tier and role, JSON-able; the last run's when it is over.
 
         Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}}, ``roles``,
         ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``notes``.
@@ -332,7 +334,7 @@ class CXLOffloadStrategy(ParallelStrategy):
 
 
 def _with_options(init: Any) -> Signature:
-    """Return the signature of `CXLOffloadStrategy.__init__` with the fields of `OffloadConfig` in place of ``**options``.
+    """Return the signature of `CXLOffloadStrategy.__init__`, the fields of `OffloadConfig` in place of ``**options``.
 
     LightningCLI, `help` and notebooks read it; so the fields, their types and defaults are written down only once.
     """
@@ -346,20 +348,6 @@ def _with_options(init: Any) -> Signature:
 
 
 CXLOffloadStrategy.__init__.__signature__ = _with_options(CXLOffloadStrategy.__init__)  # type: ignore[attr-defined]
-
-
-class HostUnscale:
-    """`GradScaler._unscale_grads_` for a scaler on a device and gradients on the host.
-
-    The scaler copies its scale to the gradients' device without waiting, which is a race when that is the host: give it
-    host copies that are complete.
-    """
-
-    def __init__(self, scaler: Any) -> None:
-        self._scaler = scaler
-
-    def __call__(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-        return type(self._scaler)._unscale_grads_(self._scaler, optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
 
 
 def unwrap(optimizer: Any) -> Optimizer:

@@ -105,8 +105,8 @@ class Task(LightningModule):
         rest = [p for p in params if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         cls = {
-            "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop,
-            "adagrad": torch.optim.Adagrad, "adafactor": torch.optim.Adafactor,
+            "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD,
+            "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad, "adafactor": torch.optim.Adafactor,
         }[self.optimizer]  # fmt: skip
         optimizer = cls(groups, **{"lr": 3e-3, **self.kwargs})
         if not self.scheduler:

@@ -17,7 +17,8 @@ LAYERS = {
     "transfer": 3,
     "streaming": 4, "optim": 4,
     "placements": 5, "runtime": 5, "checkpoint": 5, "planner": 5,
-    "_lightning": 6, "checkpoint_io": 6, "strategy": 6, "callbacks": 6, "cli": 6, "finetune": 6, "__init__": 6, "__main__": 6,
+    "_lightning": 6, "checkpoint_io": 6, "strategy": 6, "callbacks": 6, "cli": 6, "finetune": 6,
+    "__init__": 6, "__main__": 6,
 }  # fmt: skip
 COMPILED = {"_numa": ("memory",), "_adam": ("optim",), "_cpu": ("optim", "planner")}
 # third-party packages a layer may import

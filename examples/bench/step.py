@@ -60,10 +60,12 @@ class Turn:
     """Waits for the parent's word before each step and reports the step's seconds and loss after it."""
 
     def wait(self) -> None:
+        """Wait for the parent's word."""
         sys.stdin.readline()
         self.start = time.perf_counter()
 
     def report(self, loss: float) -> None:
+        """Tell the parent how long the step took."""
         print(json.dumps({"seconds": time.perf_counter() - self.start, "loss": loss}), file=sys.stderr, flush=True)
 
 
@@ -208,6 +210,7 @@ class Contender:
         )
 
     def message(self) -> dict | None:
+        """Return the child's next message, None when it has ended."""
         for line in self.process.stderr:
             if line.startswith("{"):
                 return json.loads(line)
@@ -215,6 +218,7 @@ class Contender:
         return None
 
     def step(self) -> bool:
+        """Let the child take one step; False when it cannot."""
         try:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
@@ -316,12 +320,14 @@ def main() -> None:
         seconds = result["seconds"]
         spread = (max(seconds) - min(seconds)) / statistics.median(seconds)
         print(
-            f"{name:32} {statistics.median(seconds):10.3f} {spread:7.0%} {result['peak_bytes'] / result['parameters']:17.1f} {result['losses'][-1]:10.4f}"
+            f"{name:32} {statistics.median(seconds):10.3f} {spread:7.0%} "
+            f"{result['peak_bytes'] / result['parameters']:17.1f} {result['losses'][-1]:10.4f}"
         )
     for row in rows:
         if row["goal"] is not None:
             print(
-                f"{row['name']}: {row['value']:.3f} {row['unit']}, goal at most {row['goal']}: {'holds' if row['holds'] else 'MISSED'}"
+                f"{row['name']}: {row['value']:.3f} {row['unit']}, goal at most {row['goal']}: "
+                f"{'holds' if row['holds'] else 'MISSED'}"
             )
     if args.json:
         machine = {

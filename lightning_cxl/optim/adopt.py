@@ -2,7 +2,7 @@
 
 [Note: Adoption]
 Every parameter in a group is replaced by its master (the same object where compute is master). ``torch.optim.Adam`` and
-``AdamW`` themselves (not subclasses: those may do anything) become `CPUAdam`, which shares the very same group dicts; the
+``AdamW`` themselves (not subclasses: those may do anything) become `CPUAdam`, which shares the same group dicts; the
 schedulers that pointed at the old object are pointed at the new one. Any other optimizer keeps its object and gets a
 `HostStep`. Parameters added later (`add_param_group`) are adopted the same way. `Adoption.release` undoes what was put
 on optimizer objects.

@@ -28,7 +28,6 @@ from lightning_cxl.optim.masters import AllocateFor, HostParameter
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
-
 _MAX_PENDING = 16
 """Copies in flight at most: bounds the staging memory, and is more than a copy engine needs to stay busy."""
 

@@ -1,4 +1,4 @@
-"""The step of an optimizer on the host: gradients are in, new state is placed by the policy, masters are written back."""
+"""The step of an optimizer on the host: gradients come in, new state is placed, masters are written back."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -82,7 +82,7 @@ class HostStep:
 
 
 class _Synchronised:
-    """A closure for optimizers that evaluate it inside their step: masters go out before it, gradients come in after."""
+    """A closure evaluated inside a step: masters go out before it, gradients come in after."""
 
     def __init__(self, closure: Callable[[], Any], before: Callable[[], None], after: Callable[[], None]) -> None:
         self._closure = closure

@@ -20,6 +20,7 @@ class ModuleZeroGrad:
         self._grads = grads
 
     def __call__(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; see `torch.nn.Module.zero_grad`."""
         self._grads.zero(self._module.parameters())
         self._plain(set_to_none)
 

@@ -58,7 +58,7 @@ def test_resume_in_the_middle_is_exact(tmp_path, options):
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
 def test_checkpoint_during_the_run_by_callback(tmp_path):
     callback = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
-    module, trainer = fit("cxl_offload", 6, callbacks=[callback], enable_checkpointing=True)
+    module, _ = fit("cxl_offload", 6, callbacks=[callback], enable_checkpointing=True)
     assert len(list(tmp_path.glob("*.ckpt"))) == 2
     path = sorted(tmp_path.glob("*step=3*"))[0]
     again, _ = fit("cxl_offload", 6, ckpt_path=path, callbacks=[callback], enable_checkpointing=True)
@@ -70,7 +70,7 @@ def test_checkpoint_during_the_run_by_callback(tmp_path):
 def test_default_strategy_and_ours_read_each_other(tmp_path, first, second):
     straight, _ = fit("auto", 10)
     fit(first, 6, save=tmp_path / "six.ckpt")
-    resumed, trainer = fit(second, 10, ckpt_path=tmp_path / "six.ckpt")
+    resumed, _ = fit(second, 10, ckpt_path=tmp_path / "six.ckpt")
     assert resumed.losses == pytest.approx(straight.losses[6:], rel=1e-6)
     for name, value in weights(straight).items():
         if not name.endswith("qkv.bias"):  # their true gradient is zero, see test_parity
@@ -87,7 +87,7 @@ def test_default_strategys_checkpoint_is_continued_bit_for_bit_by_the_users_opti
 def test_checkpoint_has_lightnings_format_and_loads_weights_only(tmp_path):
     module, _ = fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
     saved = torch.load(tmp_path / "two.ckpt", weights_only=True)
-    plain, plain_trainer = fit("auto", 2, save=tmp_path / "plain.ckpt")
+    fit("auto", 2, save=tmp_path / "plain.ckpt")
     reference = torch.load(tmp_path / "plain.ckpt", weights_only=True)
     assert saved.keys() - reference.keys() == {"lightning_cxl"}
     assert saved["state_dict"].keys() == reference["state_dict"].keys()
@@ -103,7 +103,7 @@ def test_checkpoint_has_lightnings_format_and_loads_weights_only(tmp_path):
 
 
 def test_fit_accepts_weights_only(tmp_path):
-    module, _ = fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
+    fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
     resumed = Sequential(no_dropout())
     make_trainer("cxl_offload", max_steps=4).fit(
         resumed, token_data(), ckpt_path=tmp_path / "two.ckpt", weights_only=True
@@ -133,7 +133,7 @@ def test_optimizer_state_finds_its_parameter_by_name(tmp_path, options):
 def test_async_checkpoint_io(tmp_path):
     io = AsyncCheckpointIO()
     callback = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-    module, trainer = fit("cxl_offload", 6, callbacks=[callback], plugins=[io], enable_checkpointing=True)
+    module, _ = fit("cxl_offload", 6, callbacks=[callback], plugins=[io], enable_checkpointing=True)
     assert isinstance(io.checkpoint_io, type(lightning_cxl.CXLOffloadStrategy().checkpoint_io))
     first = sorted(tmp_path.glob("*step=2*"))[0]
     resumed, _ = fit("cxl_offload", 6, ckpt_path=first, callbacks=[callback], enable_checkpointing=True)
@@ -189,7 +189,7 @@ def test_missing_checkpoint_and_wrong_optimizer(tmp_path):
 
 
 def test_a_full_disk_leaves_no_partial_file(tmp_path, monkeypatch):
-    module, trainer = fit("cxl_offload", 1)
+    _, trainer = fit("cxl_offload", 1)
 
     def no_space(*_args, **_kwargs):
         raise OSError(28, "No space left on device")

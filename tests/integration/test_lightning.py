@@ -35,7 +35,7 @@ def test_bf16_mixed_equals_plain(accumulate):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bf16_true_has_float32_masters(accumulate, optimizer):
-    """bf16 weights with float32 masters: the weights are the masters rounded, and it trains closer to float32 than plain bf16."""
+    """The weights are the float32 masters rounded, and the losses are close to those of float32 training."""
     arguments = {"steps": 12, "optimizer": optimizer}
     true = {"precision": "bf16-true", "accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
     reference = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
@@ -229,7 +229,7 @@ def test_lbfgs_evaluates_its_closure_inside_the_step():
 
 
 def test_several_devices_are_refused():
-    with pytest.raises(lightning_cxl.UnsupportedError, match="one device.*devices=1.*FSDP"):
+    with pytest.raises(lightning_cxl.UnsupportedError, match=r"one device.*devices=1.*FSDP"):
         Trainer(
             accelerator="cpu", devices=2, strategy="cxl_offload", logger=False, enable_checkpointing=False,
             enable_progress_bar=False, max_steps=1,
@@ -291,9 +291,12 @@ def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
 def test_malformed_yaml_is_refused(tmp_path, monkeypatch, bad, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(
-        f"seed_everything: 1\ntrainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n      {bad}\n"
+        "seed_everything: 1\ntrainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n"
+        f"    init_args:\n      {bad}\n"
     )
-    with pytest.raises((SystemExit, TypeError)) as error:  # jsonargparse reports our ConfigError inside its own
+    with pytest.raises(
+        (SystemExit, TypeError, ValueError)
+    ) as error:  # jsonargparse reports our ConfigError inside its own
         monkeypatch.setattr(
             "sys.argv", ["train.py", "fit", "--config", str(config), "--model.model", "torch.nn.Identity"]
         )

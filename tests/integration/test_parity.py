@@ -124,7 +124,7 @@ def frozen_transformer_names():
 
 
 class TwoOptimizers(Task):
-    """Manual optimization: two optimizers over two halves, several backwards per step, own clipping and scheduler steps."""
+    """Manual optimization: two optimizers, several backwards per step, own clipping and scheduler steps."""
 
     def __init__(self, model, optimizer="adamw", **kwargs):
         super().__init__(model, optimizer, **kwargs)
@@ -217,8 +217,6 @@ def test_every_gradient_is_counted(offload_activations):
     batches = list(itertools.islice(token_data(), 3))
 
     class Probe(Task):
-        grads: dict = {}
-
         def on_before_optimizer_step(self, optimizer):
             self.grads = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
 

@@ -162,7 +162,10 @@ def test_users_own_reference_steps_the_same_optimizer(precision, options):
 
     # Lightning does not count steps that it does not see, so batches limit the run
     limits = {"steps": -1, "max_epochs": 1, "limit_train_batches": 4}
-    ours, plain = run(Own, offload(**options), precision=precision, **limits)[0], run(Own, "auto", precision="32-true", **limits)[0]
+    ours, plain = (
+        run(Own, offload(**options), precision=precision, **limits)[0],
+        run(Own, "auto", precision="32-true", **limits)[0],
+    )
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5 if precision == "32-true" else 0.03)
     assert len(set(ours.losses)) == len(ours.losses)
 
@@ -220,7 +223,9 @@ def test_module_can_be_copied_and_pickled_during_a_run():
 @pytest.mark.parametrize("backward", ["manual_backward", "loss.backward"])
 def test_gradients_that_arrive_late_are_complete_when_backward_returns(monkeypatch, backward):
     """The device path with copies that finish late, their destinations poisoned until waited for."""
-    monkeypatch.setattr("lightning_cxl.runtime.make_engine", lambda device: DelayingEngine(0.002, computes_on_host=False))
+    monkeypatch.setattr(
+        "lightning_cxl.runtime.make_engine", lambda device: DelayingEngine(0.002, computes_on_host=False)
+    )
 
     class Manual(Norms):
         def __init__(self):
@@ -242,7 +247,9 @@ def test_gradients_that_arrive_late_are_complete_when_backward_returns(monkeypat
 
 def test_late_gradients_train_like_early_ones(monkeypatch):
     early = run(lambda: Task(model()), offload(), steps=6)[0]
-    monkeypatch.setattr("lightning_cxl.runtime.make_engine", lambda device: DelayingEngine(0.002, computes_on_host=False))
+    monkeypatch.setattr(
+        "lightning_cxl.runtime.make_engine", lambda device: DelayingEngine(0.002, computes_on_host=False)
+    )
     late = run(lambda: Task(model()), offload(activation_offload=False), steps=6)[0]
     assert late.losses == early.losses
 
@@ -298,7 +305,7 @@ def test_optimizers_that_evaluate_the_closure_themselves():
 
 def test_loss_scaler_gets_host_copies():
     """A scaler on a device hands complete host copies to the unscale kernel (see HostUnscale)."""
-    from lightning_cxl.strategy import HostUnscale
+    from lightning_cxl.optim.host_unscale import HostUnscale
 
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.full((3,), 8.0)
@@ -353,7 +360,7 @@ def test_named_groups_resume_by_name(tmp_path):
     class Reversed(Named):
         order = -1
 
-    first, trainer = run(lambda: Named(model()), steps=3, precision="32-true")
+    _, trainer = run(lambda: Named(model()), steps=3, precision="32-true")
     trainer.save_checkpoint(tmp_path / "named.ckpt")
     resumed = Reversed(model())
     again = make_trainer("cxl_offload", max_steps=4)
