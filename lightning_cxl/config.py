@@ -4,7 +4,8 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from inspect import Parameter, Signature, signature
+from typing import Any, Literal, get_type_hints
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.units import parse_bytes
@@ -103,6 +104,20 @@ class OffloadConfig:
             elif _PREFIX + name.upper() in os.environ:
                 values[name], origins[name] = _read_environment(name), "environment"
         return cls(**values), origins
+
+
+def with_option_fields(init: Any) -> Signature:
+    """Return the signature of a constructor, the fields of `OffloadConfig` in place of ``**options``.
+
+    LightningCLI, `help` and notebooks read it; so the fields, their types and defaults are written down only once.
+    """
+    types, defaults = get_type_hints(OffloadConfig), OffloadConfig()
+    options = [
+        Parameter(f.name, Parameter.KEYWORD_ONLY, default=getattr(defaults, f.name), annotation=types[f.name])
+        for f in fields(OffloadConfig)
+    ]
+    own = [p for p in signature(init, eval_str=True).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    return Signature([*own, *options])
 
 
 def _budget(name: object, value: object) -> int:

@@ -11,9 +11,7 @@ step: ``training_step``, ``backward`` (hooks collect gradients; ``post_backward`
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
-from inspect import Parameter, Signature, signature
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from lightning_cxl._lightning import (
     Trainer,
 )
 from lightning_cxl.checkpoint_io import CXLCheckpointIO
-from lightning_cxl.config import OffloadConfig
+from lightning_cxl.config import OffloadConfig, with_option_fields
 from lightning_cxl.errors import CheckpointError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.optim.adopt import repoint_scheduler
 from lightning_cxl.optim.host_unscale import HostUnscale
@@ -333,21 +331,7 @@ class CXLOffloadStrategy(ParallelStrategy):
             )
 
 
-def _with_options(init: Any) -> Signature:
-    """Return the signature of `CXLOffloadStrategy.__init__`, the fields of `OffloadConfig` in place of ``**options``.
-
-    LightningCLI, `help` and notebooks read it; so the fields, their types and defaults are written down only once.
-    """
-    types, defaults = get_type_hints(OffloadConfig), OffloadConfig()
-    options = [
-        Parameter(f.name, Parameter.KEYWORD_ONLY, default=getattr(defaults, f.name), annotation=types[f.name])
-        for f in fields(OffloadConfig)
-    ]
-    own = [p for p in signature(init, eval_str=True).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    return Signature([*own, *options])
-
-
-CXLOffloadStrategy.__init__.__signature__ = _with_options(CXLOffloadStrategy.__init__)  # type: ignore[attr-defined]
+CXLOffloadStrategy.__init__.__signature__ = with_option_fields(CXLOffloadStrategy.__init__)  # type: ignore[attr-defined]
 
 
 def unwrap(optimizer: Any) -> Optimizer:

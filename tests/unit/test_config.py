@@ -104,9 +104,16 @@ def test_argument_beats_environment(monkeypatch):
     assert (config.num_threads, origins["num_threads"]) == (5, "argument")
 
 
-def test_default_passed_explicitly_does_not_beat_environment(monkeypatch):
+def test_an_argument_beats_the_environment_even_when_it_is_the_default(monkeypatch):
     monkeypatch.setenv("LIGHTNING_CXL_NUM_THREADS", "3")
     config, origins = OffloadConfig.resolve(num_threads=None, units="auto")
+    assert (config.num_threads, origins["num_threads"]) == (None, "argument")
+
+
+def test_lightning_cli_passes_every_default_so_the_environment_beats_those(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CXL_NUM_THREADS", "3")
+    defaults = OffloadConfig()
+    config, origins = OffloadConfig.resolve(**{name: getattr(defaults, name) for name in NAMES})
     assert (config.num_threads, origins["num_threads"]) == (3, "environment")
     assert origins["units"] == "default"
 
