@@ -75,7 +75,7 @@ class OffloadRuntime:
         pin = device.type == "cuda" if config.pin_memory == "auto" else bool(config.pin_memory)
         self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
         policy = policy or RoleHomePolicy(self.topology, pin=pin, cpu_computes=device.type == "cpu")
-        self._heap = HeapTrimmer()
+        self._heap: HeapTrimmer | None = None  # only where the user trades time for memory anyway
         self._owners = ParameterOwners()
         self.placer = Placer(self.topology, policy, self.memory.free_bytes, self._owners)
         self.engine = make_engine(device)
@@ -132,6 +132,7 @@ class OffloadRuntime:
                 "no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some"
             )
             return
+        self._heap = HeapTrimmer()
         self._activations = ActivationOffload(
             self.engine, self._allocate_activation, min_bytes=self.min_activation_bytes
         )
@@ -194,13 +195,17 @@ class OffloadRuntime:
 
     def start_backward(self) -> None:
         """Free what the forward left behind in the C library's heap."""
-        self._heap.trim()
+        self._trim_heap()
 
     def finish_backward(self) -> None:
         """Return when the gradients of the last backward are where the optimizer reads them."""
         if self._grads is not None:
             self._grads.finish()
-        self._heap.trim()
+        self._trim_heap()
+
+    def _trim_heap(self) -> None:
+        if self._heap is not None:
+            self._heap.trim()
 
     def end_step(self) -> None:
         """Tell the activation arenas that a training step is over."""
@@ -234,7 +239,7 @@ class OffloadRuntime:
     def _allocate_like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
         assert self._placements is not None
         if role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
-            self._heap.trim()  # in backward, where the C library's heap grows most
+            self._trim_heap()  # in backward, where the C library's heap grows most
         nbytes = parameter.numel() * dtype.itemsize
         placement = self._placements.for_parameter(parameter, role, nbytes)
         return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))

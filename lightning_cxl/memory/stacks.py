@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError
 from lightning_cxl.memory.ledger import Ledger
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.memory.tier_stacks import Leaf, Pinner, TierStacks, make_leaf, make_pinner
+from lightning_cxl.memory.tier_stacks import MakeLeaf, Pinner, TierStacks, make_leaf, make_pinner
 from lightning_cxl.tiers.placement import Placement, TensorRole
 from lightning_cxl.tiers.topology import Tier, Topology
 from lightning_cxl.units import format_bytes
@@ -20,16 +21,15 @@ from lightning_cxl.units import format_bytes
 class HostMemory:
     """Serves host buffers and tensors by `Placement`.
 
-    Thread-safe. A forked child starts with empty stacks of its own; it cannot see the parent's memory unless
-    `inherit` is set.
+    Thread-safe. A forked child starts with empty stacks of its own. It sees the parent's weights and staging buffers,
+    which user code may hand to it (`DataLoader` workers), but not the rest: the child would double the memory of
+    everything the parent writes afterwards.
 
     Args:
         topology: the machine.
         budgets: most bytes to hold from the OS, per tier name; a tier without one may use its whole capacity.
         on_tier_full: ``"spill"`` to the next tier of the placement with one warning per role and tier, or ``"error"``.
         pin: honour ``Placement.pinned``; otherwise all memory is pageable.
-        inherit: let forked children see the memory. Off by default: a child would double the memory of everything the
-            parent writes afterwards, and break page-locking.
         leaf: what a tier's memory comes from; for tests.
         pinner: how memory is page-locked; for tests.
 
@@ -44,8 +44,7 @@ class HostMemory:
         budgets: Mapping[str, int] | None = None,
         on_tier_full: Literal["spill", "error"] = "spill",
         pin: bool = False,
-        inherit: bool = False,
-        leaf: Callable[[Tier], Leaf] | None = None,
+        leaf: MakeLeaf | None = None,
         pinner: Pinner | None = None,
     ) -> None:
         if on_tier_full not in ("spill", "error"):
@@ -58,7 +57,7 @@ class HostMemory:
         self.topology = topology
         self._on_tier_full = on_tier_full
         self._pin = pin
-        self._leaf = leaf or (lambda tier: make_leaf(tier, topology, inherit))
+        self._leaf = leaf or partial(make_leaf, topology=topology)
         self._pinner = pinner or make_pinner(topology)
         self._warned: set[tuple[TensorRole, str]] = set()
         self._closed = False
@@ -150,9 +149,7 @@ class HostMemory:
         self._pid = os.getpid()
         self._ledger = Ledger()
         self._tiers = {
-            tier.name: TierStacks(
-                tier, self._leaf(tier), self._budgets.get(tier.name, tier.capacity_bytes), self._pinner
-            )
+            tier.name: TierStacks(tier, self._leaf, self._budgets.get(tier.name, tier.capacity_bytes), self._pinner)
             for tier in self.topology.tiers
         }
 

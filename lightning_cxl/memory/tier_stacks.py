@@ -26,10 +26,25 @@ class Leaf(PageSource, MemoryResource, Protocol):
     """What a stack stands on: allocates buffers of its own and backs parts of an arena's range."""
 
 
+class MakeLeaf(Protocol):
+    """Makes the leaf of a tier."""
+
+    def __call__(self, tier: Tier, *, inherit: bool = False) -> Leaf:
+        """Return a leaf whose memory forked children inherit or not."""
+
+
+_KINDS = {
+    TensorRole.ACTIVATIONS: "activations",
+    TensorRole.COMPUTE_WEIGHTS: "inherited",
+    TensorRole.STAGING: "inherited",
+}
+
+
 class TierStacks:
-    """Serves one tier: up to three stacks, built when first asked for, over one leaf and one budget.
+    """Serves one tier: up to four stacks, built when first asked for, over one budget.
 
     ==========  ===================================  ==========================================================
+    inherited   ``Pool(Budget(leaf))``               pageable weights and staging; forked children see them
     pageable    ``Pool(Budget(leaf))``               masters, moments and gradients of the CPU
     pinned      ``Pool(Pinned(Budget(leaf)))``       what a device copies from or to
     activations ``Arena(leaf)`` charging the budget  pageable activations; pinned ones come from the pinned pool,
@@ -38,15 +53,16 @@ class TierStacks:
 
     Args:
         tier: the tier.
-        leaf: `NumaResource` or `StripedResource` of the tier.
+        leaf: makes the `NumaResource` or `StripedResource` of the tier, whose memory forked children inherit or not.
         budget_bytes: most bytes held from the OS by all stacks together.
         pinner: how memory is page-locked.
     """
 
-    def __init__(self, tier: Tier, leaf: Leaf, budget_bytes: int, pinner: Pinner) -> None:
+    def __init__(self, tier: Tier, leaf: MakeLeaf, budget_bytes: int, pinner: Pinner) -> None:
         self.tier = tier
         self.budget = Budget(tier.name, budget_bytes)
-        self._leaf = leaf
+        self._leaf = leaf(tier)
+        self._inherited_leaf = leaf(tier, inherit=True)
         self._pinner = pinner
         self._stacks: dict[str, PoolResource | ArenaResource] = {}
         self._lock = threading.Lock()
@@ -55,7 +71,7 @@ class TierStacks:
 
     def stack(self, role: TensorRole, pinned: bool) -> PoolResource | ArenaResource:
         """Return the stack that serves a role."""
-        kind = "pinned" if pinned else "activations" if role is TensorRole.ACTIVATIONS else "pageable"
+        kind = "pinned" if pinned else _KINDS.get(role, "pageable")
         with self._lock:
             if kind not in self._stacks:
                 self._stacks[kind] = self._build(kind)
@@ -107,11 +123,12 @@ class TierStacks:
     def _build(self, kind: str) -> PoolResource | ArenaResource:
         if kind == "activations":
             return ArenaResource(self._leaf, self.budget, max(1, self.budget.limit_bytes))
-        budgeted = BudgetResource(self._leaf, self.budget)
+        leaf = self._inherited_leaf if kind == "inherited" else self._leaf
+        budgeted = BudgetResource(leaf, self.budget)
         return PoolResource(self._pinner(budgeted) if kind == "pinned" else budgeted)
 
 
-def make_leaf(tier: Tier, topology: Topology, inherit: bool) -> Leaf:
+def make_leaf(tier: Tier, topology: Topology, *, inherit: bool = False) -> Leaf:
     """Return the leaf of a tier: its node, or its nodes striped by their rated bandwidth (evenly when unknown)."""
     leaves = [NumaResource(tier.name, node.node_id, topology, inherit=inherit) for node in tier.nodes]
     if len(leaves) == 1:

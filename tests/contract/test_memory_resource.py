@@ -48,7 +48,7 @@ def pin(upstream: MemoryResource) -> PinnedResource:
 
 
 def make_stack(topology: Topology, kind: str, leaf: NumaResource | StripedResource) -> Case:
-    stacks = TierStacks(topology.tier("cxl"), leaf, LIMIT, pin)
+    stacks = TierStacks(topology.tier("cxl"), lambda tier, *, inherit=False: leaf, LIMIT, pin)
     role = TensorRole.ACTIVATIONS if kind == "activations" else TensorRole.COMPUTE_GRADS
     return Case(stacks.stack(role, kind == "pinned"), lambda: (stacks.trim(), stacks.held_bytes())[1])
 

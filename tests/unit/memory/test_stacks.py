@@ -1,4 +1,6 @@
 import os
+import resource
+import signal
 import threading
 import warnings
 from collections.abc import Iterator
@@ -278,3 +280,24 @@ def test_pages_of_our_tensors_are_all_backed(memory) -> None:
     tensor = memory.tensor((3, 1000, 1000), torch.float32, DRAM, TensorRole.MASTER_WEIGHTS)
 
     assert page_nodes(tensor.data_ptr(), tensor.nbytes) == {0: tensor.nbytes}
+
+
+def test_forked_children_see_weights_and_nothing_else() -> None:
+    """What user code may hand to a DataLoader worker is inherited; what only the parent writes would cost twice."""
+    memory = HostMemory(Topology.detect())
+    weights, momentum = (
+        memory.tensor((1024,), torch.float32, Placement(("dram",)), role).fill_(3.0)
+        for role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.MOMENTUM)
+    )
+    assert reads_in_child(weights) == 0
+    assert reads_in_child(momentum) == -signal.SIGSEGV
+
+
+def reads_in_child(tensor: torch.Tensor) -> int:
+    """Return how a forked child ends that reads a tensor: 0, or the negative number of a signal."""
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os._exit(0 if tensor[5].item() == 3.0 else 1)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
