@@ -14,6 +14,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
     A transposed or channels-last tensor is dense; an expanded one, or every second row of another, is not.
     """
+    if tensor.numel() == 0:
+        return True
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
         if stride != expected:
@@ -28,7 +30,7 @@ def mirror(tensor: torch.Tensor, dtype: torch.dtype, allocate: FlatAllocate) -> 
     Equal strides make element i of the flat memory the same element in every mirror, which is what a flat kernel needs.
     """
     flat = allocate(tensor.numel(), dtype)
-    if tensor.numel() and is_dense(tensor):
+    if is_dense(tensor):
         return flat.as_strided(tensor.shape, tensor.stride())
     return flat.view(tensor.shape)
 

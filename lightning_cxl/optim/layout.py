@@ -3,6 +3,7 @@
 import torch
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.optim.host_tensors import is_dense
 
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
@@ -17,7 +18,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             f"CPUAdam updates float32 weights on the host; {name} is {parameter.dtype} on {parameter.device}. "
             "Give it float32 master weights on the host and the low-precision ones as `compute_weights`"
         )
-    if parameter.layout is not torch.strided or not _is_dense(parameter):
+    if parameter.layout is not torch.strided or not is_dense(parameter):
         raise UnsupportedError(
             f"{name} (shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}) is not one dense range of "
             "memory: make it a parameter of its own with `.clone()`, or set `cpu_adam=False`"
@@ -71,8 +72,3 @@ def usable_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
     if is_usable(grad, parameter):
         return grad
     return torch.empty_like(parameter).copy_(grad)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    # preserve_format keeps the strides of dense, non-overlapping tensors and of no others
-    return same_layout(torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format), tensor)
