@@ -1,9 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, embedsignature=True
 """Fused Adam over many spans in one call: one pass over memory, all threads, no temporaries."""
 
-from cython.parallel cimport parallel, prange
-from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport free, malloc
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 from lightning_cxl import _cpu
 
@@ -14,41 +12,70 @@ cdef extern from "adam_isa.h" nogil:
         ADAM_BASELINE
         ADAM_AVX2
         ADAM_AVX512
-    void adam_span(adam_isa isa, float* w, const float* g, float* m, float* v, uint16_t* c, int64_t n,
-                   const adam_scalars* s) noexcept
-    uint32_t adam_float_mode() noexcept
-    void adam_set_float_mode(uint32_t mode) noexcept
+    cdef struct adam_span:
+        void* weights
+        void* compute
+        void* rest
+        const void* grads
+        void* momentum
+        void* variance
+        void* momentum_scale
+        void* variance_scale
+        int64_t numel
+        int64_t row
+        int64_t formats
+        int64_t home
+    cdef enum:
+        ADAM_WEIGHTS_FP32
+        ADAM_WEIGHTS_SPLIT
+        ADAM_STATE_8BIT
+        BLOCKWISE_SIZE
+    void blockwise_init() noexcept
+    void adam_encode(adam_isa isa, const float* values, uint8_t* codes, float* scales, int64_t n, int is_unsigned) noexcept
+    void adam_decode(adam_isa isa, const uint8_t* codes, const float* scales, float* values, int64_t n,
+                     int is_unsigned) noexcept
 
-SPAN_FIELDS = 7
-SCALAR_FIELDS = 8
+cdef extern from "adam_threads.h" nogil:
+    int adam_run(const adam_span* spans, int64_t num_spans, const adam_scalars* scalars, int num_threads,
+                 adam_isa isa, const int64_t* cpus, int64_t num_cpus, int64_t num_homes) noexcept
+
+SPAN_FIELDS = 13
+SCALAR_FIELDS = 9
 
 cdef enum:
-    FIELDS = 7
-    SCALARS = 8
-    # elements: a chunk is what one thread takes at a time, a multiple of ALIGN so that no cache line is shared
-    CHUNK = 65536
-    ALIGN = 64
+    FIELDS = 13
+    SCALARS = 9
+
+blockwise_init()
 
 
-def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads, str isa):
+def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads, str isa, const int64_t[::1] cpus=None):
     """Apply one Adam update in place to every span.
 
-    Reads 16 B and writes 12 B per element, 14 B with compute weights.
+    Per element it reads the gradient and reads and writes weights (float32, or bfloat16 and remainder), momentum and
+    variance (float32, bfloat16 or 8 bit), and writes 16-bit compute weights where there are some: 28 B with float32
+    throughout, 22 B with bfloat16 gradients and split weights, 11 B with 8-bit state then.
 
     Args:
-        spans: ``SPAN_FIELDS`` numbers per span: the addresses of weights (float32, INOUT), gradients (float32, IN),
-            momentum and variance (float32, INOUT) and compute weights (bfloat16, OUT, or 0 for none), the number of
-            elements, and the index of the span's row in `scalars`. Spans must not overlap.
+        spans: ``SPAN_FIELDS`` numbers per span, the fields of ``struct adam_span`` in order: the addresses of weights,
+            compute weights, remainders, gradients, momentum, variance and of the scales of the last two (0 where the
+            format has none), the random key, the number of elements, the row of `scalars`, the formats
+            (`lightning_cxl.optim.formats.pack`) and the home, 0 or more. Spans must not overlap.
         scalars: ``SCALAR_FIELDS`` numbers per row, the fields of ``struct adam_scalars`` in order.
         num_threads: at least 1. The result does not depend on it.
         isa: one of `_cpu.supported_isas()`. The result does not depend on it.
+        cpus: pairs of home and CPU. Threads are divided over the homes by their share of the work; each runs on the
+            CPUs of its home and takes the spans of other homes when its own are done. None: threads run anywhere.
 
     Raises:
-        ValueError: a table of the wrong length, a null address, a row that does not exist, or an argument out of range.
+        ValueError: a table of the wrong length, a null address, a row or format that does not exist, or an argument out
+            of range.
+        MemoryError: no memory for the index of the spans.
 
     Threading: releases the GIL; spans must not overlap between concurrent calls.
     """
-    cdef int64_t num_spans = spans.shape[0] // FIELDS
+    cdef int64_t num_spans = spans.shape[0] // FIELDS, num_homes, num_cpus = 0
+    cdef int failed
     if spans.shape[0] % FIELDS or scalars.shape[0] % SCALARS:
         raise ValueError(
             f"the tables must have {FIELDS} numbers per span and {SCALARS} per row of scalars, "
@@ -59,13 +86,45 @@ def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads,
     cdef adam_isa code = _isa_code(isa)
     if num_spans == 0:
         return
-    _check(spans, num_spans, scalars.shape[0] // SCALARS)
-    cdef int64_t* starts = <int64_t*> malloc(sizeof(int64_t) * (num_spans + 1))
-    if starts == NULL:
-        raise MemoryError(f"cannot allocate the index of {num_spans} spans")
+    cdef const adam_span* table = <const adam_span*> &spans[0]
+    num_homes = _check(table, num_spans, scalars.shape[0] // SCALARS)
+    if cpus is not None:
+        num_cpus = cpus.shape[0] // 2
+        _check_cpus(cpus, num_homes)
     with nogil:
-        _update(&spans[0], num_spans, <const adam_scalars*> &scalars[0], starts, num_threads, code)
-    free(starts)
+        failed = adam_run(table, num_spans, <const adam_scalars*> &scalars[0], num_threads, code,
+                          &cpus[0] if num_cpus else NULL, num_cpus, num_homes)
+    if failed:
+        raise MemoryError(f"cannot allocate the index of {num_spans} spans")
+
+
+def quantize(const float[::1] values, uint8_t[::1] codes, float[::1] scales, bint is_unsigned, str isa):
+    """Code float32 numbers as 8-bit state, in blocks of 256 with one scale each.
+
+    Args:
+        values: not negative where `is_unsigned`. IN.
+        codes: as many. OUT.
+        scales: one per block, the last of which may be shorter. OUT.
+        is_unsigned: the map of the variance; else that of the momentum.
+        isa: one of `_cpu.supported_isas()`. The result does not depend on it.
+
+    Raises:
+        ValueError: lengths do not fit together.
+    """
+    _check_blocks(values.shape[0], codes.shape[0], scales.shape[0])
+    cdef adam_isa code = _isa_code(isa)
+    if values.shape[0]:
+        with nogil:
+            adam_encode(code, &values[0], &codes[0], &scales[0], values.shape[0], is_unsigned)
+
+
+def dequantize(const uint8_t[::1] codes, const float[::1] scales, float[::1] values, bint is_unsigned, str isa):
+    """Decode 8-bit state; the counterpart of `quantize`."""
+    _check_blocks(values.shape[0], codes.shape[0], scales.shape[0])
+    cdef adam_isa code = _isa_code(isa)
+    if values.shape[0]:
+        with nogil:
+            adam_decode(code, &codes[0], &scales[0], &values[0], values.shape[0], is_unsigned)
 
 
 def advance(const uint64_t[::1] steps, float[::1] values):
@@ -98,64 +157,43 @@ cdef adam_isa _isa_code(str isa) except *:
     return ADAM_AVX512 if isa == "avx512" else ADAM_AVX2 if isa == "avx2" else ADAM_BASELINE
 
 
-cdef int _check(const uint64_t[::1] spans, int64_t num_spans, int64_t num_rows) except -1:
-    cdef int64_t i
-    cdef const uint64_t* span
+cdef int64_t _check(const adam_span* spans, int64_t num_spans, int64_t num_rows) except -1:
+    """Return the number of homes."""
+    cdef int64_t i, weights, homes = 0
+    cdef const adam_span* span
+    cdef bint missing
     for i in range(num_spans):
-        span = &spans[i * FIELDS]
-        if span[6] >= <uint64_t> num_rows:
-            raise ValueError(f"span {i} names row {span[6]} of {num_rows} rows of scalars")
-        if span[5] and not (span[0] and span[1] and span[2] and span[3]):
-            raise ValueError(f"span {i} of {span[5]} elements has a null address")
+        span = &spans[i]
+        if span.row < 0 or span.row >= num_rows:
+            raise ValueError(f"span {i} names row {span.row} of {num_rows} rows of scalars")
+        weights = span.formats >> 2 & 3
+        if span.formats < 0 or span.formats & 3 == 3 or span.formats >> 4 > ADAM_STATE_8BIT:
+            raise ValueError(f"span {i} has unknown formats {span.formats}")
+        if span.numel < 0 or span.home < 0 or span.home >= num_spans:
+            raise ValueError(f"span {i} has {span.numel} elements and home {span.home} of at most {num_spans} homes")
+        missing = not span.grads or not span.momentum or not span.variance
+        missing |= (not span.compute or not span.rest) if weights == ADAM_WEIGHTS_SPLIT else not span.weights
+        missing |= weights != ADAM_WEIGHTS_FP32 and not span.compute
+        if span.formats >> 4 == ADAM_STATE_8BIT:
+            missing |= not span.momentum_scale or not span.variance_scale
+        if span.numel and missing:
+            raise ValueError(f"span {i} of {span.numel} elements has a null address")
+        homes = max(homes, span.home + 1)
+    return homes
+
+
+cdef int _check_cpus(const int64_t[::1] cpus, int64_t num_homes) except -1:
+    cdef Py_ssize_t i
+    if cpus.shape[0] % 2:
+        raise ValueError(f"cpus must be pairs of home and CPU, got {cpus.shape[0]} numbers")
+    for i in range(0, cpus.shape[0], 2):
+        if not 0 <= cpus[i] < num_homes or not 0 <= cpus[i + 1] < 1024:
+            raise ValueError(f"CPU {cpus[i + 1]} for home {cpus[i]}: there are {num_homes} homes and at most 1024 CPUs")
     return 0
 
 
-cdef void _update(const uint64_t* spans, int64_t num_spans, const adam_scalars* scalars, int64_t* starts,
-                  int num_threads, adam_isa isa) noexcept nogil:
-    """Lay all spans end to end, cut the line into chunks, and let the threads take chunk after chunk.
-
-    Chunks are handed out as threads become free, because spans on different tiers take different time.
-    """
-    cdef int64_t i, chunk, num_chunks
-    cdef uint32_t mode = adam_float_mode(), own_mode = mode
-    starts[0] = 0
-    for i in range(num_spans):
-        starts[i + 1] = starts[i] + (<int64_t> spans[i * FIELDS + 5] + ALIGN - 1) // ALIGN * ALIGN
-    num_chunks = (starts[num_spans] + CHUNK - 1) // CHUNK
-    if num_chunks < num_threads:
-        num_threads = <int> num_chunks if num_chunks else 1
-    with parallel(num_threads=num_threads):
-        own_mode = adam_float_mode()
-        adam_set_float_mode(mode)
-        for chunk in prange(num_chunks, schedule="dynamic", chunksize=1):
-            _update_chunk(spans, num_spans, scalars, starts, chunk * CHUNK, isa)
-        adam_set_float_mode(own_mode)
-
-
-cdef void _update_chunk(const uint64_t* spans, int64_t num_spans, const adam_scalars* scalars, const int64_t* starts,
-                        int64_t begin, adam_isa isa) noexcept nogil:
-    """Update the part of every span that lies in ``[begin, begin + CHUNK)`` of the line."""
-    cdef int64_t low = 0, high = num_spans, middle, offset, count
-    cdef const uint64_t* span
-    while high - low > 1:  # the last span that starts at or before `begin`
-        middle = (low + high) // 2
-        if starts[middle] <= begin:
-            low = middle
-        else:
-            high = middle
-    while low < num_spans and starts[low] < begin + CHUNK:
-        span = &spans[low * FIELDS]
-        offset = begin - starts[low] if begin > starts[low] else 0
-        count = min(<int64_t> span[5], begin + CHUNK - starts[low]) - offset
-        if count > 0:
-            adam_span(
-                isa,
-                <float*> <uintptr_t> span[0] + offset,
-                <const float*> <uintptr_t> span[1] + offset,
-                <float*> <uintptr_t> span[2] + offset,
-                <float*> <uintptr_t> span[3] + offset,
-                (<uint16_t*> <uintptr_t> span[4] + offset) if span[4] else NULL,
-                count,
-                &scalars[span[6]],
-            )
-        low += 1
+cdef int _check_blocks(Py_ssize_t values, Py_ssize_t codes, Py_ssize_t scales) except -1:
+    cdef Py_ssize_t blocks = (values + BLOCKWISE_SIZE - 1) // BLOCKWISE_SIZE
+    if codes != values or scales != blocks:
+        raise ValueError(f"{values} values need {values} codes and {blocks} scales, got {codes} and {scales}")
+    return 0

@@ -1,36 +1,14 @@
-/* The Adam loop compiled for each ISA, and the choice between them at run time. */
+/* The Adam loops compiled for each ISA, and the choice between them at run time. */
 #ifndef LIGHTNING_CXL_ADAM_ISA_H
 #define LIGHTNING_CXL_ADAM_ISA_H
 
-#include <stdint.h>
-#include <string.h>
-
-/* What one update needs besides the tensors; lightning_cxl/optim/reference.py says how each is computed. */
-struct adam_scalars {
-    float decay;         /* factor of the weight before the update: 1 - lr * weight_decay (decoupled) or 1 */
-    float l2;            /* weight decay added to the gradient, or 0 */
-    float lerp_weight;   /* 1 - beta1 */
-    float beta2;
-    float square_weight; /* 1 - beta2 */
-    float bias2_sqrt;    /* sqrt(1 - beta2 ** step) */
-    float eps;
-    float neg_step_size; /* -lr / (1 - beta1 ** step) */
-};
+#include "adam_types.h"
 
 enum adam_isa { ADAM_BASELINE, ADAM_AVX2, ADAM_AVX512 };
 
-/* Round to nearest even; NaN becomes the quiet NaN that torch writes. Inlined into loops of every ISA. */
-static inline __attribute__((always_inline)) uint16_t adam_bfloat16(const float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)(value == value ? rounded : 0x7fc0u);
-}
-
 /* a * b + c rounded once, for CPUs without FMA. The product of two floats is exact in double; the sum is rounded to
  * odd there, so that the second rounding, to float, is the only one that counts (Boldo & Melquiond 2008). */
-static inline __attribute__((always_inline)) float adam_fma_baseline(const float a, const float b, const float c)
+CXL_INLINE float adam_fma_baseline(const float a, const float b, const float c)
 {
     const double product = (double)a * (double)b, addend = (double)c;
     double sum = product + addend;
@@ -45,44 +23,75 @@ static inline __attribute__((always_inline)) float adam_fma_baseline(const float
     return (float)sum;
 }
 
-#define ADAM_NAME(name) name##_baseline
-#define ADAM_TARGET
-#define ADAM_FMA(a, b, c) adam_fma_baseline(a, b, c)
+#define CXL_NAME(name) name##_baseline
+#define CXL_TARGET
+#define CXL_FMA(a, b, c) adam_fma_baseline(a, b, c)
+#include "simd_scalar.h"
+#include "blockwise_body.h"
 #include "adam_body.h"
-#undef ADAM_NAME
-#undef ADAM_TARGET
-#undef ADAM_FMA
+#include "simd_end.h"
+#undef CXL_NAME
+#undef CXL_TARGET
+#undef CXL_FMA
 
-#define ADAM_FMA(a, b, c) __builtin_fmaf(a, b, c)
+#define CXL_FMA(a, b, c) __builtin_fmaf(a, b, c)
 
-#define ADAM_NAME(name) name##_avx2
-#define ADAM_TARGET __attribute__((target("avx2,fma")))
+#define CXL_NAME(name) name##_avx2
+#define CXL_TARGET __attribute__((target("avx2,fma")))
+#include "simd_avx2.h"
+#include "blockwise_body.h"
 #include "adam_body.h"
-#undef ADAM_NAME
-#undef ADAM_TARGET
+#include "simd_end.h"
+#undef CXL_NAME
+#undef CXL_TARGET
 
 #ifdef __clang__
-#define ADAM_WIDE "" /* clang has no such attribute and takes the full width where it pays */
+#define CXL_WIDE "" /* clang has no such attribute and takes the full width where it pays */
 #else
-#define ADAM_WIDE ",prefer-vector-width=512"
+#define CXL_WIDE ",prefer-vector-width=512"
 #endif
-#define ADAM_NAME(name) name##_avx512
-#define ADAM_TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl" ADAM_WIDE)))
+#define CXL_NAME(name) name##_avx512
+#define CXL_TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl" CXL_WIDE)))
+#include "simd_avx512.h"
+#include "blockwise_body.h"
 #include "adam_body.h"
-#undef ADAM_NAME
-#undef ADAM_TARGET
-#undef ADAM_FMA
+#include "simd_end.h"
+#undef CXL_NAME
+#undef CXL_TARGET
+#undef CXL_FMA
 
-/* Update `n` elements; `c` may be null. The caller has checked that the CPU has `isa`. */
-static void adam_span(
-    const enum adam_isa isa, float *w, const float *g, float *m, float *v, uint16_t *c, const int64_t n,
-    const struct adam_scalars *s)
-{
-    switch (isa) {
-    case ADAM_AVX512: adam_span_avx512(w, g, m, v, c, n, s); break;
-    case ADAM_AVX2: adam_span_avx2(w, g, m, v, c, n, s); break;
-    case ADAM_BASELINE: adam_span_baseline(w, g, m, v, c, n, s); break;
+#define ADAM_CALL(isa, function, ...)                                                                                  \
+    switch (isa) {                                                                                                     \
+    case ADAM_AVX512: function##_avx512(__VA_ARGS__); break;                                                           \
+    case ADAM_AVX2: function##_avx2(__VA_ARGS__); break;                                                               \
+    case ADAM_BASELINE: function##_baseline(__VA_ARGS__); break;                                                       \
     }
+
+/* Code `n` float32 numbers as 8-bit state, and back. */
+static void adam_encode(
+    const enum adam_isa isa, const float *values, uint8_t *codes, float *scales, const int64_t n, const int is_unsigned)
+{
+    ADAM_CALL(isa, blockwise_encode_all, values, codes, scales, n, is_unsigned)
+}
+
+static void adam_decode(
+    const enum adam_isa isa, const uint8_t *codes, const float *scales, float *values, const int64_t n,
+    const int is_unsigned)
+{
+    ADAM_CALL(isa, blockwise_decode_all, codes, scales, values, n, is_unsigned)
+}
+
+/* Update elements `offset` to `offset + n` of a span. The caller has checked that the CPU has `isa`. */
+static void adam_update(
+    const enum adam_isa isa, const struct adam_span *span, const int64_t offset, const int64_t n,
+    const struct adam_scalars *scalars)
+{
+    struct adam_span part = adam_span_at(span, offset);
+    part.key.second += (uint32_t)(offset >> 32); /* the counter has 32 bits, and no chunk crosses a multiple of 2^32 */
+    if (span->formats >> 4 == ADAM_STATE_8BIT)
+        ADAM_CALL(isa, adam_update_8bit, &part, n, scalars)
+    else
+        ADAM_CALL(isa, adam_update, &part, n, (uint32_t)offset, scalars)
 }
 
 /* Rounding and denormal mode of this thread (torch.set_flush_denormal): pool threads take over the caller's. */

@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_cxl.optim.blockwise import dequantize, quantize
+from lightning_cxl.optim.fma import fused_multiply_add
+from lightning_cxl.optim.formats import join, random_bits, round_stochastic, split
+
 
 class AdamScalars(NamedTuple):
     """What one update needs besides the tensors; the row of numbers the kernel takes, in this order."""
@@ -30,6 +34,8 @@ class AdamScalars(NamedTuple):
     eps: float
     neg_step_size: float
     """-lr / (1 - beta1 ** step)."""
+    grad_scale: float = 1.0
+    """Factor of the gradient, before anything else: unscaling and clipping in one."""
 
     @classmethod
     def at_step(
@@ -41,6 +47,7 @@ class AdamScalars(NamedTuple):
         eps: float,
         weight_decay: float,
         decoupled: bool,
+        grad_scale: float = 1.0,
     ) -> "AdamScalars":
         """Return the scalars of the 1-based `step`, in double precision as torch computes them.
 
@@ -56,24 +63,15 @@ class AdamScalars(NamedTuple):
             bias2_sqrt=float((1 - beta2**step) ** 0.5),
             eps=float(eps),
             neg_step_size=float(-(lr / (1 - beta1**step))),
+            grad_scale=float(grad_scale),
         )
 
 
-def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Return float32 ``a * b + c`` rounded once.
+class StateScales(NamedTuple):
+    """Scales of 8-bit state, float32, one per block."""
 
-    The product is exact in double. The sum is rounded to odd there, which makes the final rounding to float32 the
-    only one that counts (Boldo & Melquiond 2008).
-    """
-    product, addend = a.double() * b.double(), c.double()
-    total = product + addend
-    back = total - product
-    lost = (product - (total - back)) + (addend - back)
-    bits = total.view(torch.int64)
-    inexact = (lost < 0) | (lost > 0)  # neither when the sum is not finite
-    away = torch.where((lost > 0) == (total > 0), 1, -1)
-    odd = torch.where(inexact & (bits % 2 == 0), bits + away, bits)
-    return odd.view(torch.float64).float()
+    momentum: torch.Tensor
+    variance: torch.Tensor
 
 
 def adam_update(
@@ -83,26 +81,80 @@ def adam_update(
     variance: torch.Tensor,
     scalars: AdamScalars,
     compute_weights: torch.Tensor | None = None,
+    *,
+    remainders: torch.Tensor | None = None,
+    scales: StateScales | None = None,
+    key: int = 0,
 ) -> None:
-    """Apply one Adam update in place.
+    """Apply one Adam update in place. The dtypes of the tensors, all contiguous, say how each is kept.
 
     Args:
-        weights: float32, any shape. INOUT.
-        gradients: float32, same shape. IN.
-        momentum: float32, same shape. INOUT.
-        variance: float32, same shape. INOUT.
+        weights: float32, or bfloat16 with `remainders`. INOUT.
+        gradients: float32, bfloat16 or float16, same shape. IN.
+        momentum: float32, bfloat16, or uint8 with `scales`; same shape. INOUT.
+        variance: likewise. INOUT.
         scalars: of this step; each is rounded to float32 first.
-        compute_weights: bfloat16, same shape; gets the new weights, rounded to nearest even. OUT.
+        compute_weights: bfloat16 or float16, same shape; gets the new weights, bfloat16 ones rounded as in `split`. OUT.
+        remainders: int16, what `weights` lacks of float32 master weights. INOUT.
+        scales: of 8-bit state. INOUT.
+        key: of the stochastic rounding of bfloat16 state; element i in memory uses random number i.
     """
     s = AdamScalars(*torch.tensor(scalars, dtype=torch.float32).unbind())  # type: ignore[arg-type]
-    grad = gradients if s.l2 == 0 else fused_multiply_add(torch.as_tensor(s.l2), weights, gradients)
+    master = weights if remainders is None else join(weights, remainders)
+    old_m, old_v = _load_state(momentum, variance, scales)
+    scaled = gradients.float() * s.grad_scale
+    grad = scaled if s.l2 == 0 else fused_multiply_add(torch.as_tensor(s.l2), master, scaled)
     if s.lerp_weight < 0.5:
-        momentum.copy_(fused_multiply_add(torch.as_tensor(s.lerp_weight), grad - momentum, momentum))
+        new_m = fused_multiply_add(torch.as_tensor(s.lerp_weight), grad - old_m, old_m)
     else:
-        momentum.copy_(fused_multiply_add(s.lerp_weight - torch.ones(()), grad - momentum, grad))
-    variance.copy_(fused_multiply_add(s.square_weight * grad, grad, variance * s.beta2))
-    root = variance.double().sqrt().float()
-    denominator = root / s.bias2_sqrt + s.eps
-    weights.copy_(weights * s.decay + s.neg_step_size * momentum / denominator)
+        new_m = fused_multiply_add(s.lerp_weight - torch.ones(()), grad - old_m, grad)
+    new_v = fused_multiply_add(s.square_weight * grad, grad, old_v * s.beta2)
+    root = new_v.double().sqrt().float()
+    # torch divides; 8-bit state is not torch's, and the divider is what its kernel waits for
+    corrected = root / s.bias2_sqrt if scales is None else root * (torch.ones(()) / s.bias2_sqrt)
+    updated = master * s.decay + s.neg_step_size * new_m / (corrected + s.eps)
+    if remainders is None:
+        weights.copy_(updated)
+    else:
+        upper, lower = split(updated)
+        weights.copy_(upper)
+        remainders.copy_(lower)
     if compute_weights is not None:
-        compute_weights.copy_(weights)
+        compute_weights.copy_(split(updated)[0] if compute_weights.dtype == torch.bfloat16 else updated)
+    _store_state(momentum, variance, scales, new_m, new_v, key)
+
+
+def _load_state(
+    momentum: torch.Tensor, variance: torch.Tensor, scales: StateScales | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if scales is None:
+        return momentum.float(), variance.float()
+    return (
+        dequantize(momentum, scales.momentum, unsigned=False),
+        dequantize(variance, scales.variance, unsigned=True),
+    )
+
+
+def _store_state(
+    momentum: torch.Tensor,
+    variance: torch.Tensor,
+    scales: StateScales | None,
+    new_m: torch.Tensor,
+    new_v: torch.Tensor,
+    key: int,
+) -> None:
+    if scales is not None:
+        for home, home_scales, values, unsigned in (
+            (momentum, scales.momentum, new_m, False),
+            (variance, scales.variance, new_v, True),
+        ):
+            codes, largest = quantize(values, unsigned=unsigned)
+            home.copy_(codes)
+            home_scales.copy_(largest)
+    elif momentum.dtype == torch.bfloat16:
+        random = random_bits(key, torch.arange(new_m.numel()).view(new_m.shape))
+        momentum.copy_(round_stochastic(new_m, random & 0xFFFF))
+        variance.copy_(round_stochastic(new_v, random >> 16))
+    else:
+        momentum.copy_(new_m)
+        variance.copy_(new_v)

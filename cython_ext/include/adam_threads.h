@@ -1,0 +1,145 @@
+/* Divides a table of spans over threads.
+ *
+ * The spans of one home are laid end to end, each home's line is cut into chunks, and the threads take chunk after
+ * chunk: first those of their own home, then what is left of others. Handed out as threads become free, because memory
+ * of different kinds takes different time. A chunk is a whole number of blocks and cache lines of every span.
+ */
+#ifndef LIGHTNING_CXL_ADAM_THREADS_H
+#define LIGHTNING_CXL_ADAM_THREADS_H
+
+#include <omp.h>
+#include <sched.h>
+#include <stdlib.h>
+
+#include "adam_isa.h"
+
+enum { ADAM_CHUNK = 65536, ADAM_ALIGN = BLOCKWISE_SIZE };
+
+/* The line of one home. */
+struct adam_line {
+    int64_t first, last;  /* its spans, as places in `order` */
+    int64_t num_chunks;
+    int64_t next_chunk;   /* to be handed out; atomic */
+    int num_threads;      /* that start here */
+    cpu_set_t cpus;       /* empty: any */
+};
+
+struct adam_job {
+    const struct adam_span *spans;
+    const struct adam_scalars *scalars;
+    int64_t *order;  /* spans by home */
+    int64_t *starts; /* of the span at the same place in `order`, in elements from the start of its line */
+    struct adam_line *lines;
+    int64_t num_lines;
+    enum adam_isa isa;
+};
+
+static void adam_lay_out(struct adam_job *job, const int64_t num_spans)
+{
+    int64_t place = 0;
+    for (int64_t home = 0; home < job->num_lines; home++) {
+        struct adam_line *line = &job->lines[home];
+        int64_t end = 0;
+        line->first = place;
+        for (int64_t i = 0; i < num_spans; i++) {
+            if (job->spans[i].home != home)
+                continue;
+            job->order[place] = i;
+            job->starts[place++] = end;
+            end += (job->spans[i].numel + ADAM_ALIGN - 1) / ADAM_ALIGN * ADAM_ALIGN;
+        }
+        line->last = place;
+        line->num_chunks = (end + ADAM_CHUNK - 1) / ADAM_CHUNK;
+    }
+}
+
+/* Threads by share of the chunks. */
+static int adam_divide_threads(struct adam_job *job, int num_threads)
+{
+    int64_t chunks = 0, before = 0;
+    for (int64_t i = 0; i < job->num_lines; i++)
+        chunks += job->lines[i].num_chunks;
+    if (chunks < num_threads)
+        num_threads = chunks > 0 ? (int)chunks : 1;
+    for (int64_t i = 0; i < job->num_lines; i++) {
+        const int64_t after = before + job->lines[i].num_chunks;
+        job->lines[i].num_threads = chunks ? (int)(after * num_threads / chunks - before * num_threads / chunks) : 0;
+        before = after;
+    }
+    return num_threads;
+}
+
+/* Update the part of every span of a line that lies in one chunk. */
+static void adam_chunk(const struct adam_job *job, const struct adam_line *line, const int64_t chunk)
+{
+    const int64_t begin = chunk * ADAM_CHUNK, end = begin + ADAM_CHUNK;
+    int64_t low = line->first, high = line->last;
+    while (high - low > 1) { /* the last span that starts at or before `begin` */
+        const int64_t middle = (low + high) / 2;
+        if (job->starts[middle] <= begin)
+            low = middle;
+        else
+            high = middle;
+    }
+    for (; low < line->last && job->starts[low] < end; low++) {
+        const struct adam_span *span = &job->spans[job->order[low]];
+        const int64_t offset = begin > job->starts[low] ? begin - job->starts[low] : 0;
+        const int64_t stop = end - job->starts[low] < span->numel ? end - job->starts[low] : span->numel;
+        if (stop > offset)
+            adam_update(job->isa, span, offset, stop - offset, &job->scalars[span->row]);
+    }
+}
+
+static void adam_work(struct adam_job *job, const int thread)
+{
+    int64_t home = 0;
+    for (int before = 0; home < job->num_lines - 1; home++) {
+        before += job->lines[home].num_threads;
+        if (thread < before)
+            break;
+    }
+    cpu_set_t old;
+    const int moved = CPU_COUNT(&job->lines[home].cpus) > 0 && sched_getaffinity(0, sizeof old, &old) == 0
+        && sched_setaffinity(0, sizeof old, &job->lines[home].cpus) == 0; /* else it runs where it is: slower, not wrong */
+    for (int64_t i = 0; i < job->num_lines; i++) {
+        struct adam_line *line = &job->lines[(home + i) % job->num_lines];
+        int64_t chunk;
+        while ((chunk = __atomic_fetch_add(&line->next_chunk, 1, __ATOMIC_RELAXED)) < line->num_chunks)
+            adam_chunk(job, line, chunk);
+    }
+    if (moved)
+        sched_setaffinity(0, sizeof old, &old);
+}
+
+/* Update all spans; `cpus` has pairs of home and CPU. Returns 0, or -1 without memory for the index. */
+static int adam_run(
+    const struct adam_span *spans, const int64_t num_spans, const struct adam_scalars *scalars, int num_threads,
+    const enum adam_isa isa, const int64_t *cpus, const int64_t num_cpus, const int64_t num_homes)
+{
+    struct adam_job job = {.spans = spans, .scalars = scalars, .num_lines = num_homes, .isa = isa};
+    job.lines = calloc((size_t)num_homes, sizeof *job.lines);
+    job.order = malloc((size_t)num_spans * 2 * sizeof *job.order);
+    if (!job.lines || !job.order) {
+        free(job.lines);
+        free(job.order);
+        return -1;
+    }
+    job.starts = job.order + num_spans;
+    for (int64_t i = 0; i < num_cpus; i++)
+        CPU_SET((size_t)cpus[2 * i + 1], &job.lines[cpus[2 * i]].cpus);
+    adam_lay_out(&job, num_spans);
+    num_threads = adam_divide_threads(&job, num_threads);
+    const uint32_t mode = adam_float_mode();
+#pragma omp parallel num_threads(num_threads)
+    {
+        const uint32_t own_mode = adam_float_mode();
+        adam_set_float_mode(mode);
+        adam_work(&job, omp_get_thread_num());
+        adam_set_float_mode(own_mode);
+    }
+    free(job.lines);
+    free(job.order);
+    return 0;
+}
+
+#endif

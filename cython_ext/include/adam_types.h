@@ -1,0 +1,77 @@
+/* What the Adam kernels are given: a row of numbers per step, and a span of elements with the formats of its tensors. */
+#ifndef LIGHTNING_CXL_ADAM_TYPES_H
+#define LIGHTNING_CXL_ADAM_TYPES_H
+
+#include "blockwise_tables.h"
+#include "number_formats.h"
+
+/* What one update needs besides the tensors; lightning_cxl/optim/reference.py says how each is computed. */
+struct adam_scalars {
+    float decay;         /* factor of the weight before the update: 1 - lr * weight_decay (decoupled) or 1 */
+    float l2;            /* weight decay added to the gradient, or 0 */
+    float lerp_weight;   /* 1 - beta1 */
+    float beta2;
+    float square_weight; /* 1 - beta2 */
+    float bias2_sqrt;    /* sqrt(1 - beta2 ** step) */
+    float eps;
+    float neg_step_size; /* -lr / (1 - beta1 ** step) */
+    float grad_scale;    /* factor of the gradient, before anything else: unscaling and clipping */
+};
+
+/* lightning_cxl/optim/formats.py has the same numbers */
+enum cxl_float_format { CXL_FP32, CXL_BF16, CXL_FP16 };
+enum adam_weights {
+    ADAM_WEIGHTS_FP32,  /* float32 */
+    ADAM_WEIGHTS_BF16,  /* float32 master weights, bfloat16 compute weights written beside them */
+    ADAM_WEIGHTS_FP16,  /* the same with float16 */
+    ADAM_WEIGHTS_SPLIT, /* bfloat16 compute weights and 16-bit remainders: together the float32 master weights */
+};
+enum adam_state { ADAM_STATE_FP32, ADAM_STATE_BF16, ADAM_STATE_8BIT };
+
+#define ADAM_FORMATS(grad, weights, state) ((grad) | (weights) << 2 | (state) << 4)
+
+enum { ADAM_TILE = 4 * BLOCKWISE_SIZE }; /* elements with 8-bit state that are decoded at a time */
+
+/* One row of the table of spans that Python fills: 13 numbers of 8 bytes. */
+struct adam_span {
+    float *weights;        /* INOUT, null with split weights */
+    uint16_t *compute;     /* OUT, INOUT with split weights, null with float32 ones */
+    uint16_t *rest;        /* INOUT, split weights only */
+    const void *grads;     /* IN */
+    void *momentum;        /* INOUT float32, bfloat16 or 8-bit codes */
+    void *variance;        /* INOUT likewise */
+    float *momentum_scale; /* INOUT per block, 8-bit state only */
+    float *variance_scale; /* INOUT likewise */
+    struct cxl_random_key key; /* of stochastic rounding, bfloat16 state only */
+    int64_t numel;
+    int64_t row;     /* of the scalars */
+    int64_t formats; /* ADAM_FORMATS */
+    int64_t home;    /* group of threads that takes it first */
+};
+
+/* The rest of a span, from element `offset` on; with 8-bit state `offset` is a whole number of blocks. */
+static inline struct adam_span adam_span_at(const struct adam_span *s, const int64_t offset)
+{
+    static const int state_bytes[] = {4, 2, 1};
+    const int64_t state_offset = offset * state_bytes[s->formats >> 4];
+    struct adam_span rest = *s;
+    rest.weights += s->weights ? offset : 0;
+    rest.compute += s->compute ? offset : 0;
+    rest.rest += s->rest ? offset : 0;
+    rest.grads = (const char *)s->grads + offset * ((s->formats & 3) == CXL_FP32 ? 4 : 2);
+    rest.momentum = (char *)s->momentum + state_offset;
+    rest.variance = (char *)s->variance + state_offset;
+    rest.momentum_scale += s->momentum_scale ? offset / BLOCKWISE_SIZE : 0;
+    rest.variance_scale += s->variance_scale ? offset / BLOCKWISE_SIZE : 0;
+    return rest;
+}
+
+CXL_INLINE float adam_gradient(const void *grads, const int64_t i, const int format)
+{
+    if (format == CXL_FP32)
+        return ((const float *)grads)[i];
+    const uint16_t half = ((const uint16_t *)grads)[i];
+    return format == CXL_BF16 ? cxl_from_bfloat16(half) : cxl_from_float16(half);
+}
+
+#endif

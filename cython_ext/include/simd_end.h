@@ -1,0 +1,26 @@
+/* Forget one simd_*.h before the next. */
+#undef V_WIDTH
+#undef V_FLOAT
+#undef V_INT
+#undef V_TABLE
+#undef V_TABLE_LONG
+#undef v_load
+#undef v_store
+#undef v_load_bytes
+#undef v_store_bytes
+#undef v_set
+#undef v_bits
+#undef v_float
+#undef v_from_int
+#undef v_truncate
+#undef v_abs_int
+#undef v_fma
+#undef v_min
+#undef v_table
+#undef v_table_long
+#undef v_lookup
+#undef v_lookup_long
+#undef v_count_greater
+#undef v_scaled_table
+#undef v_with_sign
+#undef v_store_signed
