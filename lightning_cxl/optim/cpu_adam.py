@@ -2,7 +2,7 @@
 
 import copy
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,10 +10,17 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_cxl import _adam, _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.optim.layout import check_parameter, is_flat_like, is_usable, usable_gradient
+from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision, mix_key
+from lightning_cxl.optim.host_tensors import is_dense
+from lightning_cxl.optim.layout import WEIGHT_DTYPES, check_parameter, is_flat_like, is_usable, usable_gradient
+from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.reference import AdamScalars
-from lightning_cxl.optim.slot import AllocateState, Slot, empty_like_parameter
+from lightning_cxl.optim.slot import Slot
+from lightning_cxl.optim.spans import SpanTable, Update
 from lightning_cxl.optim.state import check_moments, match_groups, parameter_name
+
+_MIN_LOW_PRECISION = 4096
+"""Elements below which state stays float32: little to save, and norms and biases are sensitive (as bitsandbytes)."""
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -26,29 +33,36 @@ _HOOKS = (
 
 
 class CPUAdam(torch.optim.Optimizer):
-    """Adam or AdamW over float32 host parameters.
+    """Adam or AdamW over host parameters, float32 or bfloat16, in one pass over memory.
 
-    State, state dict and hyper-parameters are those of ``torch.optim.Adam``; checkpoints go both ways. Momentum and
-    variance equal torch's bit for bit, the weights up to torch's rounding of ``sqrt`` (`optim/reference.py`).
-    Hyper-parameters are read from the groups at every step.
+    Hyper-parameters, state and state dict are those of ``torch.optim.Adam``, and checkpoints go both ways. In float32,
+    momentum and variance equal torch's bit for bit, the weights up to torch's rounding of ``sqrt`` (`optim/reference.py`).
+    Of a bfloat16 parameter, state also holds the lower half of float32 master weights, of which the parameter is the
+    upper half: training equals that of float32 masters bit for bit. Hyper-parameters are read from the groups at every
+    step.
 
     Args:
-        params: as for any torch optimizer; float32 on the host.
+        params: as for any torch optimizer; on the host. Gradients may be float32, bfloat16 or float16.
         lr: learning rate, a number or a one-element tensor.
         betas: decay of momentum and variance, each in [0, 1).
         eps: added to the denominator.
         weight_decay: factor of the weight decay.
         decoupled: True for AdamW, False for Adam with the decay added to the gradient.
+        state: how momentum and variance are kept: ``"fp32"``; ``"bf16"``, stochastically rounded; or ``"8bit"``, blockwise
+            in the format of bitsandbytes. Parameters under 4,096 elements, or with gaps in memory, keep float32.
+        fp32_state: parameters whose state stays float32 with ``state="8bit"``, such as embeddings. Read when a parameter is
+            added.
+        seed: of the stochastic rounding; the result depends on it, the order of parameters and the step only.
         num_threads: None for what the process may use (CPU set, cgroup quota, ``OMP_NUM_THREADS``).
         isa: None for the fastest (or ``LIGHTNING_CXL_ISA``). The result does not depend on it, nor on the threads.
-        allocate_state: makes the dense float32 tensor, of the parameter's shape, for the role MOMENTUM or VARIANCE;
-            its contents do not matter. Called at construction, so that a full tier shows before training, for
-            every parameter that requires a gradient. None: ``torch.empty_like``.
-        compute_weights: bfloat16 host tensors, shaped and laid out as their parameters, that get the new weights,
-            rounded to nearest even, in the same pass. Read at every step: entries may be added later.
+        allocate_state: makes the 1-D tensor for the role MOMENTUM, VARIANCE or MASTER_WEIGHTS (the lower halves); its
+            contents do not matter. Called at construction, so that a full tier shows before training, for every
+            parameter that requires a gradient. None: ``torch.empty``.
+        compute_weights: for float32 parameters: bfloat16 or float16 host tensors, shaped and laid out as these, that get
+            the new weights in the same pass, rounded to nearest. Read at every step: entries may be added later.
 
     Raises:
-        ConfigError: a hyper-parameter out of range, a parameter that is not float32 on the host.
+        ConfigError: a hyper-parameter out of range, a parameter that is not float32 or bfloat16 on the host.
         UnsupportedError: amsgrad, maximize, capturable or differentiable asked for in a group.
     """
 
@@ -61,6 +75,9 @@ class CPUAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         decoupled: bool = True,
+        state: StatePrecision = "fp32",
+        fp32_state: Collection[torch.Tensor] = frozenset(),
+        seed: int = 0,
         num_threads: int | None = None,
         isa: str | None = None,
         allocate_state: AllocateState | None = None,
@@ -72,8 +89,15 @@ class CPUAdam(torch.optim.Optimizer):
         self.isa = _cpu.best_isa() if isa is None else isa
         if self.isa not in _cpu.supported_isas():
             raise ConfigError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(_cpu.supported_isas())}")
+        if state not in STATE_FORMATS:
+            raise ConfigError(f"state must be one of {', '.join(map(repr, STATE_FORMATS))}, got {state!r}")
+        self.state_precision = state
+        self.seed = seed
+        self.grad_scale = 1.0
+        """Factor of the gradients in the next step, which sets it back to 1; `clip_grad_norm_` leaves its factor here."""
         self.compute_weights = {} if compute_weights is None else compute_weights
-        self._allocate_state = empty_like_parameter if allocate_state is None else allocate_state
+        self._fp32_state = fp32_state
+        self._allocate_state = allocate_from_torch if allocate_state is None else allocate_state
         self._slots: dict[torch.Tensor, Slot] = {}
         defaults = {
             "lr": lr,
@@ -101,7 +125,7 @@ class CPUAdam(torch.optim.Optimizer):
 
         Args:
             optimizer: exactly ``torch.optim.Adam`` or ``torch.optim.AdamW``. Must not be stepped any more.
-            options: `num_threads`, `isa`, `allocate_state`, `compute_weights`.
+            options: the arguments of CPUAdam from `state` on.
 
         Raises:
             UnsupportedError: another class, or an option CPUAdam does not have.
@@ -124,7 +148,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     def forget_allocator(self) -> None:
         """Take memory for parameters that have no state yet from torch from now on: a run's memory is closed."""
-        self._allocate_state = empty_like_parameter
+        self._allocate_state = allocate_from_torch
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reserve its optimizer state. A group that is refused is not added."""
@@ -139,7 +163,7 @@ class CPUAdam(torch.optim.Optimizer):
             for index, parameter in enumerate(group["params"]):
                 check_parameter(parameter, parameter_name(group, index))
                 if parameter.requires_grad:
-                    slots[parameter] = Slot(parameter, self._allocate_state)
+                    slots[parameter] = self._make_slot(parameter)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -169,58 +193,58 @@ class CPUAdam(torch.optim.Optimizer):
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `step` itself keeps the scheduler's mark
 
+    def _make_slot(self, parameter: torch.Tensor) -> Slot:
+        precision = self.state_precision
+        small = parameter.numel() < _MIN_LOW_PRECISION or not is_dense(parameter)
+        if small or (precision == "8bit" and parameter in self._fp32_state):
+            precision = "fp32"
+        return Slot(parameter, precision, self._allocate_state)
+
     def _update(self) -> None:
         work = self._collect()
         steps, values = array("Q"), array("f", bytes(4 * len(work)))
-        for _, parameter, _, slot in work:
-            slot.bind(parameter, self.state[parameter])
-            steps.append(slot.step.data_ptr())
+        for _, _, update in work:
+            update.slot.bind(update.parameter, self.state[update.parameter])
+            steps.append(update.slot.step.data_ptr())
         _adam.advance(steps, values)
 
-        rows: dict[tuple[int, float], int] = {}
-        spans, scalars = array("Q"), array("f")
-        for (group_index, parameter, grad, slot), step in zip(work, values, strict=True):
-            row = rows.setdefault((group_index, step), len(rows))
-            if row * _adam.SCALAR_FIELDS == len(scalars):
-                scalars.extend(_scalars(self.param_groups[group_index], step))
-            compute = self.compute_weights.get(parameter) if self.compute_weights else None
-            spans.extend(
-                (
-                    parameter.data_ptr(),
-                    grad.data_ptr(),
-                    slot.momentum.data_ptr(),
-                    slot.variance.data_ptr(),
-                    0 if compute is None else compute.data_ptr(),
-                    slot.numel,
-                    row,
-                )
-            )
-        _adam.update(spans, scalars, self.num_threads, self.isa)
-        written = [parameter for _, parameter, _, _ in work]
-        written += [self.compute_weights[parameter] for parameter in written if parameter in self.compute_weights]
+        rows: dict[tuple[int, float], list[Update]] = {}
+        for (group_index, ordinal, update), step in zip(work, values, strict=True):
+            if update.slot.precision == "bf16":
+                update = update._replace(key=mix_key(self.seed, ordinal, int(step)))
+            rows.setdefault((group_index, step), []).append(update)
+        table = SpanTable()
+        for (group_index, step), updates in rows.items():
+            table.add(updates, _scalars(self.param_groups[group_index], step, self.grad_scale))
+        table.run(self.num_threads, self.isa)
+        self.grad_scale = 1.0
+        written = [update.parameter for _, _, update in work]
+        written += [update.compute for _, _, update in work if update.compute is not None]
         torch.autograd.graph.increment_version(written)
 
-    def _collect(self) -> list[tuple[int, torch.Tensor, torch.Tensor, Slot]]:
-        """Return group index, parameter, gradient and slot of all there is to update; refuses before any change."""
+    def _collect(self) -> list[tuple[int, int, Update]]:
+        """Return group, number and update of every parameter with a gradient; refuses before any change."""
         work = []
+        ordinal = -1
         for group_index, group in enumerate(self.param_groups):
             _check_options(group)
             for index, parameter in enumerate(group["params"]):
+                ordinal += 1
                 if parameter.grad is None:
                     continue
-                if parameter.dtype is not torch.float32 or not parameter.is_cpu:
+                if parameter.dtype not in WEIGHT_DTYPES or not parameter.is_cpu:
                     check_parameter(parameter, parameter_name(group, index))
                 slot = self._slots.get(parameter)
                 if slot is None:  # was frozen when its group was added
                     check_parameter(parameter, parameter_name(group, index))
-                    slot = self._slots[parameter] = Slot(parameter, self._allocate_state)
+                    slot = self._slots[parameter] = self._make_slot(parameter)
                 grad = parameter.grad
                 if not is_usable(grad, parameter):
                     grad = usable_gradient(parameter, parameter_name(group, index))
                 compute = self.compute_weights.get(parameter) if self.compute_weights else None
-                if compute is not None and not (compute.dtype is torch.bfloat16 and is_flat_like(compute, parameter)):
+                if compute is not None and not _fits(compute, parameter):
                     raise _unfit_compute_weights(compute, parameter, parameter_name(group, index))
-                work.append((group_index, parameter, grad, slot))
+                work.append((group_index, ordinal, Update(parameter, grad, slot, compute)))
         return work
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,19 +297,27 @@ class CPUAdam(torch.optim.Optimizer):
                     self.state.pop(parameter, None)
                     continue
                 if parameter not in self._slots:
-                    self._slots[parameter] = Slot(parameter, self._allocate_state)
-                # binding copies the saved tensors into our memory
-                state = {key: entry[key] for key in ("step", "exp_avg", "exp_avg_sq")}
-                self._slots[parameter].bind(parameter, state)
+                    self._slots[parameter] = self._make_slot(parameter)
+                state = dict(entry)
+                self._slots[parameter].bind(parameter, state)  # copies the saved tensors into our memory
                 self.state[parameter] = state
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: all but the allocator, which belongs to this process."""
-        own = ("num_threads", "isa", "compute_weights", "_slots")
+        own = (
+            "num_threads",
+            "isa",
+            "compute_weights",
+            "state_precision",
+            "seed",
+            "grad_scale",
+            "_fp32_state",
+            "_slots",
+        )
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in own},
-            "_allocate_state": empty_like_parameter,
+            "_allocate_state": allocate_from_torch,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -295,15 +327,21 @@ class CPUAdam(torch.optim.Optimizer):
             self.isa = _cpu.best_isa()
 
 
+def _fits(compute: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether the kernel can write `compute` beside `parameter`."""
+    is_half = compute.dtype in (torch.bfloat16, torch.float16)
+    return is_half and parameter.dtype is torch.float32 and is_flat_like(compute, parameter)
+
+
 def _unfit_compute_weights(compute: torch.Tensor, parameter: torch.Tensor, name: str) -> ConfigError:
     return ConfigError(
-        f"the compute weights of {name} must be bfloat16 on the host with shape {tuple(parameter.shape)} and strides "
+        f"the compute weights of {name} must be bfloat16 or float16 on the host with shape {tuple(parameter.shape)} and strides "
         f"{parameter.stride()}, got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and "
         f"strides {compute.stride()}"
     )
 
 
-def _scalars(group: Mapping[str, Any], step: float) -> AdamScalars:
+def _scalars(group: Mapping[str, Any], step: float, grad_scale: float) -> AdamScalars:
     return AdamScalars.at_step(
         step,
         lr=group["lr"],
@@ -311,6 +349,7 @@ def _scalars(group: Mapping[str, Any], step: float) -> AdamScalars:
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         decoupled=group["decoupled_weight_decay"],
+        grad_scale=grad_scale,
     )
 
 

@@ -1,28 +1,45 @@
 """Tensors that a kernel can walk as one flat span: dense host memory, all in the order of the parameter."""
 
+from collections.abc import Iterator
+
 import torch
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.optim.formats import GRAD_FORMATS
 from lightning_cxl.optim.host_tensors import is_dense
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+_PIECE = 1 << 16
+"""Elements of a weight with gaps that are updated at a time."""
 
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
     """Check that the kernel can update `parameter` in place.
 
     Raises:
-        ConfigError: not float32, or not on the host.
-        UnsupportedError: its elements do not fill one dense range of memory.
+        ConfigError: neither float32 nor bfloat16, or not on the host.
+        UnsupportedError: elements share memory with each other.
     """
-    if parameter.dtype is not torch.float32 or parameter.device.type != "cpu":
+    if parameter.dtype not in WEIGHT_DTYPES or parameter.device.type != "cpu":
         raise ConfigError(
-            f"CPUAdam updates float32 weights on the host; {name} is {parameter.dtype} on {parameter.device}. "
-            "Give it float32 master weights on the host and the low-precision ones as `compute_weights`"
+            f"CPUAdam updates float32 and bfloat16 weights on the host; {name} is {parameter.dtype} on "
+            f"{parameter.device}. Give it float32 master weights on the host and the others as `compute_weights`"
         )
-    if parameter.layout is not torch.strided or not is_dense(parameter):
+    if parameter.layout is not torch.strided or _overlaps(parameter):
         raise UnsupportedError(
-            f"{name} (shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}) is not one dense range of "
-            "memory: make it a parameter of its own with `.clone()`, or set `cpu_adam=False`"
+            f"elements of {name} (shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}) share memory: "
+            "make it a parameter of its own with `.clone()`, or set `cpu_adam=False`"
         )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may have the same address (an expanded tensor's do)."""
+    reach = 0  # how far the dimensions so far go, in elements
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def same_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -36,25 +53,32 @@ def same_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     )
 
 
-def laid_out_as(storage: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the memory of the dense `storage` as a tensor with the shape and strides of `parameter`."""
-    if storage.stride() == parameter.stride():
-        return storage
-    return storage.as_strided(parameter.shape, parameter.stride())
+def follows(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether the dense `tensor` is in the order of `parameter`; row-major where that has gaps."""
+    return same_layout(tensor, parameter) or (
+        tensor.shape == parameter.shape and tensor.is_contiguous() and not is_dense(parameter)
+    )
+
+
+def laid_out_as(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return dense memory as a tensor of `parameter`'s shape: its element order where that is dense, else row-major."""
+    if is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride())
+    return flat.as_strided((parameter.numel(),), (1,)).view(parameter.shape)
 
 
 def is_flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether `tensor` is on the host and its memory has the elements in the order of the dense `parameter`."""
-    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg() and same_layout(tensor, parameter)
+    """Return whether `tensor` is on the host and its memory has the elements in the order of `parameter`."""
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg() and follows(tensor, parameter)
 
 
 def is_usable(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether the kernel can read `grad` as it is."""
-    return grad.dtype is torch.float32 and is_flat_like(grad, parameter)
+    return grad.dtype in GRAD_FORMATS and is_flat_like(grad, parameter)
 
 
 def usable_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the gradient as dense float32 host memory in the order of `parameter`; a copy only where needed.
+    """Return the gradient as dense host memory in the order of `parameter`; a copy only where needed.
 
     Raises:
         UnsupportedError: it is sparse.
@@ -71,4 +95,18 @@ def usable_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
         raise ConfigError(f"the gradient of {name} is on {grad.device}: copy it to the host before the step")
     if is_usable(grad, parameter):
         return grad
-    return torch.empty_like(parameter).copy_(grad)
+    dtype = grad.dtype if grad.dtype in GRAD_FORMATS else torch.float32
+    return laid_out_as(torch.empty(parameter.numel(), dtype=dtype), parameter).copy_(grad)
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut a tensor into views of at most 65,536 elements, in row-major order: equal shapes are cut equally."""
+    if tensor.numel() <= _PIECE:
+        yield tensor
+        return
+    inner = tensor.numel() // tensor.shape[0]
+    if inner <= _PIECE:
+        yield from tensor.split(_PIECE // inner)
+        return
+    for part in tensor.unbind():
+        yield from pieces(part)

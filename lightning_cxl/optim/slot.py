@@ -1,78 +1,117 @@
-"""`Slot`: step count, momentum and variance of one parameter, in memory that stays where it was placed."""
+"""`Slot`: all that the optimizer keeps of one parameter, in memory that stays where it was placed."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.optim.layout import check_parameter, laid_out_as, same_layout
+from lightning_cxl.optim.blockwise import dynamic_map
+from lightning_cxl.optim.formats import StatePrecision, join, split
+from lightning_cxl.optim.layout import check_parameter, follows, laid_out_as
+from lightning_cxl.optim.moment import AllocateState, Moment
 from lightning_cxl.tiers.placement import TensorRole
 
-AllocateState = Callable[[torch.Tensor, TensorRole], torch.Tensor]
-"""Returns a dense float32 host tensor of a parameter's shape, contents undefined, for MOMENTUM or VARIANCE."""
-
-
-def empty_like_parameter(parameter: torch.Tensor, role: TensorRole) -> torch.Tensor:
-    """Return memory from torch's own allocator, whatever the role."""
-    return torch.empty_like(parameter, requires_grad=False, memory_format=torch.preserve_format)
+REMAINDER = "remainder"
+"""Key of what bfloat16 weights lack of float32 master weights, int16; see `formats.split`."""
 
 
 class Slot:
-    """Adam's state of one parameter.
+    """Step count, momentum, variance and, of a bfloat16 parameter, the remainder of its master weights.
 
     Args:
-        parameter: dense, float32, on the host.
+        parameter: float32 or bfloat16, on the host.
+        precision: of momentum and variance.
         allocate: gives the memory, which is held from now on.
     """
 
-    __slots__ = ("momentum", "numel", "step", "variance")
+    __slots__ = ("momentum", "numel", "precision", "remainder", "step", "variance")
 
-    def __init__(self, parameter: torch.Tensor, allocate: AllocateState) -> None:
+    def __init__(self, parameter: torch.Tensor, precision: StatePrecision, allocate: AllocateState) -> None:
         self.numel = parameter.numel()
+        self.precision = precision
         self.step = torch.zeros((), dtype=torch.float32)
-        self.momentum = _reserve(parameter, TensorRole.MOMENTUM, allocate)
-        self.variance = _reserve(parameter, TensorRole.VARIANCE, allocate)
+        self.momentum = Moment(parameter, TensorRole.MOMENTUM, precision, allocate)
+        self.variance = Moment(parameter, TensorRole.VARIANCE, precision, allocate)
+        self.remainder: torch.Tensor | None = None
+        if parameter.dtype is torch.bfloat16:
+            memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, self.numel)
+            self.remainder = laid_out_as(memory, parameter)
 
     def bind(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Make ``optimizer.state[parameter]`` refer to this memory, with torch's keys.
+        """Make ``optimizer.state[parameter]`` refer to this memory.
 
-        An empty `state` starts at zero. A tensor that someone else put there is copied in and replaced by ours.
+        The keys are torch's (``exp_avg``, ``exp_avg_sq``), with 8-bit state bitsandbytes' (``state1``, ``absmax1``,
+        ``qmap1``, ...), so that torch does not take codes for numbers. An empty `state` starts at zero. A tensor that
+        someone else put there is copied in and replaced by ours.
 
         Raises:
             ConfigError: the parameter has meanwhile got another shape.
-            UnsupportedError: the parameter is no longer dense.
+            UnsupportedError: elements of the parameter share memory now.
         """
-        if self.momentum.stride() != parameter.stride() and not same_layout(self.momentum, parameter):
+        if self.momentum.values.stride() != parameter.stride() and not follows(self.momentum.values, parameter):
             self._follow_layout(parameter, state)
         if not state:
             self.step.zero_()
-            state.update(step=self.step, exp_avg=self.momentum.zero_(), exp_avg_sq=self.variance.zero_())
+            self.momentum.zero_()
+            self.variance.zero_()
+            if self.remainder is not None:
+                self.remainder.zero_()
+        elif any(state.get(key) is not value for key, value in self._varying()):
+            self._take(parameter, state)
+        else:
+            return
+        state.clear()
+        state.update(self._varying())
+        if self.precision == "8bit":
+            state.update(qmap1=dynamic_map(False), qmap2=dynamic_map(True))
+
+    def _varying(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the entries of the state that steps change."""
+        entries = [("step", self.step)]
+        if self.momentum.scales is not None and self.variance.scales is not None:
+            entries += [("state1", self.momentum.values), ("state2", self.variance.values)]
+            entries += [("absmax1", self.momentum.scales), ("absmax2", self.variance.scales)]
+        else:
+            entries += [("exp_avg", self.momentum.values), ("exp_avg_sq", self.variance.values)]
+        if self.remainder is not None:
+            entries.append((REMAINDER, self.remainder))
+        return entries
+
+    def _take(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Copy another state in, of any precision; see `state.check_moments` for what it may look like."""
         if state["step"] is not self.step:
-            state["step"] = self.step.fill_(float(state["step"]))
-        if state["exp_avg"] is not self.momentum:
-            state["exp_avg"] = self.momentum.copy_(state["exp_avg"])
-        if state["exp_avg_sq"] is not self.variance:
-            state["exp_avg_sq"] = self.variance.copy_(state["exp_avg_sq"])
+            self.step.fill_(float(state["step"]))
+        for moment, plain, coded, scales in (
+            (self.momentum, "exp_avg", "state1", "absmax1"),
+            (self.variance, "exp_avg_sq", "state2", "absmax2"),
+        ):
+            values = state[plain] if plain in state else state[coded]
+            if values is not moment.values:
+                moment.load(values, state[scales] if values.dtype is torch.uint8 else None)
+        saved = state.get(REMAINDER)
+        if self.remainder is None:
+            if saved is not None:  # of split weights: these are float32 masters of the same compute weights
+                parameter.copy_(join(split(parameter.detach())[0], saved))
+        elif saved is None:
+            self.remainder.zero_()
+        elif saved is not self.remainder:
+            self.remainder.copy_(saved)
 
     def _follow_layout(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Put the elements in the parameter's new order: the model's memory format has changed."""
-        if self.momentum.shape != parameter.shape:
+        if self.momentum.values.shape != parameter.shape:
             raise ConfigError(
-                f"a parameter had shape {tuple(self.momentum.shape)} when the optimizer was made and has "
+                f"a parameter had shape {tuple(self.momentum.values.shape)} when the optimizer was made and has "
                 f"{tuple(parameter.shape)} now: make a new optimizer after resizing a model"
             )
         check_parameter(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-        for name, key in (("momentum", "exp_avg"), ("variance", "exp_avg_sq")):
-            old: torch.Tensor = getattr(self, name)
-            new = laid_out_as(old, parameter)
-            new.copy_(old.clone())
+        before = self._varying()
+        self.momentum.follow(parameter)
+        self.variance.follow(parameter)
+        if self.remainder is not None:
+            new = laid_out_as(self.remainder, parameter)
+            self.remainder = new.copy_(self.remainder.clone())
+        for (key, old), (_, new) in zip(before, self._varying(), strict=True):
             if state.get(key) is old:
                 state[key] = new
-            setattr(self, name, new)
-
-
-def _reserve(parameter: torch.Tensor, role: TensorRole, allocate: AllocateState) -> torch.Tensor:
-    memory = allocate(parameter, role)
-    assert memory.dtype is torch.float32 and memory.shape == parameter.shape and memory.device.type == "cpu"
-    return laid_out_as(memory, parameter)

@@ -6,8 +6,12 @@ from typing import Any
 import torch
 
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.optim.blockwise import num_blocks
+from lightning_cxl.optim.moment import check_map
+from lightning_cxl.optim.slot import REMAINDER
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_CODED = ("state1", "state2")  # bitsandbytes
 
 
 def parameter_name(group: Mapping[str, Any], index: int) -> str:
@@ -82,25 +86,38 @@ def _some(names: Iterable[str]) -> str:
 
 
 def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
-    """Check that `entry` is an Adam state that fits `parameter`.
+    """Check that `entry` is an Adam state that fits `parameter`: torch's, bitsandbytes' or ours, of any precision.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape; names the parameter.
     """
-    missing = [key for key in ("step", *_MOMENTS) if key not in entry]
+    keys = _CODED if "state1" in entry else _MOMENTS
+    missing = [key for key in ("step", *keys) if key not in entry]
     if missing:
         raise CheckpointError(
             f"the saved state of {name} has no {', '.join(missing)} (only {', '.join(map(str, entry)) or 'nothing'}): "
             "only the state of Adam or AdamW can be loaded"
         )
-    for key in _MOMENTS:
-        value = entry[key]
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise CheckpointError(
-                f"the saved {key} of {name} has shape {found}, the parameter has {tuple(parameter.shape)}: "
-                "the checkpoint is of another model"
-            )
+    for key in [*keys, *({REMAINDER} & entry.keys())]:
+        _check_tensor(name, key, entry[key], tuple(parameter.shape))
+    if keys is _CODED:
+        for key, scales, qmap, unsigned in (
+            ("state1", "absmax1", "qmap1", False),
+            ("state2", "absmax2", "qmap2", True),
+        ):
+            if entry[key].dtype is not torch.uint8:
+                continue  # bitsandbytes keeps small parameters in float32 under the same names
+            _check_tensor(name, scales, entry.get(scales), (num_blocks(parameter.numel()),))
+            check_map(entry.get(qmap), name, unsigned=unsigned)
     step = entry["step"]
     if isinstance(step, torch.Tensor) and step.numel() != 1:
         raise CheckpointError(f"the saved step of {name} has shape {tuple(step.shape)}, it must be one number")
+
+
+def _check_tensor(name: str, key: str, value: object, shape: tuple[int, ...]) -> None:
+    found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    if found != shape:
+        raise CheckpointError(
+            f"the saved {key} of {name} has shape {found}, it must have {shape} for this parameter: "
+            "the checkpoint is of another model"
+        )

@@ -1,0 +1,107 @@
+"""`Moment`: momentum or variance of one parameter, in float32, bfloat16 or 8 bit, in memory that stays where it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_cxl import _adam, _cpu
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.optim.blockwise import dynamic_map, num_blocks
+from lightning_cxl.optim.formats import StatePrecision
+from lightning_cxl.optim.layout import laid_out_as
+from lightning_cxl.tiers.placement import TensorRole
+
+AllocateState = Callable[[torch.Tensor, TensorRole, torch.dtype, int], torch.Tensor]
+"""Returns a 1-D host tensor for a parameter's optimizer state: of that role, dtype and number of elements."""
+
+_DTYPES: dict[StatePrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+
+
+def allocate_from_torch(parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Return memory from torch's own allocator, whatever the parameter and role."""
+    return torch.empty(numel, dtype=dtype)
+
+
+class Moment:
+    """One of Adam's two moments of one parameter.
+
+    Args:
+        parameter: whose element order in memory it follows.
+        role: MOMENTUM or VARIANCE.
+        precision: how it is kept; 8 bit has a code per element and a float32 scale per block of 256 in memory order.
+        allocate: gives the memory, which is held from now on.
+    """
+
+    __slots__ = ("flat", "scales", "unsigned", "values")
+
+    def __init__(
+        self, parameter: torch.Tensor, role: TensorRole, precision: StatePrecision, allocate: AllocateState
+    ) -> None:
+        numel = parameter.numel()
+        self.unsigned = role is TensorRole.VARIANCE
+        self.flat = allocate(parameter, role, _DTYPES[precision], numel)
+        self.scales = None
+        if precision == "8bit":
+            self.scales = allocate(parameter, role, torch.float32, num_blocks(numel))
+        self.values = laid_out_as(self.flat, parameter)
+
+    def zero_(self) -> None:
+        """Set every element to zero."""
+        self.flat.fill_(127 if self.scales is not None and not self.unsigned else 0)
+        if self.scales is not None:
+            self.scales.zero_()
+
+    def load(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        """Take over `values` of the parameter's shape, any element order.
+
+        Args:
+            values: floating point, or uint8 codes with `scales`.
+            scales: one per block, in the memory order of `values`.
+        """
+        own = self.scales
+        if own is not None and scales is not None and values.stride() == self.values.stride():
+            self.values.copy_(values)
+            own.copy_(scales)
+            return
+        plain = values if scales is None else decode(values, scales, unsigned=self.unsigned)
+        if own is None:
+            self.values.copy_(plain)
+            return
+        ordered = torch.empty_strided(self.values.shape, self.values.stride(), dtype=torch.float32).copy_(plain)
+        _adam.quantize(_numpy(_flat(ordered)), _numpy(self.flat), _numpy(own), self.unsigned, _cpu.best_isa())
+
+    def follow(self, parameter: torch.Tensor) -> None:
+        """Put the elements in the parameter's new order in memory."""
+        old = self.values
+        old_values = old.clone() if self.scales is None else decode(old, self.scales, unsigned=self.unsigned)
+        self.values = laid_out_as(self.flat, parameter)
+        self.load(old_values)
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, *, unsigned: bool) -> torch.Tensor:
+    """Return the float32 values of dense 8-bit `codes`, in the same element order."""
+    values = torch.empty_strided(codes.shape, codes.stride(), dtype=torch.float32)
+    _adam.dequantize(
+        _numpy(_flat(codes)), _numpy(scales.float().contiguous()), _numpy(_flat(values)), unsigned, _cpu.best_isa()
+    )
+    return values
+
+
+def check_map(qmap: torch.Tensor | None, name: str, *, unsigned: bool) -> None:
+    """Refuse 8-bit codes with another map than the dynamic one.
+
+    Raises:
+        CheckpointError: names the parameter.
+    """
+    if qmap is not None and not torch.allclose(qmap.float().cpu(), dynamic_map(unsigned), rtol=1e-5, atol=1e-12):
+        raise CheckpointError(f"the saved 8-bit state of {name} uses another map than bitsandbytes' dynamic one")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor as one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _numpy(tensor: torch.Tensor) -> Any:
+    return tensor.detach().numpy()

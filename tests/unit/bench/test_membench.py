@@ -1,0 +1,163 @@
+"""The memory loops touch every byte exactly once, on every instruction set and with any number of threads."""
+
+import re
+import shutil
+import subprocess
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cxl import _cpu, _membench
+
+ISAS = _cpu.supported_isas()
+CHUNK = 262144
+SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 511, 512, 513, 1000, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77]
+PATTERN = 0x8123_4567_89AB_CDEF
+MARGIN = 64
+
+isas = st.sampled_from(ISAS)
+threads = st.integers(1, 5)
+
+
+class Memory:
+    """Random bytes with a margin on both sides; `shift` moves the stream off its cache line."""
+
+    def __init__(self, nbytes: int, seed: int, shift: int = 0) -> None:
+        room = np.random.default_rng(seed).integers(0, 256, nbytes + 3 * MARGIN, dtype=np.uint8)
+        self.start = -room.ctypes.data % MARGIN + MARGIN + shift
+        self.nbytes = nbytes
+        self.room, self.before = room, room.copy()
+
+    @property
+    def bytes(self) -> np.ndarray:
+        return self.room[self.start : self.start + self.nbytes]
+
+    def row(self, group: int, access: int) -> tuple[int, int, int, int]:
+        return group, self.room.ctypes.data + self.start, self.nbytes, access
+
+    def expected(self, access: int) -> np.ndarray:
+        """The whole room afterwards."""
+        result = self.before.copy()
+        inside = result[self.start : self.start + self.nbytes]
+        pattern = np.resize(np.frombuffer(PATTERN.to_bytes(8, "little"), dtype=np.uint8), self.nbytes)
+        if access == _membench.UPDATE:
+            inside ^= pattern
+        elif access != _membench.READ:
+            inside[:] = pattern
+        return result
+
+    def words(self) -> int:
+        """The OR of all words, the last one filled up with zeros."""
+        padded = np.zeros(-(-self.nbytes // 8) * 8, dtype=np.uint8)
+        padded[: self.nbytes] = self.before[self.start : self.start + self.nbytes]
+        return int(np.bitwise_or.reduce(padded.view(np.uint64), initial=0))
+
+
+def sweep(rows, num_threads=2, isa=ISAS[-1], pattern=PATTERN) -> int:
+    return _membench.sweep(array("Q", [number for row in rows for number in row]), num_threads, isa, pattern)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("access", [_membench.READ, _membench.UPDATE, _membench.WRITE, _membench.WRITE_PAST_CACHE])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_every_byte_of_a_stream_is_touched_once_and_no_other(nbytes, access, isa):
+    memory = Memory(nbytes, nbytes)
+    found = sweep([memory.row(0, access)], isa=isa)
+    assert np.array_equal(memory.room, memory.expected(access))
+    assert found == (memory.words() if access == _membench.READ else 0)
+
+
+accesses = st.sampled_from([_membench.READ, _membench.UPDATE, _membench.WRITE])
+groups = st.lists(
+    st.lists(st.tuples(st.integers(0, 70) | st.integers(0, 700_000), accesses), min_size=1, max_size=6),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups=groups, seed=st.integers(0, 2**31), shift=st.integers(0, 63), num_threads=threads, isa=isas)
+def test_streams_of_different_lengths_in_several_groups(groups, seed, shift, num_threads, isa):
+    plan = [(group, *stream) for group, streams in enumerate(groups) for stream in streams]
+    memories = [Memory(nbytes, seed + index, shift) for index, (_, nbytes, _) in enumerate(plan)]
+    rows = [memory.row(group, access) for memory, (group, _, access) in zip(memories, plan, strict=True)]
+    found = sweep(rows, num_threads, isa)
+    wanted = 0
+    for memory, (_, _, access) in zip(memories, plan, strict=True):
+        assert np.array_equal(memory.room, memory.expected(access))
+        wanted |= memory.words() if access == _membench.READ else 0
+    assert found == wanted
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.integers(1, 1000) | st.integers(1, 700_000), st.integers(0, 63), threads, isas)
+def test_a_single_bit_anywhere_is_read(data, nbytes, shift, num_threads, isa):
+    """Random bytes would hide a hole: their OR is all ones."""
+    position, bit = data.draw(st.integers(0, nbytes - 1)), data.draw(st.integers(0, 7))
+    room = np.zeros(nbytes + shift, dtype=np.uint8)
+    room[shift + position] = 1 << bit
+    found = sweep([(0, room.ctypes.data + shift, nbytes, _membench.READ)], num_threads, isa)
+    assert found == 1 << (8 * (position % 8) + bit)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_an_update_with_nothing_leaves_everything_as_it_is(isa):
+    memory = Memory(700_001, 1)
+    assert sweep([memory.row(0, _membench.UPDATE)], isa=isa, pattern=0) == 0
+    assert np.array_equal(memory.room, memory.before)
+
+
+def test_sixteen_streams_fit_into_a_group_and_any_number_into_a_table():
+    memories = [Memory(1000, index) for index in range(100)]
+    sweep([memory.row(index // 16, _membench.UPDATE) for index, memory in enumerate(memories)])
+    assert all(np.array_equal(memory.room, memory.expected(_membench.UPDATE)) for memory in memories)
+    assert _membench.MAX_GROUP_STREAMS == 16
+    with pytest.raises(ValueError, match="group 0 has more than 16 streams"):
+        sweep([memory.row(0, _membench.UPDATE) for memory in memories[:17]])
+    assert sweep([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_threads", "isa", "message"),
+    [
+        ([(0, 64, 64)], 1, "baseline", "must have 4 numbers per stream, got 3"),
+        ([(0, 64, 64, 0)], 0, "baseline", "num_threads must be at least 1, got 0"),
+        ([(0, 64, 64, 0)], 1, "sse9", "isa 'sse9' cannot be used: this CPU supports baseline"),
+        ([(1, 64, 64, 0), (0, 64, 64, 0)], 1, "baseline", "stream 1 of group 0 follows one of group 1"),
+        ([(0, 0, 64, 0)], 1, "baseline", "stream 0 of 64 bytes has a null address"),
+        ([(0, 64, 64, 4)], 1, "baseline", "stream 0 has the access 4"),
+        ([(0, 65, 64, 3)], 1, "baseline", "its address must be a multiple of 64"),
+    ],
+)
+def test_bad_tables_are_refused(rows, num_threads, isa, message):
+    with pytest.raises(ValueError, match=message):
+        sweep(rows, num_threads, isa)
+
+
+@pytest.mark.slow
+def test_more_bytes_than_32_bits_can_count():
+    """Memory that was never written is one page of zeros, many times: this takes next to no memory."""
+    room = np.zeros(2**32 + 1000, dtype=np.uint8)
+    room[-1] = 0x80
+    found = [sweep([(0, room.ctypes.data, room.nbytes, _membench.READ)], isa=isa) for isa in ISAS]
+    assert found == [0x80 << 56] * len(ISAS)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_no_wide_instruction_outside_the_functions_for_that_isa():
+    """An AVX instruction in common code would stop older CPUs with SIGILL."""
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", _membench.__file__], capture_output=True, text=True, check=True
+    ).stdout
+    function, offenders, kernels = "", set(), set()
+    for line in listing.splitlines():
+        if header := re.fullmatch(r"[0-9a-f]+ <(.+)>:", line):
+            function = header[1]
+        elif re.search(r"\t\s*v[a-z0-9]+\s|%[yz]mm|%k[0-7]", line):
+            (kernels if re.search(r"mem_\w+_avx(2|512)", function) else offenders).add(function)
+    if not kernels:
+        pytest.skip("the extension was stripped of its symbols")
+    assert not offenders
