@@ -12,9 +12,9 @@ from lightning_cxl import _adam, _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision, mix_key
 from lightning_cxl.optim.host_tensors import is_dense
+from lightning_cxl.optim.hyper import check_options, check_ranges, scalars_of
 from lightning_cxl.optim.layout import WEIGHT_DTYPES, check_parameter, is_flat_like, is_usable, usable_gradient
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
-from lightning_cxl.optim.reference import AdamScalars
 from lightning_cxl.optim.slot import Slot
 from lightning_cxl.optim.spans import SpanTable, Update
 from lightning_cxl.optim.state import check_moments, match_groups, parameter_name
@@ -36,10 +36,10 @@ class CPUAdam(torch.optim.Optimizer):
     """Adam or AdamW over host parameters, float32 or bfloat16, in one pass over memory.
 
     Hyper-parameters, state and state dict are those of ``torch.optim.Adam``, and checkpoints go both ways. In float32,
-    momentum and variance equal torch's bit for bit, the weights up to torch's rounding of ``sqrt`` (`optim/reference.py`).
-    Of a bfloat16 parameter, state also holds the lower half of float32 master weights, of which the parameter is the
-    upper half: training equals that of float32 masters bit for bit. Hyper-parameters are read from the groups at every
-    step.
+    momentum and variance equal torch's bit for bit, the weights up to torch's rounding of ``sqrt`` (see
+    `optim/reference.py`). Of a bfloat16 parameter, state also holds the lower half of float32 master weights, of which
+    the parameter is the upper half: training equals that of float32 masters bit for bit. Hyper-parameters are read from
+    the groups at every step.
 
     Args:
         params: as for any torch optimizer; on the host. Gradients may be float32, bfloat16 or float16.
@@ -48,9 +48,9 @@ class CPUAdam(torch.optim.Optimizer):
         eps: added to the denominator.
         weight_decay: factor of the weight decay.
         decoupled: True for AdamW, False for Adam with the decay added to the gradient.
-        state: how momentum and variance are kept: ``"fp32"``; ``"bf16"``, stochastically rounded; or ``"8bit"``, blockwise
-            in the format of bitsandbytes. Parameters under 4,096 elements, or with gaps in memory, keep float32.
-        fp32_state: parameters whose state stays float32 with ``state="8bit"``, such as embeddings. Read when a parameter is
+        state: how momentum and variance are kept: ``"fp32"``; ``"bf16"``, stochastically rounded; or ``"8bit"``,
+            blockwise in the format of bitsandbytes. Parameters under 4,096 elements, or with gaps in memory: float32.
+        fp32_state: parameters whose state stays float32 with ``state="8bit"``, such as embeddings. Read when one is
             added.
         seed: of the stochastic rounding; the result depends on it, the order of parameters and the step only.
         num_threads: None for what the process may use (CPU set, cgroup quota, ``OMP_NUM_THREADS``).
@@ -58,8 +58,8 @@ class CPUAdam(torch.optim.Optimizer):
         allocate_state: makes the 1-D tensor for the role MOMENTUM, VARIANCE or MASTER_WEIGHTS (the lower halves); its
             contents do not matter. Called at construction, so that a full tier shows before training, for every
             parameter that requires a gradient. None: ``torch.empty``.
-        compute_weights: for float32 parameters: bfloat16 or float16 host tensors, shaped and laid out as these, that get
-            the new weights in the same pass, rounded to nearest. Read at every step: entries may be added later.
+        compute_weights: for float32 parameters: bfloat16 or float16 host tensors, shaped and laid out as these, that
+            get the new weights in the same pass, rounded to nearest. Read at every step: entries may be added later.
 
     Raises:
         ConfigError: a hyper-parameter out of range, a parameter that is not float32 or bfloat16 on the host.
@@ -94,7 +94,7 @@ class CPUAdam(torch.optim.Optimizer):
         self.state_precision = state
         self.seed = seed
         self.grad_scale = 1.0
-        """Factor of the gradients in the next step, which sets it back to 1; `clip_grad_norm_` leaves its factor here."""
+        """Factor of the gradients in the next step, which sets it back to 1."""
         self.compute_weights = {} if compute_weights is None else compute_weights
         self._fp32_state = fp32_state
         self._allocate_state = allocate_from_torch if allocate_state is None else allocate_state
@@ -155,8 +155,8 @@ class CPUAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_options(group)
-            _check_ranges(group)
+            check_options(group)
+            check_ranges(group)
             if len(set(group["params"])) != len(group["params"]):
                 raise ConfigError("a parameter is twice in the same group: it would be updated twice in each step")
             slots = {}
@@ -215,7 +215,7 @@ class CPUAdam(torch.optim.Optimizer):
             rows.setdefault((group_index, step), []).append(update)
         table = SpanTable()
         for (group_index, step), updates in rows.items():
-            table.add(updates, _scalars(self.param_groups[group_index], step, self.grad_scale))
+            table.add(updates, scalars_of(self.param_groups[group_index], step, self.grad_scale))
         table.run(self.num_threads, self.isa)
         self.grad_scale = 1.0
         written = [update.parameter for _, _, update in work]
@@ -227,7 +227,7 @@ class CPUAdam(torch.optim.Optimizer):
         work = []
         ordinal = -1
         for group_index, group in enumerate(self.param_groups):
-            _check_options(group)
+            check_options(group)
             for index, parameter in enumerate(group["params"]):
                 ordinal += 1
                 if parameter.grad is None:
@@ -268,7 +268,7 @@ class CPUAdam(torch.optim.Optimizer):
             )
         matched = match_groups(self.param_groups, state_dict["param_groups"])
         for saved, _ in matched:
-            _check_options(saved)
+            check_options(saved)
         self._load_moments(
             [(g, ids) for g, (_, ids) in zip(self.param_groups, matched, strict=True)], state_dict["state"]
         )
@@ -304,19 +304,10 @@ class CPUAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: all but the allocator, which belongs to this process."""
-        own = (
-            "num_threads",
-            "isa",
-            "compute_weights",
-            "state_precision",
-            "seed",
-            "grad_scale",
-            "_fp32_state",
-            "_slots",
-        )
+        own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "grad_scale", "_fp32_state")
         return {
             **super().__getstate__(),
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in (*own, "_slots")},
             "_allocate_state": allocate_from_torch,
         }
 
@@ -335,39 +326,7 @@ def _fits(compute: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 def _unfit_compute_weights(compute: torch.Tensor, parameter: torch.Tensor, name: str) -> ConfigError:
     return ConfigError(
-        f"the compute weights of {name} must be bfloat16 or float16 on the host with shape {tuple(parameter.shape)} and strides "
-        f"{parameter.stride()}, got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and "
+        f"the compute weights of {name} must be bfloat16 or float16 on the host with shape {tuple(parameter.shape)} "
+        f"and strides {parameter.stride()}, got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and "
         f"strides {compute.stride()}"
     )
-
-
-def _scalars(group: Mapping[str, Any], step: float, grad_scale: float) -> AdamScalars:
-    return AdamScalars.at_step(
-        step,
-        lr=group["lr"],
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group["decoupled_weight_decay"],
-        grad_scale=grad_scale,
-    )
-
-
-def _check_options(group: Mapping[str, Any]) -> None:
-    """Refuse torch's options that the kernel does not have."""
-    for option in ("amsgrad", "maximize", "capturable", "differentiable"):
-        if group.get(option):
-            raise UnsupportedError(
-                f"CPUAdam has no `{option}`: set `{option}=False`, or `cpu_adam=False` to run torch's optimizer itself"
-            )
-
-
-def _check_ranges(group: Mapping[str, Any]) -> None:
-    """Refuse hyper-parameters that torch refuses too."""
-    for name in ("lr", "eps", "weight_decay"):
-        value = group[name]
-        if (isinstance(value, torch.Tensor) and value.numel() != 1) or not float(value) >= 0.0:
-            raise ConfigError(f"`{name}` must be one number, at least 0, got {value}")
-    betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise ConfigError(f"`betas` must be two numbers in [0, 1), got {betas}")

@@ -42,8 +42,8 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def join(compute_weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
     """Return the float32 master weights that `split` took apart, bit for bit (a NaN becomes a quiet one).
 
-    A compute weight that someone else has changed keeps its remainder, which is less than a rounding error of it; beside
-    a zero, only a remainder that can belong to it counts.
+    A compute weight that someone else has changed keeps its remainder, which is less than a rounding error of it;
+    beside a zero, only a remainder that can belong to it counts.
     """
     upper, lower = compute_weights.view(torch.int16).long() & _LOW, remainders.long() & _LOW
     magnitude = upper & 0x7FFF

@@ -106,7 +106,7 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     inner = tensor.numel() // tensor.shape[0]
     if inner <= _PIECE:
-        yield from tensor.split(_PIECE // inner)
+        yield from tensor.split(_PIECE // inner)  # type: ignore[no-untyped-call]
         return
     for part in tensor.unbind():
         yield from pieces(part)

@@ -94,7 +94,7 @@ def adam_update(
         momentum: float32, bfloat16, or uint8 with `scales`; same shape. INOUT.
         variance: likewise. INOUT.
         scalars: of this step; each is rounded to float32 first.
-        compute_weights: bfloat16 or float16, same shape; gets the new weights, bfloat16 ones rounded as in `split`. OUT.
+        compute_weights: bfloat16 or float16, same shape; gets the new weights, bfloat16 rounded as in `split`. OUT.
         remainders: int16, what `weights` lacks of float32 master weights. INOUT.
         scales: of 8-bit state. INOUT.
         key: of the stochastic rounding of bfloat16 state; element i in memory uses random number i.
