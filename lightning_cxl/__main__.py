@@ -1,4 +1,4 @@
-"""``python -m lightning_cxl``: the main job's commands, and ``env``."""
+"""``python -m lightning_cxl``: the main job's commands, ``env`` and ``bench``."""
 
 import argparse
 import sys
@@ -11,6 +11,8 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["env"]:
             _env(sys.argv[2:])
+        elif sys.argv[1:2] == ["bench"]:
+            _bench(sys.argv[2:])
         else:
             from lightning_cxl.cli import main as finetune  # imports torch and transformers: not for `env --help`
 
@@ -26,6 +28,16 @@ def _env(arguments: list[str]) -> None:
     from lightning_cxl.planner.environment import environment_report, format_environment
 
     print(format_environment(environment_report()))
+
+
+def _bench(arguments: list[str]) -> None:
+    """Measure kernels on this machine against what its memory allows and against others' code."""
+    parser = argparse.ArgumentParser("python -m lightning_cxl bench", description=_bench.__doc__)
+    parser.add_argument("name", choices=["adam"], help="`bench adam --help` shows its options")
+    parser.parse_args(arguments[:1])
+    from lightning_cxl.bench.adam import main as adam
+
+    adam(arguments[1:])
 
 
 if __name__ == "__main__":

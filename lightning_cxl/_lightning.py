@@ -53,6 +53,15 @@ def loaded_packages() -> tuple[str, ...]:
     return tuple(sorted((name for name, root in loaded.items() if root in sys.modules), key=PACKAGE.__ne__))
 
 
+def overridden(trainer: "Trainer", *names: str) -> set[str]:
+    """Return those of the named hooks that the module or a callback of the user has its own version of."""
+    module = type(trainer.lightning_module)
+    own = {name for name in names if getattr(module, name, None) is not getattr(LightningModule, name, None)}
+    for callback in getattr(trainer, "callbacks", []):
+        own |= {n for n in names if hasattr(Callback, n) and getattr(type(callback), n) is not getattr(Callback, n)}
+    return own
+
+
 __all__ = [
     "PACKAGE",
     "Accelerator",
@@ -73,5 +82,6 @@ __all__ = [
     "TorchCheckpointIO",
     "Trainer",
     "loaded_packages",
+    "overridden",
     "seed_everything",
 ]

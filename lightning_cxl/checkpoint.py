@@ -16,7 +16,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.optim.formats import split
 from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.optim.slot import REMAINDER
 
 KEY = "lightning_cxl"
 
@@ -106,20 +108,32 @@ def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: li
     return {**state, "param_groups": groups}
 
 
-def restore_masters(saved: Mapping[str, torch.Tensor] | None, masters: MasterWeights) -> None:
-    """Bring separate master weights back from a checkpoint, or take the loaded compute weights where it has none."""
+def restore_masters(
+    saved: Mapping[str, torch.Tensor] | None, masters: MasterWeights, optimizers: Iterable[Optimizer]
+) -> None:
+    """Bring master weights back from a checkpoint, or take the loaded compute weights where it has none.
+
+    Float32 masters of a checkpoint also become split ones; split ones are in the optimizer's state and load with it.
+    """
     masters.absorb_changes()
-    for name, master in masters.named_masters().items():
-        value = (saved or {}).get(name)
+    states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
+    for host in masters:
+        value = (saved or {}).get(host.name)
         if value is None:
             continue
-        if value.shape != master.shape:
+        if value.shape != host.master.shape:
             raise CheckpointError(
-                f"the checkpoint's master weight `{name}` has shape {tuple(value.shape)}, "
-                f"the model's {tuple(master.shape)}"
+                f"the checkpoint's master weight `{host.name}` has shape {tuple(value.shape)}, "
+                f"the model's {tuple(host.master.shape)}"
             )
         with torch.no_grad():
-            master.copy_(value)
+            remainder = states.get(id(host.master), {}).get(REMAINDER)
+            if remainder is not None:
+                upper, lower = split(value.float().contiguous())
+                host.master.copy_(upper)
+                remainder.copy_(lower)
+            elif not host.is_shared:
+                host.master.copy_(value)
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -35,6 +35,19 @@ class OffloadConfig:
     class names."""
     cpu_adam: bool = True
     """Replace ``torch.optim.Adam`` and ``AdamW`` by the compiled `CPUAdam`."""
+    state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How `CPUAdam` keeps momentum and variance: 8, 4 or about 2 bytes per parameter. ``"8bit"`` leaves embeddings and
+    norms in float32; all but ``"fp32"`` do so with parameters under 4,096 elements."""
+    master: Literal["split", "fp32"] = "split"
+    """How `CPUAdam` keeps the master weights of bfloat16 weights: as their lower 16 bits (2 bytes per parameter), or as
+    float32 copies (4). Both train the same, bit for bit."""
+    accumulate: Literal["fp32", "bf16"] = "fp32"
+    """In which precision bfloat16 gradients of several micro-batches are added up for `CPUAdam`; ``"bf16"`` rounds
+    stochastically and saves 2 bytes per parameter."""
+    on_overflow: Literal["skip", "error", "ignore"] = "skip"
+    """When a gradient is infinite or not a number: leave the step out and warn, refuse, or do not look."""
+    max_overflows: int = 20
+    """Steps left out in a row after which the run stops. A loss scaler needs up to about 16 at the start."""
     num_threads: int | None = None
     """Threads of the optimizer's kernels; None uses every CPU that this process may use."""
     on_missing_tier: Literal["fallback", "error"] = "fallback"
@@ -53,11 +66,17 @@ class OffloadConfig:
             _check_rule(pattern, wanted)
         for name in ("activation_offload", "cpu_adam"):
             _check_choice(name, getattr(self, name), (True, False))
+        _check_choice("state", self.state, ("fp32", "bf16", "8bit"))
+        _check_choice("master", self.master, ("split", "fp32"))
+        _check_choice("accumulate", self.accumulate, ("fp32", "bf16"))
+        _check_choice("on_overflow", self.on_overflow, ("skip", "error", "ignore"))
         _check_choice("on_missing_tier", self.on_missing_tier, ("fallback", "error"))
         _check_choice("on_tier_full", self.on_tier_full, ("spill", "error"))
         _check_choice("pin_memory", self.pin_memory, (True, False, "auto"))
+        if not _is_count(self.max_overflows):
+            raise ConfigError(f"max_overflows must be a positive number of steps, got {self.max_overflows!r}")
         threads = self.num_threads
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        if threads is not None and not _is_count(threads):
             raise ConfigError(f"num_threads must be a positive number of threads or None for all CPUs, got {threads!r}")
         names = [self.units] if isinstance(self.units, str) else self.units
         if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) and n for n in names):
@@ -150,6 +169,10 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _read_environment(name: str) -> object:
     variable, text = _PREFIX + name.upper(), os.environ[_PREFIX + name.upper()].strip()
     try:
@@ -157,7 +180,7 @@ def _read_environment(name: str) -> object:
             return json.loads(text) if text.startswith("{") else _parse_pairs(text)
         if name == "units":
             return text if "," not in text else [part.strip() for part in text.split(",")]
-        if name == "num_threads":
+        if name in ("num_threads", "max_overflows"):
             return int(text)
     except ValueError as error:
         raise ConfigError(f"environment variable {variable}={text!r} cannot be read: {error}") from None

@@ -36,6 +36,10 @@ class UnsupportedError(LightningCXLError, NotImplementedError):
     """A valid request that this version cannot serve; the message names what to use meanwhile."""
 
 
+class GradientOverflowError(LightningCXLError, ArithmeticError):
+    """Gradients are infinite or not a number, too often to go on."""
+
+
 class LightningCXLWarning(UserWarning):
     """Base of every warning of this package."""
 

@@ -26,10 +26,15 @@ from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
-from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer, is_plain_adam
+from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.host_tensors import is_ordinary, mirror
-from lightning_cxl.optim.masters import HostParameter, MasterWeights, master_dtype, needs_master
+from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.optim.overflow import OverflowGuard
+from lightning_cxl.optim.sensitive import sensitive_parameters
+from lightning_cxl.optim.wanted import Wanted, wanted_tensors
 from lightning_cxl.optim.zero_grad import attach_zero_grad, detach_zero_grad
 from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.report import Plan, check_fits
@@ -44,9 +49,6 @@ from lightning_cxl.tiers.topology import Topology
 from lightning_cxl.transfer.engine import make_engine
 
 log = logging.getLogger(__name__)
-
-Wanted = tuple[torch.Tensor, TensorRole, torch.dtype]
-"""A parameter, and the role and dtype of a host tensor like it that will be allocated."""
 
 
 class OffloadRuntime:
@@ -79,6 +81,9 @@ class OffloadRuntime:
         self._owners = ParameterOwners()
         self.placer = Placer(self.topology, policy, self.memory.free_bytes, self._owners)
         self.engine = make_engine(device)
+        self.meter = GradientMeter(config.num_threads)
+        self.accumulates = False
+        """Whether several micro-batches are added up before a step: what is planned then holds their sums."""
         self.plan = Plan()
         self.units: tuple[str, ...] = ()
         self.optimizers: list[Optimizer] = []
@@ -88,6 +93,7 @@ class OffloadRuntime:
         self._masters: MasterWeights | None = None
         self._grads: GradientSink | None = None
         self._adoption: Adoption | None = None
+        self._guard: OverflowGuard | None = None
         self._activations: ActivationOffload | None = None
         self._closed = False
 
@@ -115,9 +121,11 @@ class OffloadRuntime:
         self._model = model
         self._placements = ModelPlacements(model, tiers, self.placer)
         self._masters = MasterWeights(self._placements.names, self._allocate_like)
-        self._grads = GradientSink(self.engine, self._allocate_like)
+        half_sums = self.config.accumulate == "bf16"
+        self._grads = GradientSink(self.engine, self._allocate_like, self.meter, half_sums=half_sums)
         if self.device.type == "cpu":
-            self._reserve([(p, TensorRole.COMPUTE_WEIGHTS, p.dtype) for p in model.parameters()])
+            weights = TensorRole.COMPUTE_WEIGHTS
+            self._reserve([Wanted(p, weights, p.numel() * p.element_size()) for p in _ready(model)])
             self.unplaced = place_weights(model, self._place_weights)
         else:
             model.to(self.device)
@@ -147,20 +155,24 @@ class OffloadRuntime:
         """
         assert self._masters is not None and self._grads is not None, "setup_model comes first"
         assert self._model is not None
-        parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        self._reserve(self._host_tensors(parameters, with_moments=any(map(is_plain_adam, optimizers))))
         self._adoption = Adoption(
             self._masters,
             self._grads,
             AdoptionOptions(
                 use_cpu_adam=self.config.cpu_adam,
                 num_threads=self.config.num_threads,
-                allocate_state=self._allocate_like,
+                state=self.config.state,
+                master=self.config.master,
+                is_sensitive=sensitive_parameters(self._model).__contains__,
+                allocate_state=self._allocate_flat,
                 scope=partial(self.allocation, TensorRole.MOMENTUM),
                 adopted=self._adopted,
                 place_state=self.rehome_state,
+                guard=self.guard,
             ),
         )
+        self._adoption.consider(optimizers)
+        self._reserve(wanted_tensors(optimizers, self._adoption, self.config, accumulates=self.accumulates))
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         except BaseException:
@@ -175,6 +187,15 @@ class OffloadRuntime:
         """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
         return self._masters is not None and any(not host.is_shared for host in self._masters)
 
+    @property
+    def guard(self) -> OverflowGuard:
+        """What keeps optimizers from gradients that are not finite."""
+        if self._guard is None:
+            self._guard = OverflowGuard(
+                self.config.on_overflow, self.config.max_overflows, self.masters.name_of, self.meter
+            )
+        return self._guard
+
     def _adopted(self, hosts: list[HostParameter]) -> None:
         assert self._placements is not None
         for host in hosts:
@@ -182,6 +203,8 @@ class OffloadRuntime:
 
     def rehome_state(self, optimizer: Optimizer) -> None:
         """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
+        if isinstance(optimizer, CPUAdam):
+            return  # keeps to the memory it was given
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
@@ -244,6 +267,11 @@ class OffloadRuntime:
         placement = self._placements.for_parameter(parameter, role, nbytes)
         return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
 
+    def _allocate_flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        assert self._placements is not None
+        placement = self._placements.for_parameter(parameter, role, numel * dtype.itemsize)
+        return self.memory.tensor((numel,), dtype, placement, role)
+
     def _place_weights(self, parameter: nn.Parameter) -> torch.Tensor | None:
         assert self._placements is not None
         nbytes = parameter.numel() * parameter.element_size()
@@ -262,28 +290,11 @@ class OffloadRuntime:
         host = self._masters.find(parameter)
         return self._placements.for_parameter(parameter if host is None else host.compute, role, nbytes)
 
-    def _host_tensors(self, parameters: Sequence[torch.Tensor], *, with_moments: bool) -> list[Wanted]:
-        """Return what adopting parameters will allocate: masters, gradients and, for CPUAdam, its state."""
-        wanted: dict[tuple[int, TensorRole], Wanted] = {}
-        for parameter in parameters:
-            separate = needs_master(parameter)
-            roles = [TensorRole.MASTER_WEIGHTS] if separate else []
-            if parameter.requires_grad:
-                roles.append(TensorRole.MASTER_GRADS if separate else TensorRole.COMPUTE_GRADS)
-                if with_moments and self.config.cpu_adam:
-                    roles += [TensorRole.MOMENTUM, TensorRole.VARIANCE]
-            for role in roles:
-                wanted[id(parameter), role] = (parameter, role, master_dtype(parameter))
-        return list(wanted.values())
-
     def _reserve(self, wanted: Sequence[Wanted]) -> None:
         """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit."""
         assert self._placements is not None
         requests = []
-        for parameter, role, dtype in wanted:
-            if is_lazy(parameter):
-                continue
-            nbytes = parameter.numel() * dtype.itemsize
+        for parameter, role, nbytes in wanted:
             placement = self._placements.for_parameter(parameter, role, nbytes)
             self.plan.add(role, nbytes, placement)
             if role is not TensorRole.COMPUTE_WEIGHTS or not self._is_at_home(parameter, placement):
@@ -317,3 +328,8 @@ class OffloadRuntime:
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
             "notes": notes,
         }
+
+
+def _ready(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose shape is known."""
+    return [parameter for parameter in model.parameters() if not is_lazy(parameter)]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_cxl import checkpoint as ckpt
 from lightning_cxl._lightning import (
@@ -23,7 +22,6 @@ from lightning_cxl._lightning import (
     CheckpointIO,
     LightningEnvironment,
     LightningModule,
-    LightningOptimizer,
     ParallelStrategy,
     Precision,
     Trainer,
@@ -32,9 +30,9 @@ from lightning_cxl.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.config import OffloadConfig, with_option_fields
 from lightning_cxl.errors import CheckpointError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.optim.adopt import repoint_scheduler
-from lightning_cxl.optim.host_unscale import HostUnscale
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planner.report import format_report
+from lightning_cxl.precision import attach_scaling, unwrap, watch_for_edits
 from lightning_cxl.runtime import OffloadRuntime
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.policy import PlacementPolicy
@@ -83,6 +81,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
         self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
         self._last_report: dict[str, Any] | None = None
+        self._defer_scaling = False  # whether clipping and unscaling are left to the optimizer's step
 
     # -- one process, one device -------------------------------------------------------------------------------------
 
@@ -166,7 +165,9 @@ class CXLOffloadStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
             if trainer.state.fn == "fit":
+                self.runtime.accumulates = trainer.accumulate_grad_batches > 1
                 self.setup_optimizers(trainer)
+                self._defer_scaling = watch_for_edits(trainer, self.runtime)
             self.setup_precision_plugin()
         except BaseException:
             self._close()
@@ -204,12 +205,9 @@ class CXLOffloadStrategy(ParallelStrategy):
             )
 
     def setup_precision_plugin(self) -> None:
-        """Attach the precision plugin; let a loss scaler work on host gradients."""
+        """Attach the precision plugin; let clipping and a loss scaler work on host gradients."""
         super().setup_precision_plugin()
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and self.root_device.type != "cpu":
-            scaler._unscale_grads_ = HostUnscale(scaler)
-            self._active.callback(scaler.__dict__.pop, "_unscale_grads_", None)
+        attach_scaling(self.precision_plugin, self.runtime, self._active, defer=self._defer_scaling)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -264,7 +262,7 @@ class CXLOffloadStrategy(ParallelStrategy):
             current = [[self._masters.name_of(p) for p in group["params"]] for group in target.param_groups]
             target.load_state_dict(ckpt.by_name(state, names, current))
             self.runtime.rehome_state(target)
-        ckpt.restore_masters(own.get("master_weights"), self._masters)
+        ckpt.restore_masters(own.get("master_weights"), self._masters, map(unwrap, self.optimizers))
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -332,8 +330,3 @@ class CXLOffloadStrategy(ParallelStrategy):
 
 
 CXLOffloadStrategy.__init__.__signature__ = with_option_fields(CXLOffloadStrategy.__init__)  # type: ignore[attr-defined]
-
-
-def unwrap(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer inside Lightning's wrapper."""
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -17,10 +17,17 @@ LAYERS = {
     "transfer": 3,
     "streaming": 4, "optim": 4,
     "placements": 5, "runtime": 5, "checkpoint": 5, "planner": 5,
-    "_lightning": 6, "checkpoint_io": 6, "strategy": 6, "callbacks": 6, "cli": 6, "finetune": 6,
+    "_lightning": 6, "checkpoint_io": 6, "precision": 6, "strategy": 6, "callbacks": 6, "cli": 6, "finetune": 6,
+    "bench": 6,
     "__init__": 6, "__main__": 6,
 }  # fmt: skip
-COMPILED = {"_numa": ("memory",), "_adam": ("optim",), "_cpu": ("optim", "planner")}
+COMPILED = {
+    "_numa": ("memory",),
+    "_adam": ("optim",),
+    "_grads": ("optim",),
+    "_cpu": ("optim", "planner", "bench"),
+    "_membench": ("bench",),
+}
 # third-party packages a layer may import
 OUTSIDE = {0: (), 1: (), 2: ("torch",), 3: ("torch",), 4: ("torch",), 5: ("torch",)}
 MAX_LINES = 350

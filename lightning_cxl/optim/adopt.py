@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.formats import MasterForm, StatePrecision
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.host_step import AllocationScope, HostStep, evaluates_closure_first
-from lightning_cxl.optim.masters import AllocateFor, HostParameter, MasterWeights
+from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.optim.moment import AllocateState, choose_precision, moment_bytes
+from lightning_cxl.optim.overflow import OverflowGuard
 from lightning_cxl.tiers.placement import TensorRole
 
 log = logging.getLogger(__name__)
@@ -36,14 +40,22 @@ class AdoptionOptions:
     """Replace torch's Adam and AdamW by `CPUAdam`."""
     num_threads: int | None
     """For `CPUAdam`; None uses the cores this process may use."""
-    allocate_state: AllocateFor
-    """Gives host memory for momentum and variance of a compute parameter."""
+    state: StatePrecision
+    """How `CPUAdam` keeps momentum and variance."""
+    master: MasterForm
+    """How it keeps master weights beside bfloat16 ones."""
+    is_sensitive: Callable[[torch.Tensor], bool]
+    """Whether the state of a compute parameter stays float32 when it is 8 bit otherwise."""
+    allocate_state: AllocateState
+    """Gives host memory for the state of a compute parameter."""
     scope: AllocationScope
     """Places the state that a torch optimizer creates by itself."""
     adopted: Callable[[list[HostParameter]], None]
     """Called with the parameters of each adopted optimizer, and of groups added to it later."""
     place_state: Callable[[Optimizer], None]
     """Moves state of an optimizer that lies in ordinary memory."""
+    guard: OverflowGuard
+    """Asked before every update."""
 
 
 class Adoption:
@@ -60,6 +72,7 @@ class Adoption:
         self._grads = grads
         self._options = options
         self._adopted: list[tuple[Optimizer, Optimizer]] = []  # the user's object, the one in use
+        self._foreign: set[int] = set()  # ids of parameters that not only CPUAdam updates
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that takes the place of `optimizer` (itself unless it is torch's Adam or AdamW).
@@ -69,7 +82,7 @@ class Adoption:
         self._adopted.append((optimizer, optimizer))
         hosts: list[HostParameter] = []
         for group in optimizer.param_groups:
-            own = [self._masters.adopt(p) for p in group["params"]]
+            own = [self._masters.adopt(p, self.form_for(optimizer, p)) for p in group["params"]]
             group["params"] = [host.master for host in own]
             hosts += own
         for host in hosts:
@@ -77,13 +90,14 @@ class Adoption:
         self._options.adopted(hosts)
         self._grads.watch(hosts)
         current = optimizer
-        if self._options.use_cpu_adam and is_plain_adam(optimizer) and self._suits_cpu_adam(optimizer, hosts):
+        if self._becomes_cpu_adam(optimizer):
             current = self._make_cpu_adam(optimizer)
         else:
             self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         self._adopted[-1] = (optimizer, current)
         current.step = HostStep(current, _Hooks(self._masters, self._grads, self._options))  # type: ignore[method-assign]
-        current.add_param_group = _AddParamGroup(current, self._adopt_group)  # type: ignore[method-assign]
+        adopt_group = partial(self._adopt_group, current)
+        current.add_param_group = _AddParamGroup(current, adopt_group)  # type: ignore[method-assign]
         if current is not optimizer:
             optimizer.step = current.step  # type: ignore[method-assign]  # a reference the user kept steps the same one
         return current
@@ -111,9 +125,10 @@ class Adoption:
         _rekey(optimizer, host.master, host.compute)
         return host.compute
 
-    def _adopt_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
         entries: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        hosts = [self._masters.adopt(entry[1] if isinstance(entry, tuple) else entry) for entry in entries]
+        parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        hosts = [self._masters.adopt(p, self.form_for(optimizer, p)) for p in parameters]
         self._options.adopted(hosts)
         self._grads.watch(hosts)
         masters = [
@@ -122,12 +137,35 @@ class Adoption:
         ]
         return {**group, "params": masters}
 
-    def _suits_cpu_adam(self, optimizer: Optimizer, hosts: Iterable[HostParameter]) -> bool:
-        other = [host for host in hosts if host.master.dtype != torch.float32]
+    def consider(self, optimizers: Iterable[Optimizer]) -> None:
+        """Learn which parameters an optimizer other than CPUAdam holds, before any is adopted."""
+        for optimizer in optimizers:
+            if not self._becomes_cpu_adam(optimizer):
+                self._foreign.update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+    def form_for(self, optimizer: Optimizer, parameter: torch.Tensor) -> MasterForm | None:
+        """Return the form of a 16-bit parameter's master; None where not only CPUAdam updates it."""
+        is_ours = self._becomes_cpu_adam(optimizer) and id(parameter) not in self._foreign
+        return self._options.master if is_ours else None
+
+    def moment_bytes(self, optimizer: Optimizer, parameter: torch.Tensor) -> int:
+        """Return the bytes of each of the two moments of a compute parameter; 0 where CPUAdam does not make them."""
+        if not parameter.requires_grad or not self._becomes_cpu_adam(optimizer):
+            return 0
+        sensitive = self._options.is_sensitive(parameter)
+        return moment_bytes(parameter.numel(), choose_precision(parameter, self._options.state, sensitive=sensitive))
+
+    def _becomes_cpu_adam(self, optimizer: Optimizer) -> bool:
+        if isinstance(optimizer, CPUAdam):
+            return True
+        if not (self._options.use_cpu_adam and is_plain_adam(optimizer)):
+            return False
+        dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+        other = dtypes - {torch.float32, torch.bfloat16, torch.float16}
         if other:
             log.info(
-                f"{type(optimizer).__name__} stays torch's own: CPUAdam updates float32 master weights, "
-                f"and `{other[0].name}` is {other[0].master.dtype}"
+                f"{type(optimizer).__name__} stays torch's own: CPUAdam updates float32 and 16-bit weights, and some "
+                f"are {', '.join(map(str, other))}"
             )
         return not other
 
@@ -137,12 +175,26 @@ class Adoption:
             num_threads=self._options.num_threads,
             allocate_state=self._allocate_state,
             compute_weights=self._masters.kernel_weights,
+            state=self._options.state,
+            fp32_state=_Sensitive(self._masters, self._options.is_sensitive),
         )
 
-    def _allocate_state(self, master: torch.Tensor, role: TensorRole) -> torch.Tensor:
-        host = self._masters.find(master)
-        assert host is not None, "CPUAdam holds adopted parameters only"
-        return self._options.allocate_state(host.compute, role, torch.float32)
+    def _allocate_state(self, master: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return self._options.allocate_state(self._masters.compute_of(master), role, dtype, numel)
+
+
+class _Sensitive:
+    """The masters whose state stays float32, as a collection."""
+
+    def __init__(self, masters: MasterWeights, is_sensitive: Callable[[torch.Tensor], bool]) -> None:
+        self._masters = masters
+        self._is_sensitive = is_sensitive
+
+    def __contains__(self, master: object) -> bool:
+        return isinstance(master, torch.Tensor) and self._is_sensitive(self._masters.compute_of(master))
+
+    def __reduce__(self) -> tuple[type[frozenset[torch.Tensor]], tuple[()]]:
+        return frozenset, ()  # a copied optimizer has its state already
 
 
 class _Hooks:
@@ -159,6 +211,9 @@ class _Hooks:
     def before_update(self) -> None:
         self._grads.finish()
         self._masters.absorb_changes()
+
+    def accepts(self, parameters: list[torch.Tensor]) -> bool:
+        return self._options.guard.accepts(parameters)
 
     def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
         self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))

@@ -10,17 +10,15 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_cxl import _adam, _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.optim.clip_factor import clip_factor
 from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision, mix_key
-from lightning_cxl.optim.host_tensors import is_dense
 from lightning_cxl.optim.hyper import check_options, check_ranges, scalars_of
 from lightning_cxl.optim.layout import WEIGHT_DTYPES, check_parameter, is_flat_like, is_usable, usable_gradient
-from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
+from lightning_cxl.optim.meter import GradientMeter, gradients
+from lightning_cxl.optim.moment import AllocateState, allocate_from_torch, choose_precision
 from lightning_cxl.optim.slot import Slot
 from lightning_cxl.optim.spans import SpanTable, Update
 from lightning_cxl.optim.state import check_moments, match_groups, parameter_name
-
-_MIN_LOW_PRECISION = 4096
-"""Elements below which state stays float32: little to save, and norms and biases are sensitive (as bitsandbytes)."""
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -146,6 +144,27 @@ class CPUAdam(torch.optim.Optimizer):
         new._load_moments([(group, list(group["params"])) for group in new.param_groups], optimizer.state)
         return new
 
+    def clip_grad_norm_(self, max_norm: float, *, scale: float = 1.0, meter: GradientMeter | None = None) -> float:
+        """Let the next step clip the gradients to a total norm, without a sweep of its own.
+
+        The norm comes from one read of those gradients that were not measured when they arrived; the step multiplies by
+        the factor as it reads them. ``.grad`` keeps the values from before.
+
+        Args:
+            max_norm: what the norm is brought down to.
+            scale: factor that the gradients still need, such as 1 / loss scale; the step applies it too.
+            meter: measures the gradients; a new one when None.
+
+        Returns:
+            The norm before clipping, of the scaled gradients; infinite or NaN if an element is.
+        """
+        grads = gradients(parameter for group in self.param_groups for parameter in group["params"])
+        self.grad_scale *= scale
+        sums = (meter or GradientMeter(self.num_threads, self.isa)).sums(grads)
+        norm, factor = clip_factor(sums, max_norm, self.grad_scale)
+        self.grad_scale *= factor
+        return norm
+
     def forget_allocator(self) -> None:
         """Take memory for parameters that have no state yet from torch from now on: a run's memory is closed."""
         self._allocate_state = allocate_from_torch
@@ -194,10 +213,7 @@ class CPUAdam(torch.optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `step` itself keeps the scheduler's mark
 
     def _make_slot(self, parameter: torch.Tensor) -> Slot:
-        precision = self.state_precision
-        small = parameter.numel() < _MIN_LOW_PRECISION or not is_dense(parameter)
-        if small or (precision == "8bit" and parameter in self._fp32_state):
-            precision = "fp32"
+        precision = choose_precision(parameter, self.state_precision, sensitive=parameter in self._fp32_state)
         return Slot(parameter, precision, self._allocate_state)
 
     def _update(self) -> None:
@@ -327,6 +343,6 @@ def _fits(compute: torch.Tensor, parameter: torch.Tensor) -> bool:
 def _unfit_compute_weights(compute: torch.Tensor, parameter: torch.Tensor, name: str) -> ConfigError:
     return ConfigError(
         f"the compute weights of {name} must be bfloat16 or float16 on the host with shape {tuple(parameter.shape)} "
-        f"and strides {parameter.stride()}, got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and "
-        f"strides {compute.stride()}"
+        f"and strides {parameter.stride()}, got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} "
+        f"and strides {compute.stride()}"
     )

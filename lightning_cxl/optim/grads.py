@@ -6,11 +6,15 @@ A post-accumulate hook runs once per parameter and backward graph, after autogra
 the number of micro-batches, backwards per step, or uses of a module.
 
 * Shared parameter (compute is master): the first gradient of a step moves into host memory of ours, which becomes
-  ``p.grad``; later ones are added to it by autograd, in place. ``p.grad`` alone says whether a step is accumulating, so
-  ``zero_grad``, ``p.grad = None`` and user code that edits gradients all keep their meaning.
+  ``p.grad``; later ones are added to it: by autograd, in place, when it is float32 or wider, and by us when it has 16
+  bits, since autograd would round every sum to nearest and lose small ones. For that a hook before the accumulation
+  takes ``p.grad`` away, so that autograd delivers the new gradient alone. ``p.grad`` alone says whether a step is
+  accumulating, so ``zero_grad``, ``p.grad = None`` and user code that edits gradients all keep their meaning.
 * Separate master: the gradient is copied into host memory that becomes ``master.grad``, or added to it, and
   ``compute.grad`` is dropped. ``master.grad`` alone says whether a step is accumulating. A master whose
   ``requires_grad`` was turned off (Lightning's `toggle_optimizer`) takes no gradient.
+* For `CPUAdam` a 16-bit gradient stays 16-bit: its kernel reads it as it is. What is added up becomes float32 at the
+  second gradient, or stays bfloat16, stochastically rounded (``accumulate="bf16"``). Other optimizers get float32.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
   and ``zero_grad`` gives the bytes back to the pool, whose pages stay warm for the next step.
 * Copies from a device are started by the hook and folded in order, at the latest in `finish`, which autograd itself
@@ -18,18 +22,22 @@ the number of micro-batches, backwards per step, or uses of a module.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
+from lightning_cxl.optim.formats import mix_key
+from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.optim.masters import AllocateFor, HostParameter
+from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _MAX_PENDING = 16
 """Copies in flight at most: bounds the staging memory, and is more than a copy engine needs to stay busy."""
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class GradientSink:
@@ -38,12 +46,19 @@ class GradientSink:
     Args:
         engine: starts copies from the device.
         allocate: gives host memory for a role.
+        meter: copies, adds and measures.
+        half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
     """
 
-    def __init__(self, engine: TransferEngine, allocate: AllocateFor) -> None:
+    def __init__(
+        self, engine: TransferEngine, allocate: AllocateFor, meter: GradientMeter, *, half_sums: bool = False
+    ) -> None:
         self._engine = engine
         self._allocate = allocate
-        self._watched: dict[int, tuple[HostParameter, RemovableHandle]] = {}  # by id of the compute parameter
+        self._meter = meter
+        self._half_sums = half_sums
+        self._num_sums = 0  # so far: makes every stochastic rounding another one
+        self._watched: dict[int, tuple[HostParameter, GradientHooks]] = {}  # by id of the compute parameter
         self._pending: deque[tuple[Transfer, torch.Tensor, HostParameter]] = deque()
 
     def watch(self, hosts: list[HostParameter]) -> None:
@@ -53,27 +68,35 @@ class GradientSink:
             TierFullError: there is no room for their gradients; found out here, before any backward.
         """
         new = [host for host in hosts if id(host.compute) not in self._watched]
-        reserved = [self._new_slot(host) for host in new if host.compute.requires_grad]
+        reserved = [self._new_slot(host, host.grad_dtype) for host in new if host.compute.requires_grad]
         for host in new:
             receive = self._receive_shared if host.is_shared else self._receive_separate
-            self._watched[id(host.compute)] = (host, _on_gradient(host, receive))
+            hooks = GradientHooks(host.compute, partial(receive, host))
+            if host.master.dtype in _HALF or host.grad_dtype in _HALF:
+                _allow_any_dtype(host.master)
+                if host.is_shared:
+                    hooks.before_accumulation(partial(_take_away, host))
+            self._watched[id(host.compute)] = (host, hooks)
         del reserved  # back to the pool, which keeps the pages for the first backward
 
-    def _new_slot(self, host: HostParameter) -> torch.Tensor:
+    def _new_slot(self, host: HostParameter, dtype: torch.dtype) -> torch.Tensor:
         role = TensorRole.COMPUTE_GRADS if host.is_shared else TensorRole.MASTER_GRADS
-        slot = self._allocate(host.compute, role, host.master.dtype)
+        slot = self._allocate(host.compute, role, dtype)
         host.grad_address = slot.data_ptr()
         return slot
 
     def _receive_shared(self, host: HostParameter) -> None:
-        grad = host.compute.grad
+        grad, before = host.compute.grad, host.taken_away
+        host.taken_away = None
         if grad is None or grad.layout is not torch.strided or grad.requires_grad:
-            return  # nothing, sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
-        if grad.data_ptr() == host.grad_address:
-            return  # autograd added it in place
-        slot = self._new_slot(host)
-        slot.copy_(grad)
-        host.compute.grad = slot
+            # nothing, sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
+            if before is not None:
+                host.compute.grad = before if grad is None else before + grad
+            return
+        if before is not None:
+            host.compute.grad = self._add(host, before, grad)
+        elif grad.data_ptr() != host.grad_address:  # else autograd added it in place
+            host.compute.grad = self._first(host, grad, grad.dtype)
 
     def _receive_separate(self, host: HostParameter) -> None:
         grad = host.compute.grad
@@ -102,11 +125,23 @@ class GradientSink:
     def _fold(self, host: HostParameter, grad: torch.Tensor) -> None:
         """Copy the first gradient of a step, add the others."""
         if host.master.grad is None:
-            slot = self._new_slot(host)
-            slot.copy_(grad)
-            host.master.grad = slot
+            host.master.grad = self._first(host, grad, host.grad_dtype)
         else:
-            host.master.grad.add_(grad)
+            host.master.grad = self._add(host, host.master.grad, grad)
+
+    def _first(self, host: HostParameter, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        slot = self._new_slot(host, dtype)
+        self._meter.copy(grad, slot)
+        return slot
+
+    def _add(self, host: HostParameter, accumulator: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Add `grad` in place, or in wider memory if need be; returns the sum."""
+        keeps_half = self._half_sums and accumulator.dtype is torch.bfloat16
+        if accumulator.dtype in _HALF and not keeps_half:
+            accumulator = self._first(host, accumulator, torch.float32)
+        self._num_sums += 1
+        self._meter.accumulate(grad, accumulator, mix_key(self._num_sums))
+        return accumulator
 
     def finish(self) -> None:
         """Return when every gradient that has been produced is where the optimizer reads it."""
@@ -125,25 +160,23 @@ class GradientSink:
     def close(self) -> None:
         """Stop receiving and drop the gradients that live in our memory."""
         self._pending.clear()
-        for host, handle in self._watched.values():
-            handle.remove()
+        for host, hooks in self._watched.values():
+            hooks.remove()
             grad = host.master.grad
             ours = grad is not None and grad.layout is torch.strided and grad.data_ptr() == host.grad_address
             if ours:
                 host.master.grad = None
+            if host.master.grad is None and host.master.grad_dtype is None:
+                host.master.grad_dtype = host.master.dtype
         self._watched.clear()
 
 
-def _on_gradient(host: HostParameter, receive: Callable[[HostParameter], None]) -> RemovableHandle:
-    """Call `receive(host)` whenever autograd has finished accumulating into the compute parameter."""
-    was_trainable = host.compute.requires_grad
-    host.compute.requires_grad_(True)  # autograd accepts hooks on trainable tensors only
-    hook = partial(_receive, host, receive)
-    handle: RemovableHandle = host.compute.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    host.compute.requires_grad_(was_trainable)
-    return handle
+def _allow_any_dtype(parameter: Any) -> None:
+    parameter.grad_dtype = None
 
 
-def _receive(host: HostParameter, receive: Callable[[HostParameter], None], _parameter: torch.Tensor) -> None:
-    with torch.no_grad():
-        receive(host)
+def _take_away(host: HostParameter) -> None:
+    """Keep the gradient so far from autograd's own addition; it comes back when the new one has been added."""
+    grad = host.compute.grad
+    if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
+        host.taken_away, host.compute.grad = grad, None

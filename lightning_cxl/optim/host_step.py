@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import LBFGS, Optimizer
 
+from lightning_cxl.optim.cpu_adam import CPUAdam
+
 AllocationScope = Callable[[], AbstractContextManager[Any]]
 """Opens a region in which host tensors that torch creates are placed as optimizer state."""
 
@@ -21,6 +23,9 @@ class StepHooks(Protocol):
 
     def before_update(self) -> None:
         """Bring gradients and masters up to date."""
+
+    def accepts(self, parameters: list[torch.Tensor]) -> bool:
+        """Return whether the gradients of `parameters` may be used; if not, the step is left out."""
 
     def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
         """Write masters back for the parameters that had a gradient, and place state that is not placed yet."""
@@ -62,6 +67,10 @@ class HostStep:
                 loss = closure()
         self._hooks.before_update()
         active = [p for p in _parameters(optimizer) if p.grad is not None]
+        if not self._hooks.accepts(active):
+            if isinstance(optimizer, CPUAdam):
+                optimizer.grad_scale = 1.0  # was for the step that is left out
+            return loss
         if all(optimizer.state.get(p) for p in active):
             self._step()
         else:

@@ -3,9 +3,11 @@
 [Note: Compute and master weights]
 A *compute* parameter is the user's `nn.Parameter`, on the training device and in the training precision. Its *master*
 is the parameter an optimizer holds in its param groups. Where the compute parameter is already on the host in float32
-(or wider) they are one and the same object and nothing is copied: the user sees ``p.grad`` as always. Otherwise the
-master is a separate float32 parameter on the host: gradients arrive in ``master.grad`` (see `grads.py`), everything
-that reads gradients through the optimizer (clipping, the loss scaler, ``on_before_optimizer_step``) finds them there,
+(or wider) they are one and the same object and nothing is copied: the user sees ``p.grad`` as always. The same holds
+for bfloat16 with *split* master weights (`CPUAdam` only): the compute parameter is the upper half of the master
+weights, and the lower half belongs to the optimizer's state. Otherwise the master is a separate parameter on the host,
+float32 or, split, a bfloat16 copy: gradients arrive in ``master.grad`` (see `grads.py`), everything that reads
+gradients through the optimizer (clipping, the loss scaler, ``on_before_optimizer_step``) finds them there,
 ``compute.grad`` is None after backward, and every step ends by writing the new values back to the compute parameter.
 """
 
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.nn import Parameter
 
+from lightning_cxl.optim.formats import MasterForm
 from lightning_cxl.tiers.placement import TensorRole
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
@@ -21,14 +24,23 @@ AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
 
 
 class HostParameter:
-    """One trainable parameter as the host sees it."""
+    """One trainable parameter as the host sees it.
 
-    __slots__ = ("compute", "grad_address", "master", "name", "version")
+    Args:
+        name: in the model.
+        compute: see the note above.
+        master: see the note above.
+        grad_dtype: in which the first gradient of a step is kept.
+    """
 
-    def __init__(self, name: str, compute: Parameter, master: Parameter) -> None:
+    __slots__ = ("compute", "grad_address", "grad_dtype", "master", "name", "taken_away", "version")
+
+    def __init__(self, name: str, compute: Parameter, master: Parameter, grad_dtype: torch.dtype) -> None:
         self.name = name
         self.compute = compute
         self.master = master
+        self.grad_dtype = grad_dtype
+        self.taken_away: torch.Tensor | None = None  # the gradient so far, while autograd delivers the next
         self.version = compute._version  # of the compute weights when they last agreed with the master
         self.grad_address = 0  # of the last gradient memory given out: tells our own from a new gradient
 
@@ -51,7 +63,7 @@ class MasterWeights:
         self._allocate = allocate
         self._by_id: dict[int, HostParameter] = {}  # id of the compute and of the master parameter
         self.kernel_weights: dict[Parameter, torch.Tensor] = {}
-        """Compute weights on the host that a kernel may write itself (bfloat16), by master."""
+        """16-bit compute weights on the host that a kernel may write itself, by float32 master."""
 
     def __iter__(self) -> Iterator[HostParameter]:
         """Every adopted parameter once, in order of adoption."""
@@ -61,21 +73,29 @@ class MasterWeights:
         """Return the record of a compute or master parameter, or None when no optimizer owns it."""
         return self._by_id.get(id(parameter))
 
-    def adopt(self, parameter: Parameter) -> HostParameter:
-        """Return the record of `parameter`, making its master if it needs one of its own."""
+    def adopt(self, parameter: Parameter, form: MasterForm | None) -> HostParameter:
+        """Return the record of `parameter`, making its master if it needs one of its own.
+
+        Args:
+            parameter: of the model.
+            form: of the master of a 16-bit parameter that `CPUAdam` updates; None for another optimizer.
+        """
         host = self._by_id.get(id(parameter))
         if host is None:
             name = self._names.get(id(parameter)) or f"unnamed.{len(self._by_id)}"  # not registered in the model
-            host = HostParameter(name, parameter, self._make_master(parameter))
+            dtype = master_dtype(parameter, form)
+            host = HostParameter(
+                name, parameter, self._make_master(parameter, dtype), dtype if form is None else parameter.dtype
+            )
             self._by_id[id(parameter)] = self._by_id[id(host.master)] = host
-            if not host.is_shared and parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16:
+            if not host.is_shared and parameter.device.type == "cpu" and parameter.dtype != dtype:
                 self.kernel_weights[host.master] = parameter.detach()
         return host
 
-    def _make_master(self, compute: Parameter) -> Parameter:
-        if not needs_master(compute):
+    def _make_master(self, compute: Parameter, dtype: torch.dtype) -> Parameter:
+        if not needs_master(compute, dtype):
             return compute
-        data = self._allocate(compute, TensorRole.MASTER_WEIGHTS, master_dtype(compute))
+        data = self._allocate(compute, TensorRole.MASTER_WEIGHTS, dtype)
         data.copy_(compute.detach())
         # trainable even where the compute parameter is frozen: it may be unfrozen later, and until then has no gradient
         return Parameter(data)
@@ -91,8 +111,7 @@ class MasterWeights:
             if host.is_shared or host.version == host.compute._version:
                 continue
             compute = host.compute.detach().to(host.master.device)
-            changed = host.master.to(compute.dtype) != compute
-            host.master.copy_(torch.where(changed, compute.to(host.master.dtype), host.master))
+            host.master.copy_(torch.where(_agree(host.master, compute), host.master, compute.to(host.master.dtype)))
             host.version = host.compute._version
 
     @torch.no_grad()
@@ -111,6 +130,11 @@ class MasterWeights:
                 host.compute.copy_(host.master)
             host.version = host.compute._version
 
+    def compute_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the compute parameter of a master, and anything else as it is."""
+        host = self.find(parameter)
+        return parameter if host is None else host.compute
+
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the model's name of an adopted parameter, a made-up one where it is not registered in the model."""
         host = self.find(parameter)
@@ -122,11 +146,22 @@ class MasterWeights:
         return {host.name: host.master.detach() for host in self if not host.is_shared}
 
 
-def master_dtype(compute: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's master: float32 for 16-bit floating point, else its own."""
-    return torch.float32 if compute.dtype in (torch.bfloat16, torch.float16) else compute.dtype
+def master_dtype(compute: torch.Tensor, form: MasterForm | None) -> torch.dtype:
+    """Return the dtype of a parameter's master: float32 for 16-bit floating point that is not split, else its own."""
+    if compute.dtype == torch.float16 or (compute.dtype == torch.bfloat16 and form != "split"):
+        return torch.float32
+    return compute.dtype
 
 
-def needs_master(compute: torch.Tensor) -> bool:
-    """Whether the optimizer must work on a copy: the weights are off the host or in 16-bit floating point."""
-    return compute.device.type != "cpu" or compute.dtype in (torch.bfloat16, torch.float16)
+def needs_master(compute: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the optimizer must work on a copy: the weights are off the host, or the master has another dtype."""
+    return compute.device.type != "cpu" or compute.dtype != dtype
+
+
+def _agree(master: torch.Tensor, compute: torch.Tensor) -> torch.Tensor:
+    """Return where `compute` is the master, rounded to nearest; the two ways to round a tie both count."""
+    agree = master.to(compute.dtype) == compute
+    if compute.dtype == torch.bfloat16 and master.dtype == torch.float32:
+        away = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16)
+        agree |= away == compute.view(torch.int16)
+    return agree

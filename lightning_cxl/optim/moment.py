@@ -9,6 +9,7 @@ from lightning_cxl import _adam, _cpu
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.blockwise import dynamic_map, num_blocks
 from lightning_cxl.optim.formats import StatePrecision
+from lightning_cxl.optim.host_tensors import is_dense
 from lightning_cxl.optim.layout import laid_out_as
 from lightning_cxl.tiers.placement import TensorRole
 
@@ -21,6 +22,22 @@ _DTYPES: dict[StatePrecision, torch.dtype] = {"fp32": torch.float32, "bf16": tor
 def allocate_from_torch(parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """Return memory from torch's own allocator, whatever the parameter and role."""
     return torch.empty(numel, dtype=dtype)
+
+
+def choose_precision(parameter: torch.Tensor, wanted: StatePrecision, *, sensitive: bool) -> StatePrecision:
+    """Return how the moments of `parameter` are kept.
+
+    Under 4,096 elements there is little to save, and among them are norms and biases, which are sensitive (the rule of
+    bitsandbytes). A stochastically rounded moment needs no scale to share, so `sensitive` matters in 8 bit only.
+    """
+    small = parameter.numel() < 4096 or not is_dense(parameter)
+    return "fp32" if small or (sensitive and wanted == "8bit") else wanted
+
+
+def moment_bytes(numel: int, precision: StatePrecision) -> int:
+    """Return the bytes of one moment."""
+    scales = 4 * num_blocks(numel) if precision == "8bit" else 0
+    return numel * _DTYPES[precision].itemsize + scales
 
 
 class Moment:

@@ -1,5 +1,6 @@
 """Contenders do the job that they are timed for: updates agree with each other, checks find norms."""
 
+import functools
 import sys
 
 import pytest
@@ -27,7 +28,7 @@ def test_peers_agree_on_a_float32_step():
     makes = [
         lambda problem: peers.torch_adamw(problem, fused=True),
         lambda problem: peers.torch_adamw(problem, foreach=True),
-        lambda problem: lambda run=peers.compiled_step(problem, problem.parameters): run(1.0),
+        lambda problem: functools.partial(peers.compiled_step(problem, problem.parameters), 1.0),
     ]
     for make in makes:
         problem = Problem.make(LAYOUT)

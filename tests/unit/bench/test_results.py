@@ -4,11 +4,12 @@ from lightning_cxl.bench.results import Results, machine
 from lightning_cxl.bench.timing import Timings
 
 
-def timings() -> Timings:
+def timings(others_fraction: float = 0.0) -> Timings:
     return Timings(
         seconds={"roof": [0.5, 0.5, 0.5], "ours": [0.5, 0.6, 0.7], "slow": [5.0, None, None]},
         skipped={"peer": "ModuleNotFoundError: No module named 'peer'"},
         traffic_bytes={"roof": 10**9, "ours": 10**9, "slow": 0},
+        others_fraction=others_fraction,
     )
 
 
@@ -28,8 +29,15 @@ def test_a_table_shows_and_keeps_nanoseconds_per_parameter(capsys):
         ("step, 1G: roof", 0.5, "ns/parameter"),
         ("step, 1G: ours", 0.6, "ns/parameter"),
         ("step, 1G: slow", 5.0, "ns/parameter"),
+        ("step, 1G: CPU time of other processes", 0.0, "of all"),
     ]
     assert {(row.goal, row.holds) for row in results.rows} == {(None, None)}
+
+
+def test_a_busy_machine_is_told(capsys):
+    Results({}).table("step, 1G", timings(0.25), 10**9, "roof")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "  doubtful: other processes took 25% of the CPU time meanwhile"
 
 
 def test_goals_hold_or_not(capsys):

@@ -1,0 +1,194 @@
+/* One piece of one span of gradients: one sweep reads, writes and sums the squares. Included once per ISA by
+ * grads_isa.h, so there is no include guard.
+ *
+ * GRADS_NAME(x)         appends the ISA to a function name
+ * GRADS_TARGET          the target attribute
+ * GRADS_LANES           eight doubles, in the vectors of the ISA
+ * GRADS_SQUARE(l, x)    adds the squares of eight float32 to eight lanes, exact up to the addition
+ * GRADS_PAST(p, x)      stores eight float32 past the caches, at a multiple of 32
+ * GRADS_FROM_BFLOAT16(p), GRADS_FROM_FLOAT16(p)   eight 16-bit elements as float32
+ *
+ * Work goes by blocks of 32 elements. Element i of a block is added to lane i, whatever the format, so that a sum
+ * depends on the values and their order only. Vectors are written out, eight elements each: left to itself, GCC 12
+ * turns loops that mix element sizes into shuffles, or does not vectorise them at all.
+ *
+ * `operation`, `from` and `to` are literals at every call: each combination becomes a loop of its own.
+ */
+
+#define GRADS_LOCAL GRADS_TARGET static inline __attribute__((always_inline))
+
+/* Eight elements in order. */
+GRADS_LOCAL grads_floats GRADS_NAME(grads_load)(const char *source, const int format)
+{
+    grads_floats values;
+    if (format == GRADS_FLOAT32)
+        memcpy(&values, source, sizeof values);
+    else
+        values = format == GRADS_BFLOAT16 ? GRADS_FROM_BFLOAT16(source) : GRADS_FROM_FLOAT16(source);
+    return values;
+}
+
+/* Sixteen elements: the even ones and the odd ones. With bfloat16 these are the lower and the upper halves of words,
+ * which takes fewer instructions than widening in order. */
+GRADS_LOCAL void GRADS_NAME(grads_load_pairs)(
+    grads_floats *even, grads_floats *odd, const char *source, const int format)
+{
+    if (format == GRADS_BFLOAT16) {
+        grads_bits pairs;
+        memcpy(&pairs, source, sizeof pairs);
+        *even = (grads_floats)(pairs << 16);
+        *odd = (grads_floats)(pairs & 0xffff0000u);
+    } else {
+        const grads_floats low = GRADS_NAME(grads_load)(source, format);
+        const grads_floats high = GRADS_NAME(grads_load)(source + 8 * grads_bytes(format), format);
+        *even = GRADS_EVERY_OTHER(low, high, 0);
+        *odd = GRADS_EVERY_OTHER(low, high, 1);
+    }
+}
+
+/* Random bits of eight pairs of elements, the halves of cxl_random(key, number of the pair). `first`, the number of the
+ * first one, is a multiple of eight. */
+GRADS_LOCAL void GRADS_NAME(grads_random)(
+    grads_bits *even, grads_bits *odd, const struct cxl_random_key key, const uint32_t first)
+{
+    grads_bits x = (grads_bits){0, 1, 2, 3, 4, 5, 6, 7} ^ (first ^ key.first);
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x += key.second;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    *odd = x >> 16;
+    *even = (x ^ *odd) & 0xffffu;
+}
+
+/* cxl_to_bfloat16_stochastic of eight sums; the results stay in the upper halves. A sum that is NaN is a quiet one. The
+ * random bits could carry out of its fraction, but not where the lower half is zero, as in a sum of bfloat16. */
+GRADS_LOCAL grads_bits GRADS_NAME(grads_round)(const grads_floats sums, const grads_bits random, const int from)
+{
+    const grads_bits added = from == GRADS_BFLOAT16 ? random : random & (grads_bits)(sums == sums);
+    return ((grads_bits)sums + added) & 0xffff0000u;
+}
+
+/* Eight elements whose destination, if any, is not bfloat16. */
+GRADS_LOCAL void GRADS_NAME(grads_eight)(
+    GRADS_LANES *lanes, const char *source, char *destination, const int operation, const int from, const int to)
+{
+    grads_floats values = GRADS_NAME(grads_load)(source, from);
+    if (operation == GRADS_ACCUMULATE)
+        values = GRADS_NAME(grads_load)(destination, to) + values;
+    if (operation == GRADS_COPY_PAST && to == GRADS_FLOAT32)
+        GRADS_PAST(destination, values);
+    else if (operation != GRADS_MEASURE && to == GRADS_FLOAT32)
+        memcpy(destination, &values, sizeof values);
+    else if (operation == GRADS_COPY_PAST)
+        _mm_stream_si128((__m128i *)destination, _mm_loadu_si128((const __m128i *)source));
+    else if (operation == GRADS_COPY)
+        memcpy(destination, source, sizeof(grads_halves));
+    GRADS_SQUARE(lanes, values);
+}
+
+/* Sixteen elements that are bfloat16, in the source to measure or in the destination. */
+GRADS_LOCAL void GRADS_NAME(grads_sixteen)(
+    GRADS_LANES *even_lanes, GRADS_LANES *odd_lanes, const char *source, char *destination, const int operation,
+    const int from, const struct cxl_random_key key, const uint32_t first)
+{
+    grads_floats even, odd, pairs;
+    GRADS_NAME(grads_load_pairs)(&even, &odd, source, from);
+    if (operation == GRADS_ACCUMULATE) {
+        grads_floats even_sums, odd_sums;
+        grads_bits even_random, odd_random;
+        GRADS_NAME(grads_random)(&even_random, &odd_random, key, first);
+        GRADS_NAME(grads_load_pairs)(&even_sums, &odd_sums, destination, GRADS_BFLOAT16);
+        const grads_bits lower = GRADS_NAME(grads_round)(even_sums + even, even_random, from);
+        const grads_bits upper = GRADS_NAME(grads_round)(odd_sums + odd, odd_random, from);
+        pairs = (grads_floats)(lower >> 16 | upper);
+        even = (grads_floats)lower;
+        odd = (grads_floats)upper;
+    } else if (operation != GRADS_MEASURE) {
+        memcpy(&pairs, source, sizeof pairs);
+    }
+    if (operation == GRADS_COPY_PAST)
+        GRADS_PAST(destination, pairs);
+    else if (operation != GRADS_MEASURE)
+        memcpy(destination, &pairs, sizeof pairs);
+    GRADS_SQUARE(even_lanes, even);
+    GRADS_SQUARE(odd_lanes, odd);
+}
+
+GRADS_LOCAL void GRADS_NAME(grads_block)(
+    GRADS_LANES *lanes, const char *source, char *destination, const int operation, const int from, const int to,
+    const struct cxl_random_key key, const uint32_t first)
+{
+    const int64_t read = grads_bytes(from), write = operation == GRADS_MEASURE ? 0 : grads_bytes(to);
+    if (GRADS_PAIRED(operation, from, to)) {
+        GRADS_NAME(grads_sixteen)(lanes, lanes + 1, source, destination, operation, from, key, first);
+        GRADS_NAME(grads_sixteen)(
+            lanes + 2, lanes + 3, source + 16 * read, destination + 16 * write, operation, from, key, first + 8);
+    } else {
+        GRADS_NAME(grads_eight)(lanes, source, destination, operation, from, to);
+        GRADS_NAME(grads_eight)(lanes + 1, source + 8 * read, destination + 8 * write, operation, from, to);
+        GRADS_NAME(grads_eight)(lanes + 2, source + 16 * read, destination + 16 * write, operation, from, to);
+        GRADS_NAME(grads_eight)(lanes + 3, source + 24 * read, destination + 24 * write, operation, from, to);
+    }
+}
+
+/* All blocks of a piece. What is left at its end becomes a block padded with zeros, which add nothing. */
+GRADS_LOCAL double GRADS_NAME(grads_loop)(
+    const char *restrict source, char *restrict destination, const int64_t n, const int operation, const int from,
+    const int to, const struct cxl_random_key key, const uint32_t first)
+{
+    const int64_t read = grads_bytes(from), write = operation == GRADS_MEASURE ? 0 : grads_bytes(to);
+    GRADS_LANES lanes[4] = {0};
+    double sums[GRADS_BLOCK];
+    int64_t i;
+    for (i = 0; i + GRADS_BLOCK <= n; i += GRADS_BLOCK)
+        GRADS_NAME(grads_block)(
+            lanes, source + i * read, destination + i * write, operation, from, to, key, first + (uint32_t)(i / 2));
+    if (i < n) {
+        const int cached = operation == GRADS_COPY_PAST ? GRADS_COPY : operation;
+        char in[4 * GRADS_BLOCK] = {0}, out[4 * GRADS_BLOCK] = {0};
+        memcpy(in, source + i * read, (size_t)((n - i) * read));
+        if (operation == GRADS_ACCUMULATE)
+            memcpy(out, destination + i * write, (size_t)((n - i) * write));
+        GRADS_NAME(grads_block)(lanes, in, out, cached, from, to, key, first + (uint32_t)(i / 2));
+        if (operation != GRADS_MEASURE)
+            memcpy(destination + i * write, out, (size_t)((n - i) * write));
+    }
+    if (operation == GRADS_COPY_PAST)
+        _mm_sfence(); /* other threads see such stores in any order otherwise */
+    memcpy(sums, lanes, sizeof sums);
+    return grads_total(sums, GRADS_PAIRED(operation, from, to));
+}
+
+/* The sum of squares of one piece; `destination` and `to` are not used to measure. `first` counts pairs of elements. */
+GRADS_TARGET static double GRADS_NAME(grads_piece)(
+    const int operation, const int from, const int to, const char *source, char *destination, const int64_t n,
+    const struct cxl_random_key key, const uint32_t first)
+{
+#define GRADS_CASE(o, f, t) \
+    case GRADS_VARIANT(o, f, t): return GRADS_NAME(grads_loop)(source, destination, n, o, f, t, key, first)
+#define GRADS_COPIES(o) \
+    GRADS_CASE(o, GRADS_FLOAT32, GRADS_FLOAT32); \
+    GRADS_CASE(o, GRADS_BFLOAT16, GRADS_FLOAT32); \
+    GRADS_CASE(o, GRADS_BFLOAT16, GRADS_BFLOAT16); \
+    GRADS_CASE(o, GRADS_FLOAT16, GRADS_FLOAT32); \
+    GRADS_CASE(o, GRADS_FLOAT16, GRADS_FLOAT16)
+    switch (GRADS_VARIANT(operation, from, operation == GRADS_MEASURE ? GRADS_FLOAT32 : to)) {
+        GRADS_CASE(GRADS_MEASURE, GRADS_FLOAT32, GRADS_FLOAT32);
+        GRADS_CASE(GRADS_MEASURE, GRADS_BFLOAT16, GRADS_FLOAT32);
+        GRADS_CASE(GRADS_MEASURE, GRADS_FLOAT16, GRADS_FLOAT32);
+        GRADS_COPIES(GRADS_COPY);
+        GRADS_COPIES(GRADS_COPY_PAST);
+        GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT32, GRADS_FLOAT32);
+        GRADS_CASE(GRADS_ACCUMULATE, GRADS_BFLOAT16, GRADS_FLOAT32);
+        GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT16, GRADS_FLOAT32);
+        GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT32, GRADS_BFLOAT16);
+        GRADS_CASE(GRADS_ACCUMULATE, GRADS_BFLOAT16, GRADS_BFLOAT16);
+        GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT16, GRADS_BFLOAT16);
+    }
+#undef GRADS_COPIES
+#undef GRADS_CASE
+    return __builtin_nan(""); /* the caller has refused every other combination */
+}
+
+#undef GRADS_LOCAL

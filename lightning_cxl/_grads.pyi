@@ -1,0 +1,9 @@
+"""Types of the compiled module `cython_ext/_grads.pyx`."""
+
+from typing_extensions import Buffer
+
+SPAN_FIELDS: int
+
+def measure(spans: Buffer, results: Buffer, num_threads: int, isa: str) -> None: ...
+def copy(spans: Buffer, results: Buffer, num_threads: int, isa: str, past_cache: bool = False) -> None: ...
+def accumulate(spans: Buffer, results: Buffer, num_threads: int, isa: str) -> None: ...

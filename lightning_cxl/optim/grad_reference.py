@@ -1,0 +1,65 @@
+"""Measuring, copying and accumulating gradients in plain torch: the definition of the compiled kernels, bit for bit.
+
+A sum of squares is defined down to the order of its additions, so that it depends on nothing but the values: not on
+the instruction set, the threads, the format, or what else is in the call.
+"""
+
+import torch
+from torch.nn.functional import pad
+
+from lightning_cxl.optim.formats import random_bits, round_stochastic
+
+PIECE = 65536
+"""Elements summed before sums are; a whole number of rows."""
+LANES = 32
+
+
+def sum_of_squares(values: torch.Tensor) -> float:
+    """Return the sum of squares; finite if and only if every element is.
+
+    Squares of float32 are exact in double. Rows of `LANES` elements are added one after the other, then the lanes by
+    halves, then the pieces in order.
+    """
+    exact = values.flatten().double()
+    total = 0.0
+    for piece in (exact * exact).split(PIECE):
+        lanes = torch.zeros(LANES, dtype=torch.float64)
+        for row in pad(piece, (0, -piece.numel() % LANES)).view(-1, LANES):
+            lanes += row
+        while lanes.numel() > 1:
+            low, high = lanes.chunk(2)
+            lanes = low + high
+        total += lanes.item()
+    return total
+
+
+def copy(source: torch.Tensor, destination: torch.Tensor) -> float:
+    """Copy and return the sum of squares.
+
+    Args:
+        source: float32, bfloat16 or float16. IN.
+        destination: the same dtype or float32, same shape. OUT.
+    """
+    destination.copy_(source)
+    return sum_of_squares(destination)
+
+
+def accumulate(source: torch.Tensor, accumulator: torch.Tensor, key: int = 0, first: int = 0) -> float:
+    """Add and return the sum of squares of the new accumulator.
+
+    The sum is a float32. For a bfloat16 accumulator it is rounded up or down: the elements 2 k and 2 k + 1 by the lower
+    and the upper half of the random bits of counter k.
+
+    Args:
+        source: float32, bfloat16 or float16. IN.
+        accumulator: float32 or bfloat16, same shape. INOUT.
+        key: 64 bits, for a bfloat16 accumulator.
+        first: index of the first element, if these are not the first elements.
+    """
+    sums = accumulator.float() + source.float()
+    if accumulator.dtype == torch.bfloat16:
+        index = torch.arange(first, first + sums.numel()).view_as(sums)
+        pairs = random_bits(key, index // 2)
+        sums = round_stochastic(sums, torch.where(index % 2 == 0, pairs & 0xFFFF, pairs >> 16))
+    accumulator.copy_(sums)
+    return sum_of_squares(accumulator)

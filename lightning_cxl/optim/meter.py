@@ -1,0 +1,114 @@
+"""`GradientMeter`: sums of squares of gradients, taken in the sweep that moves them and kept with them.
+
+[Note: Measured gradients]
+The sum of squares of a gradient serves clipping (the norm) and the overflow check (it is finite if and only if every
+element is). Whoever writes a whole gradient (`GradientSink`) measures it in the same sweep, and the number is kept on
+the tensor object together with its version counter. At the end of backward only these numbers are combined; a gradient
+that was written since, by autograd or by a user's hook, has another version and is measured again in one read. Writes
+through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off.
+"""
+
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lightning_cxl import _cpu, _grads
+from lightning_cxl.optim.formats import GRAD_FORMATS
+from lightning_cxl.optim.host_tensors import is_dense, is_ordinary
+from lightning_cxl.optim.layout import same_layout
+
+_NOTE = "_cxl_sum_of_squares"
+
+
+class GradientMeter:
+    """Copies, adds and measures gradients with the compiled kernels; torch does what these cannot.
+
+    Args:
+        num_threads: None for what the process may use.
+        isa: None for the fastest.
+    """
+
+    def __init__(self, num_threads: int | None = None, isa: str | None = None) -> None:
+        self._num_threads = _cpu.available_threads() if num_threads is None else num_threads
+        self._isa = _cpu.best_isa() if isa is None else isa
+        self.trusts_versions = True
+        """Whether a gradient of the same version is taken to be unchanged. See [Note: Measured gradients]."""
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Set `destination` to `source` and measure it; float32 takes any floating point dtype."""
+        same_or_wider = destination.dtype in (source.dtype, torch.float32)
+        if not (same_or_wider and _kernel_can_move(source, destination)):
+            destination.copy_(source)
+            return
+        spans, results = array("Q", _row(source, destination)), array("d", bytes(8))
+        _grads.copy(spans, results, self._num_threads, self._isa)
+        torch.autograd.graph.increment_version(destination)
+        _note(destination, results[0])
+
+    def accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, key: int) -> None:
+        """Add `source` and measure the sum. A bfloat16 accumulator is rounded stochastically, depending on `key`."""
+        known = accumulator.dtype in (torch.float32, torch.bfloat16)
+        if not (known and _kernel_can_move(source, accumulator)):
+            accumulator.add_(source)
+            return
+        spans, results = array("Q", _row(source, accumulator, key)), array("d", bytes(8))
+        _grads.accumulate(spans, results, self._num_threads, self._isa)
+        torch.autograd.graph.increment_version(accumulator)
+        _note(accumulator, results[0])
+
+    def sums(self, grads: Sequence[torch.Tensor]) -> list[float]:
+        """Return the sum of squares of each host gradient; of those not measured yet in one sweep over all of them."""
+        sums = [_noted(grad) if self.trusts_versions else None for grad in grads]
+        missing = [index for index, value in enumerate(sums) if value is None]
+        rows = [index for index in missing if _kernel_can_read(grads[index])]
+        if rows:
+            spans = array("Q", [number for index in rows for number in _row(grads[index])])
+            results = array("d", bytes(8 * len(rows)))
+            _grads.measure(spans, results, self._num_threads, self._isa)
+            for index, value in zip(rows, results, strict=True):
+                sums[index] = value
+                _note(grads[index], value)
+        return [_sum_by_torch(grad) if value is None else value for grad, value in zip(grads, sums, strict=True)]
+
+
+def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients there are."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _row(source: torch.Tensor, destination: torch.Tensor | None = None, key: int = 0) -> tuple[int, ...]:
+    source_format = GRAD_FORMATS[source.dtype]
+    if destination is None:
+        return source.data_ptr(), 0, source.numel(), source_format, source_format, 0
+    formats = (source_format, GRAD_FORMATS[destination.dtype])
+    return source.data_ptr(), destination.data_ptr(), source.numel(), *formats, key
+
+
+def _kernel_can_read(grad: torch.Tensor) -> bool:
+    return grad.dtype in GRAD_FORMATS and is_ordinary(grad) and is_dense(grad)
+
+
+def _kernel_can_move(source: torch.Tensor, destination: torch.Tensor) -> bool:
+    return (
+        _kernel_can_read(source) and is_dense(destination) and same_layout(source, destination) and not source.is_neg()
+    )
+
+
+def _note(grad: torch.Tensor, value: float) -> None:
+    setattr(grad, _NOTE, (grad._version, value))
+
+
+def _noted(grad: torch.Tensor) -> float | None:
+    version, value = getattr(grad, _NOTE, (None, None))
+    return value if version == grad._version else None
+
+
+def _sum_by_torch(grad: torch.Tensor) -> float:
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    total = float(torch.linalg.vector_norm(values.detach().double())) ** 2
+    if math.isfinite(total) or not bool(values.isfinite().all()):
+        return total
+    return sys.float_info.max  # finite float64 numbers whose squares are not

@@ -1,0 +1,59 @@
+"""What adopting optimizers will allocate: summed up before the first byte is taken."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.optim.adopt import Adoption
+from lightning_cxl.optim.formats import MasterForm
+from lightning_cxl.optim.masters import master_dtype, needs_master
+from lightning_cxl.tiers.placement import TensorRole
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Wanted(NamedTuple):
+    """Host memory for a parameter."""
+
+    parameter: torch.Tensor
+    role: TensorRole
+    nbytes: int
+
+
+def wanted_tensors(
+    optimizers: Iterable[Optimizer], adoption: Adoption, config: OffloadConfig, *, accumulates: bool
+) -> list[Wanted]:
+    """Return masters, gradients and, for CPUAdam, its state; each parameter and role once."""
+    wanted: dict[tuple[int, TensorRole], Wanted] = {}
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if is_lazy(parameter):
+                continue
+            form = adoption.form_for(optimizer, parameter)
+            bytes_of = _master_and_grad(parameter, form, half_sums=config.accumulate == "bf16", accumulates=accumulates)
+            moment = adoption.moment_bytes(optimizer, parameter)
+            bytes_of |= {TensorRole.MOMENTUM: moment, TensorRole.VARIANCE: moment}
+            for role, nbytes in bytes_of.items():
+                if nbytes:
+                    wanted[id(parameter), role] = Wanted(parameter, role, nbytes)
+    return list(wanted.values())
+
+
+def _master_and_grad(
+    parameter: torch.Tensor, form: MasterForm | None, *, half_sums: bool, accumulates: bool
+) -> dict[TensorRole, int]:
+    numel, dtype = parameter.numel(), master_dtype(parameter, form)
+    separate = needs_master(parameter, dtype)
+    master_bytes = numel * dtype.itemsize if separate else 0
+    if dtype in _HALF and parameter.requires_grad:
+        master_bytes += 2 * numel  # the lower halves
+    sums = dtype in _HALF or form is not None
+    wide = accumulates and parameter.dtype in _HALF and not (half_sums and parameter.dtype is torch.bfloat16)
+    grad_dtype = (torch.float32 if wide else parameter.dtype) if sums else dtype
+    grad_role = TensorRole.MASTER_GRADS if separate else TensorRole.COMPUTE_GRADS
+    grad_bytes = numel * grad_dtype.itemsize if parameter.requires_grad else 0
+    return {TensorRole.MASTER_WEIGHTS: master_bytes, grad_role: grad_bytes}

@@ -1,0 +1,118 @@
+"""What the gradient kernels do not need: memory, newer CPUs, indices that fit 32 bits."""
+
+import ctypes
+import mmap
+import os
+import re
+import shutil
+import subprocess
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_cxl import _cpu, _grads
+from lightning_cxl.optim import grad_reference
+
+BF16 = torch.bfloat16
+ISAS = _cpu.supported_isas()
+
+
+def peak_bytes() -> int:
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def test_measuring_takes_no_memory():
+    size = 1 << 26  # 128 MiB, of which a float32 copy would take twice as much
+    source = torch.ones(size, dtype=BF16)
+    table, results = array("Q", [source.data_ptr(), 0, size, 1, 0, 0]), array("d", [0.0])
+    for isa in ISAS:
+        _grads.measure(table, results, 2, isa)  # threads have their stacks now
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+        except OSError:
+            pytest.skip("the kernel does not let this process reset its peak")
+        before = peak_bytes()
+        _grads.measure(table, results, 2, isa)
+        assert peak_bytes() - before <= 1 << 20
+        assert results[0] == size
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_no_wide_instruction_outside_the_functions_for_that_isa():
+    """An AVX instruction in common code would stop older CPUs with SIGILL."""
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", _grads.__file__], capture_output=True, text=True, check=True
+    ).stdout
+    function, offenders, kernels = "", set(), set()
+    for line in listing.splitlines():
+        if header := re.fullmatch(r"[0-9a-f]+ <(.+)>:", line):
+            function = header[1]
+        elif re.search(r"\t\s*v[a-z0-9]+\s|%[yz]mm|%k[0-7]", line):
+            (kernels if re.search(r"grads_\w+_avx(2|512)", function) else offenders).add(function)
+    if not kernels:
+        pytest.skip("the extension was stripped of its symbols")
+    assert not offenders
+
+
+@contextmanager
+def repeated_zeros(nbytes: int) -> Iterator[int]:
+    """Yield the address of `nbytes` of zeros, the same 64 MiB over and over, and a page of their own behind them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    part, fixed, access = 1 << 26, 0x10, mmap.PROT_READ | mmap.PROT_WRITE
+    file = os.memfd_create("zeros")
+    os.ftruncate(file, part)
+    total = nbytes + mmap.PAGESIZE
+    address = libc.mmap(None, total, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    assert address != ctypes.c_void_p(-1).value
+    try:
+        for offset in range(0, nbytes, part):
+            place = libc.mmap(address + offset, part, access, mmap.MAP_SHARED | fixed, file, 0)
+            assert place == address + offset
+        yield address
+    finally:
+        libc.munmap(address, total)
+        os.close(file)
+
+
+def behind(address: int, nbytes: int) -> torch.Tensor:
+    """The page behind the zeros, as bfloat16."""
+    return torch.frombuffer((ctypes.c_char * mmap.PAGESIZE).from_address(address + nbytes), dtype=BF16)
+
+
+@pytest.mark.slow
+def test_more_elements_than_32_bits_can_count():
+    nbytes = 1 << 33  # 2 ** 32 elements
+    with repeated_zeros(nbytes) as address:
+        last = behind(address, nbytes)[:1001]
+        last.copy_(torch.randn(1001))
+        size, results = nbytes // 2 + 1001, array("d", [0.0])
+        for isa in ISAS:
+            _grads.measure(array("Q", [address, 0, size, 1, 0, 0]), results, _cpu.available_threads(), isa)
+            assert results[0] == grad_reference.sum_of_squares(last)
+
+
+@pytest.mark.slow
+def test_random_bits_of_elements_whose_counters_exceed_32_bits():
+    """One counter serves two elements: these are the first ones behind 2 ** 33."""
+    nbytes, key = 1 << 34, 0x0123456789ABCDEF
+    with repeated_zeros(nbytes) as source_address, repeated_zeros(nbytes) as address:
+        source, sums = behind(source_address, nbytes)[:1001], behind(address, nbytes)[:1001]
+        source.copy_(torch.rand(1001) * 0.01)
+        sums.fill_(1.0)
+        expected = sums.clone()
+        total = grad_reference.accumulate(source, expected, key, first=nbytes // 2)
+        wrong = torch.ones_like(sums)
+        grad_reference.accumulate(source, wrong, key)
+        assert not torch.equal(wrong, expected)
+        results = array("d", [0.0])
+        row = [source_address, address, nbytes // 2 + 1001, 1, 1, key]
+        _grads.accumulate(array("Q", row), results, _cpu.available_threads(), ISAS[-1])
+        assert torch.equal(sums, expected)
+        assert results[0] == total
