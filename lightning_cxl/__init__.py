@@ -9,6 +9,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import (
     CheckpointError,
     ConfigError,
+    GradientOverflowError,
     LightningCXLError,
     LightningCXLWarning,
     MissingTierWarning,
@@ -34,6 +35,7 @@ __all__ = [
     "CXLOffloadStrategy",
     "CheckpointError",
     "ConfigError",
+    "GradientOverflowError",
     "LightningCXLError",
     "LightningCXLWarning",
     "MissingTierWarning",
