@@ -25,6 +25,7 @@ cdef extern from "adam_isa.h" nogil:
         int64_t row
         int64_t formats
         int64_t home
+        int64_t first
     cdef enum:
         ADAM_WEIGHTS_FP32
         ADAM_WEIGHTS_SPLIT
@@ -36,14 +37,19 @@ cdef extern from "adam_isa.h" nogil:
                      int is_unsigned) noexcept
 
 cdef extern from "adam_threads.h" nogil:
+    cdef enum:
+        ADAM_CHUNK
     int adam_run(const adam_span* spans, int64_t num_spans, const adam_scalars* scalars, int num_threads,
                  adam_isa isa, const int64_t* cpus, int64_t num_cpus, int64_t num_homes) noexcept
 
-SPAN_FIELDS = 13
+SPAN_FIELDS = 14
+CHUNK = ADAM_CHUNK  # elements that a thread takes at a time
 SCALAR_FIELDS = 9
 
 cdef enum:
-    FIELDS = 13
+    MAX_HOMES = 1024
+    MAX_CPUS = 1024  # CPU_SETSIZE
+    FIELDS = 14
     SCALARS = 9
 
 blockwise_init()
@@ -60,7 +66,8 @@ def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads,
         spans: ``SPAN_FIELDS`` numbers per span, the fields of ``struct adam_span`` in order: the addresses of weights,
             compute weights, remainders, gradients, momentum, variance and of the scales of the last two (0 where the
             format has none), the random key, the number of elements, the row of `scalars`, the formats
-            (`lightning_cxl.optim.formats.pack`) and the home, 0 or more. Spans must not overlap.
+            (`lightning_cxl.optim.formats.pack`), the home, 0 or more, and the number of the first element in its
+            tensor, a multiple of ``CHUNK``. Spans must not overlap.
         scalars: ``SCALAR_FIELDS`` numbers per row, the fields of ``struct adam_scalars`` in order.
         num_threads: at least 1. The result does not depend on it.
         isa: one of `_cpu.supported_isas()`. The result does not depend on it.
@@ -90,7 +97,7 @@ def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads,
     num_homes = _check(table, num_spans, scalars.shape[0] // SCALARS)
     if cpus is not None:
         num_cpus = cpus.shape[0] // 2
-        _check_cpus(cpus, num_homes)
+        num_homes = max(num_homes, _check_cpus(cpus))
     with nogil:
         failed = adam_run(table, num_spans, <const adam_scalars*> &scalars[0], num_threads, code,
                           &cpus[0] if num_cpus else NULL, num_cpus, num_homes)
@@ -169,8 +176,10 @@ cdef int64_t _check(const adam_span* spans, int64_t num_spans, int64_t num_rows)
         weights = span.formats >> 2 & 3
         if span.formats < 0 or span.formats & 3 == 3 or span.formats >> 4 > ADAM_STATE_8BIT:
             raise ValueError(f"span {i} has unknown formats {span.formats}")
-        if span.numel < 0 or span.home < 0 or span.home >= num_spans:
-            raise ValueError(f"span {i} has {span.numel} elements and home {span.home} of at most {num_spans} homes")
+        if span.numel < 0 or not 0 <= span.home < MAX_HOMES:
+            raise ValueError(f"span {i} has {span.numel} elements and home {span.home} of at most {MAX_HOMES} homes")
+        if span.first < 0 or span.first % ADAM_CHUNK:
+            raise ValueError(f"span {i} begins at element {span.first}: it must be a multiple of {ADAM_CHUNK}")
         missing = not span.grads or not span.momentum or not span.variance
         missing |= (not span.compute or not span.rest) if weights == ADAM_WEIGHTS_SPLIT else not span.weights
         missing |= weights != ADAM_WEIGHTS_FP32 and not span.compute
@@ -182,14 +191,17 @@ cdef int64_t _check(const adam_span* spans, int64_t num_spans, int64_t num_rows)
     return homes
 
 
-cdef int _check_cpus(const int64_t[::1] cpus, int64_t num_homes) except -1:
+cdef int64_t _check_cpus(const int64_t[::1] cpus) except -1:
+    """Return the number of homes."""
     cdef Py_ssize_t i
+    cdef int64_t homes = 0
     if cpus.shape[0] % 2:
         raise ValueError(f"cpus must be pairs of home and CPU, got {cpus.shape[0]} numbers")
     for i in range(0, cpus.shape[0], 2):
-        if not 0 <= cpus[i] < num_homes or not 0 <= cpus[i + 1] < 1024:
-            raise ValueError(f"CPU {cpus[i + 1]} for home {cpus[i]}: there are {num_homes} homes and at most 1024 CPUs")
-    return 0
+        if not 0 <= cpus[i] < MAX_HOMES or not 0 <= cpus[i + 1] < MAX_CPUS:
+            raise ValueError(f"CPU {cpus[i + 1]} of home {cpus[i]}: at most {MAX_HOMES} homes and {MAX_CPUS} CPUs")
+        homes = max(homes, cpus[i] + 1)
+    return homes
 
 
 cdef int _check_blocks(Py_ssize_t values, Py_ssize_t codes, Py_ssize_t scales) except -1:

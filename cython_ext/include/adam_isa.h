@@ -87,11 +87,12 @@ static void adam_update(
     const struct adam_scalars *scalars)
 {
     struct adam_span part = adam_span_at(span, offset);
-    part.key.second += (uint32_t)(offset >> 32); /* the counter has 32 bits, and no chunk crosses a multiple of 2^32 */
+    const uint64_t counter = (uint64_t)(span->first + offset);
+    part.key.second += (uint32_t)(counter >> 32); /* no chunk crosses a multiple of 2^32, as `first` is one of a chunk */
     if (span->formats >> 4 == ADAM_STATE_8BIT)
         ADAM_CALL(isa, adam_update_8bit, &part, n, scalars)
     else
-        ADAM_CALL(isa, adam_update, &part, n, (uint32_t)offset, scalars)
+        ADAM_CALL(isa, adam_update, &part, n, (uint32_t)counter, scalars)
 }
 
 /* Rounding and denormal mode of this thread (torch.set_flush_denormal): pool threads take over the caller's. */

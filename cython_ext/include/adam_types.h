@@ -32,7 +32,7 @@ enum adam_state { ADAM_STATE_FP32, ADAM_STATE_BF16, ADAM_STATE_8BIT };
 
 enum { ADAM_TILE = 4 * BLOCKWISE_SIZE }; /* elements with 8-bit state that are decoded at a time */
 
-/* One row of the table of spans that Python fills: 13 numbers of 8 bytes. */
+/* One row of the table of spans that Python fills: 14 numbers of 8 bytes. */
 struct adam_span {
     float *weights;        /* INOUT, null with split weights */
     uint16_t *compute;     /* OUT, INOUT with split weights, null with float32 ones */
@@ -47,6 +47,7 @@ struct adam_span {
     int64_t row;     /* of the scalars */
     int64_t formats; /* ADAM_FORMATS */
     int64_t home;    /* group of threads that takes it first */
+    int64_t first;   /* number of its first element, for the random bits: a tensor may be cut into spans */
 };
 
 /* The rest of a span, from element `offset` on; with 8-bit state `offset` is a whole number of blocks. */

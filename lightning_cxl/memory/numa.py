@@ -207,3 +207,8 @@ def reserve(nbytes: int, alignment: int, source: PageSource) -> Mapping:
             f"cannot reserve {format_bytes(nbytes)} of addresses for tier `{source.tier_name}` ({error}). Use a "
             f"smaller job, raise `ulimit -v` and `vm.overcommit_memory`, or lower the budget of `{source.tier_name}`."
         ) from error
+
+
+def node_at(address: int) -> int | None:
+    """Return the node of the page at an address; None where no page backs it yet."""
+    return next((node for node in page_nodes(address, 1) if node != NOWHERE), None)

@@ -10,15 +10,23 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_cxl import _adam, _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.optim.clip_factor import clip_factor
+from lightning_cxl.optim.clip_factor import GradScale, clip_factor
 from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision, mix_key
+from lightning_cxl.optim.homes import ThreadHomes
 from lightning_cxl.optim.hyper import check_options, check_ranges, scalars_of
-from lightning_cxl.optim.layout import WEIGHT_DTYPES, check_parameter, is_flat_like, is_usable, usable_gradient
+from lightning_cxl.optim.layout import (
+    WEIGHT_DTYPES,
+    check_parameter,
+    fits_beside,
+    is_usable,
+    unfit_compute_weights,
+    usable_gradient,
+)
 from lightning_cxl.optim.meter import GradientMeter, gradients
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch, choose_precision
 from lightning_cxl.optim.slot import Slot
 from lightning_cxl.optim.spans import SpanTable, Update
-from lightning_cxl.optim.state import check_moments, match_groups, parameter_name
+from lightning_cxl.optim.state import check_moments, match_groups, parameter_name, unwrapped
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -30,7 +38,7 @@ _HOOKS = (
 )
 
 
-class CPUAdam(torch.optim.Optimizer):
+class CPUAdam(GradScale, torch.optim.Optimizer):
     """Adam or AdamW over host parameters, float32 or bfloat16, in one pass over memory.
 
     Hyper-parameters, state and state dict are those of ``torch.optim.Adam``, and checkpoints go both ways. In float32,
@@ -91,8 +99,9 @@ class CPUAdam(torch.optim.Optimizer):
             raise ConfigError(f"state must be one of {', '.join(map(repr, STATE_FORMATS))}, got {state!r}")
         self.state_precision = state
         self.seed = seed
-        self.grad_scale = 1.0
-        """Factor of the gradients in the next step, which sets it back to 1."""
+        self._scale = [1.0]
+        self.homes = ThreadHomes.detect()
+        """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
         self._fp32_state = fp32_state
         self._allocate_state = allocate_from_torch if allocate_state is None else allocate_state
@@ -115,20 +124,20 @@ class CPUAdam(torch.optim.Optimizer):
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer, **options: Any) -> "CPUAdam":
-        """Return a CPUAdam that continues a torch Adam or AdamW.
+        """Return a CPUAdam that continues a torch Adam or AdamW, or another CPUAdam.
 
         It takes over the very same ``param_groups`` list and ``defaults`` dict, so that learning-rate schedulers and
         callbacks that hold them keep working, the hooks, and a copy of the state. A scheduler must also be pointed
         at it (``scheduler.optimizer = new``).
 
         Args:
-            optimizer: exactly ``torch.optim.Adam`` or ``torch.optim.AdamW``. Must not be stepped any more.
+            optimizer: exactly ``torch.optim.Adam``, ``torch.optim.AdamW`` or this class. Must not be stepped any more.
             options: the arguments of CPUAdam from `state` on.
 
         Raises:
             UnsupportedError: another class, or an option CPUAdam does not have.
         """
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, CPUAdam):
             raise UnsupportedError(
                 f"CPUAdam can replace torch.optim.Adam and AdamW, not {type(optimizer).__qualname__}: "
                 "set `cpu_adam=False` to run the optimizer as it is"
@@ -164,6 +173,11 @@ class CPUAdam(torch.optim.Optimizer):
         norm, factor = clip_factor(sums, max_norm, self.grad_scale)
         self.grad_scale *= factor
         return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; a `grad_scale` that was for them goes, too."""
+        super().zero_grad(set_to_none)
+        self.grad_scale = 1.0
 
     def forget_allocator(self) -> None:
         """Take memory for parameters that have no state yet from torch from now on: a run's memory is closed."""
@@ -229,7 +243,7 @@ class CPUAdam(torch.optim.Optimizer):
             if update.slot.precision == "bf16":
                 update = update._replace(key=mix_key(self.seed, ordinal, int(step)))
             rows.setdefault((group_index, step), []).append(update)
-        table = SpanTable()
+        table = SpanTable(self.homes)
         for (group_index, step), updates in rows.items():
             table.add(updates, scalars_of(self.param_groups[group_index], step, self.grad_scale))
         table.run(self.num_threads, self.isa)
@@ -258,8 +272,8 @@ class CPUAdam(torch.optim.Optimizer):
                 if not is_usable(grad, parameter):
                     grad = usable_gradient(parameter, parameter_name(group, index))
                 compute = self.compute_weights.get(parameter) if self.compute_weights else None
-                if compute is not None and not _fits(compute, parameter):
-                    raise _unfit_compute_weights(compute, parameter, parameter_name(group, index))
+                if compute is not None and not fits_beside(compute, parameter):
+                    raise unfit_compute_weights(compute, parameter, parameter_name(group, index))
                 work.append((group_index, ordinal, Update(parameter, grad, slot, compute)))
         return work
 
@@ -303,7 +317,7 @@ class CPUAdam(torch.optim.Optimizer):
         found: list[tuple[torch.Tensor, Mapping[str, Any] | None]] = []
         for group, keys in sources:
             for index, (parameter, key) in enumerate(zip(group["params"], keys, strict=True)):
-                entry = saved.get(key)
+                entry = unwrapped(saved.get(key))
                 if entry:
                     check_moments(parameter_name(group, index), parameter, entry)
                 found.append((parameter, entry))
@@ -320,7 +334,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: all but the allocator, which belongs to this process."""
-        own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "grad_scale", "_fp32_state")
+        own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "_scale", "_fp32_state")
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in (*own, "_slots")},
@@ -330,19 +344,6 @@ class CPUAdam(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, perhaps on another machine."""
         super().__setstate__(state)
+        self.homes = ThreadHomes.detect()
         if self.isa not in _cpu.supported_isas():
             self.isa = _cpu.best_isa()
-
-
-def _fits(compute: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether the kernel can write `compute` beside `parameter`."""
-    is_half = compute.dtype in (torch.bfloat16, torch.float16)
-    return is_half and parameter.dtype is torch.float32 and is_flat_like(compute, parameter)
-
-
-def _unfit_compute_weights(compute: torch.Tensor, parameter: torch.Tensor, name: str) -> ConfigError:
-    return ConfigError(
-        f"the compute weights of {name} must be bfloat16 or float16 on the host with shape {tuple(parameter.shape)} "
-        f"and strides {parameter.stride()}, got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} "
-        f"and strides {compute.stride()}"
-    )

@@ -8,6 +8,7 @@ import torch
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.optim.blockwise import dynamic_map
 from lightning_cxl.optim.formats import StatePrecision, join, split
+from lightning_cxl.optim.homes import Run
 from lightning_cxl.optim.layout import check_parameter, follows, laid_out_as
 from lightning_cxl.optim.moment import AllocateState, Moment
 from lightning_cxl.tiers.placement import TensorRole
@@ -25,7 +26,7 @@ class Slot:
         allocate: gives the memory, which is held from now on.
     """
 
-    __slots__ = ("momentum", "numel", "precision", "remainder", "step", "variance")
+    __slots__ = ("momentum", "numel", "precision", "remainder", "runs", "step", "variance")
 
     def __init__(self, parameter: torch.Tensor, precision: StatePrecision, allocate: AllocateState) -> None:
         self.numel = parameter.numel()
@@ -33,6 +34,7 @@ class Slot:
         self.step = torch.zeros((), dtype=torch.float32)
         self.momentum = Moment(parameter, TensorRole.MOMENTUM, precision, allocate)
         self.variance = Moment(parameter, TensorRole.VARIANCE, precision, allocate)
+        self.runs: list[Run] | None = None  # where its threads are at home; found out at the first step
         self.remainder: torch.Tensor | None = None
         if parameter.dtype is torch.bfloat16:
             memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, self.numel)
@@ -90,6 +92,8 @@ class Slot:
             if values is not moment.values:
                 moment.load(values, state[scales] if values.dtype is torch.uint8 else None)
         saved = state.get(REMAINDER)
+        if saved is not None and saved.dtype is not torch.int16:
+            saved = None  # torch's optimizers carry it along as a number, and their steps make it meaningless
         if self.remainder is None:
             if saved is not None:  # of split weights: these are float32 masters of the same compute weights
                 parameter.copy_(join(split(parameter.detach())[0], saved))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_cxl import _adam
+from lightning_cxl.optim.blockwise import BLOCK_SIZE
 from lightning_cxl.optim.formats import (
     GRAD_FORMATS,
     STATE_FORMATS,
@@ -16,6 +17,7 @@ from lightning_cxl.optim.formats import (
     WEIGHTS_SPLIT,
     pack,
 )
+from lightning_cxl.optim.homes import ThreadHomes
 from lightning_cxl.optim.host_tensors import is_dense
 from lightning_cxl.optim.layout import pieces
 from lightning_cxl.optim.reference import AdamScalars
@@ -34,14 +36,17 @@ class Update(NamedTuple):
     """16-bit compute weights to write beside a float32 parameter."""
     key: int = 0
     """Of stochastic rounding."""
-    home: int = 0
-    """Group of threads that takes it first."""
 
 
 class SpanTable:
-    """Rows of spans, and the rows of scalars that they refer to."""
+    """Rows of spans, and the rows of scalars that they refer to.
 
-    def __init__(self) -> None:
+    Args:
+        homes: which threads take which part; None where all are near to all memory.
+    """
+
+    def __init__(self, homes: ThreadHomes | None = None) -> None:
+        self._homes = homes
         self._spans = array("Q")
         self._scalars = array("f")
         self._gapped: list[tuple[Update, AdamScalars]] = []
@@ -57,7 +62,7 @@ class SpanTable:
                 self._gapped.append((update, scalars))
 
     def _add_row(self, update: Update, row: int) -> None:
-        parameter, grad, slot, compute, key, home = update
+        parameter, grad, slot, compute, key = update
         momentum, variance = slot.momentum, slot.variance
         weights, addresses = _weights(parameter, compute, slot.remainder)
         state = (
@@ -67,11 +72,21 @@ class SpanTable:
             0 if variance.scales is None else variance.scales.data_ptr(),
         )
         formats = pack(GRAD_FORMATS[grad.dtype], weights, STATE_FORMATS[slot.precision])
-        self._spans.extend((*addresses, grad.data_ptr(), *state, key, slot.numel, row, formats, home))
+        tensors = (*addresses, grad.data_ptr(), *state)
+        if self._homes is None:
+            self._spans.extend((*tensors, key, slot.numel, row, formats, 0, 0))
+            return
+        if slot.runs is None:
+            slot.runs = self._homes.runs(momentum.flat)
+        state_bytes = momentum.flat.element_size()
+        strides = (4.0, 2.0, 2.0, grad.element_size(), state_bytes, state_bytes, 4 / BLOCK_SIZE, 4 / BLOCK_SIZE)
+        for begin, end, home in slot.runs:
+            moved = [at + int(begin * stride) if at else 0 for at, stride in zip(tensors, strides, strict=True)]
+            self._spans.extend((*moved, key, end - begin, row, formats, home, begin))
 
-    def run(self, num_threads: int, isa: str, cpus: "array[int] | None" = None) -> None:
+    def run(self, num_threads: int, isa: str) -> None:
         """Update everything in the table."""
-        _adam.update(self._spans, self._scalars, num_threads, isa, cpus)
+        _adam.update(self._spans, self._scalars, num_threads, isa, None if self._homes is None else self._homes.cpus)
         for update, scalars in self._gapped:
             _update_gapped(update, scalars, isa)
 
@@ -90,7 +105,7 @@ def _weights(
 
 def _update_gapped(update: Update, scalars: AdamScalars, isa: str) -> None:
     """Update a parameter with gaps in memory, through a dense copy of a piece at a time. Its state is float32."""
-    parameter, grad, slot, compute, _, _ = update
+    parameter, grad, slot, compute, _ = update
     dense = [grad, slot.momentum.values, slot.variance.values]
     dense += [tensor for tensor in (compute, slot.remainder) if tensor is not None]
     for home, *parts in zip(pieces(parameter), *map(pieces, dense), strict=True):
@@ -100,6 +115,6 @@ def _update_gapped(update: Update, scalars: AdamScalars, isa: str) -> None:
         )
         state = (parts[1].data_ptr(), parts[2].data_ptr(), 0, 0)
         formats = pack(GRAD_FORMATS[grad.dtype], weights, STATE_FORMATS["fp32"])
-        span = array("Q", (*addresses, parts[0].data_ptr(), *state, 0, copy.numel(), 0, formats, 0))
+        span = array("Q", (*addresses, parts[0].data_ptr(), *state, 0, copy.numel(), 0, formats, 0, 0))
         _adam.update(span, array("f", scalars), 1, isa)
         home.copy_(copy)
