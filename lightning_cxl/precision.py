@@ -18,10 +18,12 @@ def watch_for_edits(trainer: Trainer, runtime: OffloadRuntime) -> bool:
         Whether unscaling and clipping may be left to the step: nobody looks at ``.grad`` in between, or edits it.
     """
     automatic = trainer.lightning_module.automatic_optimization
-    edits = overridden(trainer, "on_after_backward", "on_before_optimizer_step")
+    step = ("on_before_optimizer_step", "configure_gradient_clipping")
+    edits = overridden(trainer, "backward", "on_after_backward", "optimizer_step", *step)
     runtime.meter.trusts_versions = automatic and not edits
-    looks = overridden(trainer, "on_before_optimizer_step", "configure_gradient_clipping", "on_before_zero_grad")
-    return automatic and not looks
+    looks = overridden(trainer, "on_before_zero_grad", *step)
+    clips_values = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"  # needs unscaled ones
+    return bool(automatic and not looks and not clips_values)
 
 
 def attach_scaling(plugin: Precision, runtime: OffloadRuntime, active: ExitStack, *, defer: bool) -> None:
@@ -34,7 +36,7 @@ def attach_scaling(plugin: Precision, runtime: OffloadRuntime, active: ExitStack
         defer: what `watch_for_edits` returned.
     """
     scaler: Any = getattr(plugin, "scaler", None)
-    if scaler is not None and runtime.device.type != "cpu":
+    if scaler is not None:
         scaler._unscale_grads_ = HostUnscale(scaler, runtime.guard, defer=defer)
         active.callback(scaler.__dict__.pop, "_unscale_grads_", None)
     if defer:

@@ -46,15 +46,14 @@ GRADS_LOCAL void GRADS_NAME(grads_load_pairs)(
     }
 }
 
-/* Random bits of eight pairs of elements, the halves of cxl_random(key, number of the pair). `first`, the number of the
- * first one, is a multiple of eight. */
+/* cxl_random(key, i) of eight pairs of elements: lower halves for the even elements, upper halves for the odd ones.
+ * `first`, the number of the first pair, is a multiple of eight. Its upper half, which the first shift brings down, is
+ * the same in a whole piece. So the first product is split: `low` has that of the lower three bits, once per piece. */
 GRADS_LOCAL void GRADS_NAME(grads_random)(
-    grads_bits *even, grads_bits *odd, const struct cxl_random_key key, const uint32_t first)
+    grads_bits *even, grads_bits *odd, const struct grads_random *random, const uint32_t first)
 {
-    grads_bits x = (grads_bits){0, 1, 2, 3, 4, 5, 6, 7} ^ (first ^ key.first);
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x += key.second;
+    const uint32_t shared = first ^ random->key.first;
+    grads_bits x = random->low + (((shared ^ shared >> 16) & ~7u) * 0x7feb352du + random->key.second);
     x ^= x >> 15;
     x *= 0x846ca68bu;
     *odd = x >> 16;
@@ -90,14 +89,14 @@ GRADS_LOCAL void GRADS_NAME(grads_eight)(
 /* Sixteen elements that are bfloat16, in the source to measure or in the destination. */
 GRADS_LOCAL void GRADS_NAME(grads_sixteen)(
     GRADS_LANES *even_lanes, GRADS_LANES *odd_lanes, const char *source, char *destination, const int operation,
-    const int from, const struct cxl_random_key key, const uint32_t first)
+    const int from, const struct grads_random *random, const uint32_t first)
 {
     grads_floats even, odd, pairs;
     GRADS_NAME(grads_load_pairs)(&even, &odd, source, from);
     if (operation == GRADS_ACCUMULATE) {
         grads_floats even_sums, odd_sums;
         grads_bits even_random, odd_random;
-        GRADS_NAME(grads_random)(&even_random, &odd_random, key, first);
+        GRADS_NAME(grads_random)(&even_random, &odd_random, random, first);
         GRADS_NAME(grads_load_pairs)(&even_sums, &odd_sums, destination, GRADS_BFLOAT16);
         const grads_bits lower = GRADS_NAME(grads_round)(even_sums + even, even_random, from);
         const grads_bits upper = GRADS_NAME(grads_round)(odd_sums + odd, odd_random, from);
@@ -117,13 +116,13 @@ GRADS_LOCAL void GRADS_NAME(grads_sixteen)(
 
 GRADS_LOCAL void GRADS_NAME(grads_block)(
     GRADS_LANES *lanes, const char *source, char *destination, const int operation, const int from, const int to,
-    const struct cxl_random_key key, const uint32_t first)
+    const struct grads_random *random, const uint32_t first)
 {
     const int64_t read = grads_bytes(from), write = operation == GRADS_MEASURE ? 0 : grads_bytes(to);
     if (GRADS_PAIRED(operation, from, to)) {
-        GRADS_NAME(grads_sixteen)(lanes, lanes + 1, source, destination, operation, from, key, first);
+        GRADS_NAME(grads_sixteen)(lanes, lanes + 1, source, destination, operation, from, random, first);
         GRADS_NAME(grads_sixteen)(
-            lanes + 2, lanes + 3, source + 16 * read, destination + 16 * write, operation, from, key, first + 8);
+            lanes + 2, lanes + 3, source + 16 * read, destination + 16 * write, operation, from, random, first + 8);
     } else {
         GRADS_NAME(grads_eight)(lanes, source, destination, operation, from, to);
         GRADS_NAME(grads_eight)(lanes + 1, source + 8 * read, destination + 8 * write, operation, from, to);
@@ -138,19 +137,22 @@ GRADS_LOCAL double GRADS_NAME(grads_loop)(
     const int to, const struct cxl_random_key key, const uint32_t first)
 {
     const int64_t read = grads_bytes(from), write = operation == GRADS_MEASURE ? 0 : grads_bytes(to);
+    const uint32_t shared = first ^ key.first;
+    const struct grads_random random = {
+        ((grads_bits){0, 1, 2, 3, 4, 5, 6, 7} ^ ((shared ^ shared >> 16) & 7u)) * 0x7feb352du, key};
     GRADS_LANES lanes[4] = {0};
     double sums[GRADS_BLOCK];
     int64_t i;
     for (i = 0; i + GRADS_BLOCK <= n; i += GRADS_BLOCK)
         GRADS_NAME(grads_block)(
-            lanes, source + i * read, destination + i * write, operation, from, to, key, first + (uint32_t)(i / 2));
+            lanes, source + i * read, destination + i * write, operation, from, to, &random, first + (uint32_t)(i / 2));
     if (i < n) {
         const int cached = operation == GRADS_COPY_PAST ? GRADS_COPY : operation;
         char in[4 * GRADS_BLOCK] = {0}, out[4 * GRADS_BLOCK] = {0};
         memcpy(in, source + i * read, (size_t)((n - i) * read));
         if (operation == GRADS_ACCUMULATE)
             memcpy(out, destination + i * write, (size_t)((n - i) * write));
-        GRADS_NAME(grads_block)(lanes, in, out, cached, from, to, key, first + (uint32_t)(i / 2));
+        GRADS_NAME(grads_block)(lanes, in, out, cached, from, to, &random, first + (uint32_t)(i / 2));
         if (operation != GRADS_MEASURE)
             memcpy(destination + i * write, out, (size_t)((n - i) * write));
     }

@@ -9,7 +9,7 @@
 #include "number_formats.h"
 
 enum grads_isa { GRADS_BASELINE, GRADS_AVX2, GRADS_AVX512 };
-enum grads_operation { GRADS_MEASURE, GRADS_COPY, GRADS_COPY_PAST, GRADS_ACCUMULATE }; /* past the caches */
+enum grads_operation { GRADS_MEASURE, GRADS_COPY, GRADS_COPY_PAST /* the caches */, GRADS_ACCUMULATE };
 enum grads_format { GRADS_FLOAT32, GRADS_BFLOAT16, GRADS_FLOAT16 };
 enum { GRADS_BLOCK = 32 };
 
@@ -21,6 +21,11 @@ enum { GRADS_BLOCK = 32 };
 typedef float grads_floats __attribute__((vector_size(32)));
 typedef uint32_t grads_bits __attribute__((vector_size(32)));
 typedef uint16_t grads_halves __attribute__((vector_size(16)));
+
+struct grads_random {
+    grads_bits low; /* a part of a product that is the same in a whole piece, see grads_body.h */
+    struct cxl_random_key key;
+};
 
 #ifdef __clang__
 #define GRADS_EVERY_OTHER(low, high, i) \
@@ -44,7 +49,7 @@ static double grads_total(const double *vectors, const int paired)
     return lanes[0];
 }
 
-/* ---- the product of two float32 is exact in double, so it does not matter whether it is fused with the addition ---- */
+/* ---- the product of two float32 is exact in double: whether it is fused with the addition makes no difference ---- */
 
 typedef struct {
     __m128d part[4];

@@ -72,7 +72,7 @@ class Adoption:
         self._grads = grads
         self._options = options
         self._adopted: list[tuple[Optimizer, Optimizer]] = []  # the user's object, the one in use
-        self._foreign: set[int] = set()  # ids of parameters that not only CPUAdam updates
+        self._foreign: set[int] = set()  # ids of parameters that not just one CPUAdam updates
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that takes the place of `optimizer` (itself unless it is torch's Adam or AdamW).
@@ -138,10 +138,12 @@ class Adoption:
         return {**group, "params": masters}
 
     def consider(self, optimizers: Iterable[Optimizer]) -> None:
-        """Learn which parameters an optimizer other than CPUAdam holds, before any is adopted."""
+        """Learn which parameters not just one CPUAdam holds, before any is adopted: those have no split masters."""
+        seen: set[int] = set()
         for optimizer in optimizers:
-            if not self._becomes_cpu_adam(optimizer):
-                self._foreign.update(id(p) for group in optimizer.param_groups for p in group["params"])
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._foreign |= own & seen if self._becomes_cpu_adam(optimizer) else own
+            seen |= own
 
     def form_for(self, optimizer: Optimizer, parameter: torch.Tensor) -> MasterForm | None:
         """Return the form of a 16-bit parameter's master; None where not only CPUAdam updates it."""
@@ -153,7 +155,12 @@ class Adoption:
         if not parameter.requires_grad or not self._becomes_cpu_adam(optimizer):
             return 0
         sensitive = self._options.is_sensitive(parameter)
-        return moment_bytes(parameter.numel(), choose_precision(parameter, self._options.state, sensitive=sensitive))
+        return moment_bytes(
+            parameter.numel(), choose_precision(parameter, self._state_of(optimizer), sensitive=sensitive)
+        )
+
+    def _state_of(self, optimizer: Optimizer) -> StatePrecision:
+        return optimizer.state_precision if isinstance(optimizer, CPUAdam) else self._options.state
 
     def _becomes_cpu_adam(self, optimizer: Optimizer) -> bool:
         if isinstance(optimizer, CPUAdam):
@@ -175,7 +182,8 @@ class Adoption:
             num_threads=self._options.num_threads,
             allocate_state=self._allocate_state,
             compute_weights=self._masters.kernel_weights,
-            state=self._options.state,
+            state=self._state_of(optimizer),
+            seed=optimizer.seed if isinstance(optimizer, CPUAdam) else 0,
             fp32_state=_Sensitive(self._masters, self._options.is_sensitive),
         )
 

@@ -14,18 +14,11 @@ from lightning_cxl.optim.clip_factor import GradScale, clip_factor
 from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision, mix_key
 from lightning_cxl.optim.homes import ThreadHomes
 from lightning_cxl.optim.hyper import check_options, check_ranges, scalars_of
-from lightning_cxl.optim.layout import (
-    WEIGHT_DTYPES,
-    check_parameter,
-    fits_beside,
-    is_usable,
-    unfit_compute_weights,
-    usable_gradient,
-)
+from lightning_cxl.optim.layout import check_compute_weights, check_parameter, usable_gradient
 from lightning_cxl.optim.meter import GradientMeter, gradients
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch, choose_precision
 from lightning_cxl.optim.slot import Slot
-from lightning_cxl.optim.spans import SpanTable, Update
+from lightning_cxl.optim.spans import SpanTable, Update, is_as_before, signature_of
 from lightning_cxl.optim.state import check_moments, match_groups, parameter_name, unwrapped
 
 _HOOKS = (
@@ -44,8 +37,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     Hyper-parameters, state and state dict are those of ``torch.optim.Adam``, and checkpoints go both ways. In float32,
     momentum and variance equal torch's bit for bit, the weights up to torch's rounding of ``sqrt`` (see
     `optim/reference.py`). Of a bfloat16 parameter, state also holds the lower half of float32 master weights, of which
-    the parameter is the upper half: training equals that of float32 masters bit for bit. Hyper-parameters are read from
-    the groups at every step.
+    the parameter is the upper half: training equals that of float32 masters bit for bit.
 
     Args:
         params: as for any torch optimizer; on the host. Gradients may be float32, bfloat16 or float16.
@@ -234,8 +226,11 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         work = self._collect()
         steps, values = array("Q"), array("f", bytes(4 * len(work)))
         for _, _, update in work:
-            update.slot.bind(update.parameter, self.state[update.parameter])
-            steps.append(update.slot.step.data_ptr())
+            slot, state = update.slot, self.state[update.parameter]
+            known = slot.known
+            if known is None or known.signature is not update.signature or not slot.holds(state):
+                slot.bind(update.parameter, state)
+            steps.append(slot.step_address)
         _adam.advance(steps, values)
 
         rows: dict[tuple[int, float], list[Update]] = {}
@@ -260,22 +255,28 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             check_options(group)
             for index, parameter in enumerate(group["params"]):
                 ordinal += 1
-                if parameter.grad is None:
-                    continue
-                if parameter.dtype not in WEIGHT_DTYPES or not parameter.is_cpu:
-                    check_parameter(parameter, parameter_name(group, index))
-                slot = self._slots.get(parameter)
-                if slot is None:  # was frozen when its group was added
-                    check_parameter(parameter, parameter_name(group, index))
-                    slot = self._slots[parameter] = self._make_slot(parameter)
                 grad = parameter.grad
-                if not is_usable(grad, parameter):
-                    grad = usable_gradient(parameter, parameter_name(group, index))
+                if grad is None:
+                    continue
+                slot = self._slots.get(parameter)
                 compute = self.compute_weights.get(parameter) if self.compute_weights else None
-                if compute is not None and not fits_beside(compute, parameter):
-                    raise unfit_compute_weights(compute, parameter, parameter_name(group, index))
-                work.append((group_index, ordinal, Update(parameter, grad, slot, compute)))
+                known = None if slot is None else slot.known
+                if known is not None and slot is not None and is_as_before(known.signature, parameter, grad, compute):
+                    update = Update(parameter, grad, slot, compute, known.signature)
+                else:
+                    update = self._checked(parameter, compute, parameter_name(group, index))
+                work.append((group_index, ordinal, update))
         return work
+
+    def _checked(self, parameter: torch.Tensor, compute: torch.Tensor | None, name: str) -> Update:
+        """Return the update of a parameter that has changed since the last step, or has had none."""
+        check_parameter(parameter, name)
+        slot = self._slots.get(parameter)
+        if slot is None:  # was frozen when its group was added
+            slot = self._slots[parameter] = self._make_slot(parameter)
+        check_compute_weights(compute, parameter, name)
+        grad = usable_gradient(parameter, name)
+        return Update(parameter, grad, slot, compute, signature_of(parameter, grad, compute))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of CPUAdam, ``torch.optim.Adam`` or ``torch.optim.AdamW`` into the memory held already.

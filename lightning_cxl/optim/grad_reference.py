@@ -22,7 +22,7 @@ def sum_of_squares(values: torch.Tensor) -> float:
     """
     exact = values.flatten().double()
     total = 0.0
-    for piece in (exact * exact).split(PIECE):
+    for piece in torch.split(exact * exact, PIECE):
         lanes = torch.zeros(LANES, dtype=torch.float64)
         for row in pad(piece, (0, -piece.numel() % LANES)).view(-1, LANES):
             lanes += row

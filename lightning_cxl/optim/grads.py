@@ -91,7 +91,8 @@ class GradientSink:
         if grad is None or grad.layout is not torch.strided or grad.requires_grad:
             # nothing, sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
             if before is not None:
-                host.compute.grad = before if grad is None else before + grad
+                with torch.enable_grad():
+                    host.compute.grad = before if grad is None else before + grad
             return
         if before is not None:
             host.compute.grad = self._add(host, before, grad)

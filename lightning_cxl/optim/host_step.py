@@ -67,9 +67,7 @@ class HostStep:
                 loss = closure()
         self._hooks.before_update()
         active = [p for p in _parameters(optimizer) if p.grad is not None]
-        if not self._hooks.accepts(active):
-            if isinstance(optimizer, CPUAdam):
-                optimizer.grad_scale = 1.0  # was for the step that is left out
+        if not self._accepts(active):
             return loss
         if all(optimizer.state.get(p) for p in active):
             self._step()
@@ -78,6 +76,15 @@ class HostStep:
                 self._step()
         self._hooks.after_update(optimizer, active)
         return loss
+
+    def _accepts(self, parameters: list[torch.Tensor]) -> bool:
+        accepted = False
+        try:
+            accepted = self._hooks.accepts(parameters)
+        finally:
+            if not accepted and isinstance(self._optimizer, CPUAdam):
+                self._optimizer.grad_scale = 1.0  # was for the step that is left out
+        return accepted
 
     def remove(self) -> None:
         """Give the optimizer the `step` back that it had."""

@@ -1,4 +1,4 @@
-"""A loss scaler on a device, gradients on the host."""
+"""A loss scaler, perhaps on a device, and gradients on the host."""
 
 from typing import Any
 
@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.meter import gradients
 from lightning_cxl.optim.overflow import OverflowGuard
 
 
 class HostUnscale:
-    """`GradScaler._unscale_grads_` for a scaler on a device and gradients on the host.
+    """`GradScaler._unscale_grads_` for gradients on the host.
 
-    The scaler copies its scale to the gradients' device without waiting, which is a race when that is the host: give it
-    host copies that are complete. For `CPUAdam` nothing is multiplied: the step applies the factor, and the check uses
-    the sums that were taken as gradients arrived.
+    A scaler on a device copies its scale to the gradients' device without waiting, which is a race when that is the
+    host: give it host copies that are complete. For `CPUAdam` nothing is multiplied: the step applies the factor, and
+    the check uses the sums that were taken as gradients arrived.
 
     Args:
         scaler: whose method this replaces.
@@ -36,7 +37,9 @@ class HostUnscale:
             self._guard.refuse(bad)
         if not (self._defer and isinstance(optimizer, CPUAdam)):
             unscale = type(self._scaler)._unscale_grads_
-            return unscale(self._scaler, optimizer, host_scale, found, allow_fp16)
+            result = unscale(self._scaler, optimizer, host_scale, found, allow_fp16)
+            torch.autograd.graph.increment_version(gradients(parameters))  # torch's kernel leaves versions as they are
+            return result
         # set, not multiplied: the step that would have used the factor of before may have been left out
         optimizer.grad_scale = float(host_scale)
         return {torch.device("cpu"): found.fill_(0.0 if bad is None else 1.0)}

@@ -69,7 +69,8 @@ def laid_out_as(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def is_flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether `tensor` is on the host and its memory has the elements in the order of `parameter`."""
-    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg() and follows(tensor, parameter)
+    ordinary = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg()
+    return ordinary and follows(tensor, parameter) and (tensor.is_contiguous() or is_dense(tensor))
 
 
 def is_usable(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -110,3 +111,21 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     for part in tensor.unbind():
         yield from pieces(part)
+
+
+def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor, name: str) -> None:
+    """Check that the kernel can write 16-bit `compute` weights, if there are some, beside the float32 `parameter`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if compute is None:
+        return
+    is_half = compute.dtype in (torch.bfloat16, torch.float16)
+    if not (is_half and parameter.dtype is torch.float32 and is_flat_like(compute, parameter)):
+        strides = parameter.stride() if is_dense(parameter) else "of a contiguous tensor"
+        raise ConfigError(
+            f"the compute weights of {name} must be bfloat16 or float16 on the host with shape "
+            f"{tuple(parameter.shape)} and strides {strides}, "
+            f"got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and strides {compute.stride()}"
+        )

@@ -17,6 +17,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl.optim.formats import MasterForm
+from lightning_cxl.optim.layout import is_flat_like
 from lightning_cxl.tiers.placement import TensorRole
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
@@ -88,7 +89,7 @@ class MasterWeights:
                 name, parameter, self._make_master(parameter, dtype), dtype if form is None else parameter.dtype
             )
             self._by_id[id(parameter)] = self._by_id[id(host.master)] = host
-            if not host.is_shared and parameter.device.type == "cpu" and parameter.dtype != dtype:
+            if not host.is_shared and parameter.dtype != dtype and is_flat_like(parameter.detach(), host.master):
                 self.kernel_weights[host.master] = parameter.detach()
         return host
 
@@ -142,8 +143,12 @@ class MasterWeights:
         return host.name
 
     def named_masters(self) -> dict[str, torch.Tensor]:
-        """Return the masters that are not compute weights themselves, by parameter name: a checkpoint needs them."""
-        return {host.name: host.master.detach() for host in self if not host.is_shared}
+        """Return the masters that are more than compute weights or copies of them, by name: a checkpoint needs them."""
+        return {
+            host.name: host.master.detach()
+            for host in self
+            if not host.is_shared and host.master.dtype is not torch.bfloat16
+        }
 
 
 def master_dtype(compute: torch.Tensor, form: MasterForm | None) -> torch.dtype:

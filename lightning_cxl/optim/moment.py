@@ -50,18 +50,22 @@ class Moment:
         allocate: gives the memory, which is held from now on.
     """
 
-    __slots__ = ("flat", "scales", "unsigned", "values")
+    __slots__ = ("scales", "unsigned", "values")
 
     def __init__(
         self, parameter: torch.Tensor, role: TensorRole, precision: StatePrecision, allocate: AllocateState
     ) -> None:
         numel = parameter.numel()
         self.unsigned = role is TensorRole.VARIANCE
-        self.flat = allocate(parameter, role, _DTYPES[precision], numel)
         self.scales = None
         if precision == "8bit":
             self.scales = allocate(parameter, role, torch.float32, num_blocks(numel))
-        self.values = laid_out_as(self.flat, parameter)
+        self.values = laid_out_as(allocate(parameter, role, _DTYPES[precision], numel), parameter)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The memory of `values` as one dimension."""
+        return _flat(self.values)
 
     def zero_(self) -> None:
         """Set every element to zero."""
@@ -92,7 +96,7 @@ class Moment:
         """Put the elements in the parameter's new order in memory."""
         old = self.values
         old_values = old.clone() if self.scales is None else decode(old, self.scales, unsigned=self.unsigned)
-        self.values = laid_out_as(self.flat, parameter)
+        self.values = laid_out_as(old, parameter)
         self.load(old_values)
 
 

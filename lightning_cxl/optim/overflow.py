@@ -64,8 +64,10 @@ class OverflowGuard:
         Raises:
             GradientOverflowError: that was one too many.
         """
-        self._streak += 1
         self.num_skipped += 1
+        if self._action == "ignore":  # a loss scaler leaves the step out all the same
+            return
+        self._streak += 1
         found = f"the gradient of `{self._name_of(parameter)}` has elements that are infinite or not a number"
         advice = (
             "Lower the learning rate or the initial loss scale, clip gradients (`gradient_clip_val`), check the data "

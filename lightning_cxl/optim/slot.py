@@ -1,7 +1,7 @@
 """`Slot`: all that the optimizer keeps of one parameter, in memory that stays where it was placed."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,14 @@ from lightning_cxl.optim.homes import Run
 from lightning_cxl.optim.layout import check_parameter, follows, laid_out_as
 from lightning_cxl.optim.moment import AllocateState, Moment
 from lightning_cxl.tiers.placement import TensorRole
+
+
+class KnownRow(NamedTuple):
+    """A row of the kernel's table, and what must be the same for it to be used again."""
+
+    signature: tuple[object, ...]
+    numbers: tuple[int, ...]
+
 
 REMAINDER = "remainder"
 """Key of what bfloat16 weights lack of float32 master weights, int16; see `formats.split`."""
@@ -26,12 +34,16 @@ class Slot:
         allocate: gives the memory, which is held from now on.
     """
 
-    __slots__ = ("momentum", "numel", "precision", "remainder", "runs", "step", "variance")
+    __slots__ = (
+        "_entries", "known", "momentum", "numel", "precision", "remainder", "runs", "step", "step_address", "variance",
+    )  # fmt: skip
 
     def __init__(self, parameter: torch.Tensor, precision: StatePrecision, allocate: AllocateState) -> None:
         self.numel = parameter.numel()
         self.precision = precision
         self.step = torch.zeros((), dtype=torch.float32)
+        self.step_address = self.step.data_ptr()
+        self.known: KnownRow | None = None  # the row of the last step, see `spans.SpanTable`
         self.momentum = Moment(parameter, TensorRole.MOMENTUM, precision, allocate)
         self.variance = Moment(parameter, TensorRole.VARIANCE, precision, allocate)
         self.runs: list[Run] | None = None  # where its threads are at home; found out at the first step
@@ -39,6 +51,25 @@ class Slot:
         if parameter.dtype is torch.bfloat16:
             memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, self.numel)
             self.remainder = laid_out_as(memory, parameter)
+        self._entries = self._varying()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle keeps: all but addresses."""
+        return {
+            name: getattr(self, name) for name in ("momentum", "numel", "precision", "remainder", "step", "variance")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, in memory of its own."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.step_address = self.step.data_ptr()
+        self.known = self.runs = None
+        self._entries = self._varying()
+
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Return whether `state` refers to this memory throughout."""
+        return all(state.get(key) is value for key, value in self._entries)
 
     def bind(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Make ``optimizer.state[parameter]`` refer to this memory.
@@ -59,12 +90,12 @@ class Slot:
             self.variance.zero_()
             if self.remainder is not None:
                 self.remainder.zero_()
-        elif any(state.get(key) is not value for key, value in self._varying()):
-            self._take(parameter, state)
-        else:
+        elif self.holds(state):
             return
+        else:
+            self._take(parameter, state)
         state.clear()
-        state.update(self._varying())
+        state.update(self._entries)
         if self.precision == "8bit":
             state.update(qmap1=dynamic_map(False), qmap2=dynamic_map(True))
 
@@ -110,12 +141,13 @@ class Slot:
                 f"{tuple(parameter.shape)} now: make a new optimizer after resizing a model"
             )
         check_parameter(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-        before = self._varying()
+        before = self._entries
         self.momentum.follow(parameter)
         self.variance.follow(parameter)
         if self.remainder is not None:
             new = laid_out_as(self.remainder, parameter)
             self.remainder = new.copy_(self.remainder.clone())
-        for (key, old), (_, new) in zip(before, self._varying(), strict=True):
+        self._entries = self._varying()
+        for (key, old), (_, new) in zip(before, self._entries, strict=True):
             if state.get(key) is old:
                 state[key] = new

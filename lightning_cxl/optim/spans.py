@@ -1,7 +1,7 @@
 """`SpanTable`: what one call of the Adam kernel is given, as rows of numbers."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,13 +17,16 @@ from lightning_cxl.optim.formats import (
     WEIGHTS_SPLIT,
     pack,
 )
-from lightning_cxl.optim.homes import ThreadHomes
+from lightning_cxl.optim.homes import Run, ThreadHomes
 from lightning_cxl.optim.host_tensors import is_dense
 from lightning_cxl.optim.layout import pieces
 from lightning_cxl.optim.reference import AdamScalars
-from lightning_cxl.optim.slot import Slot
+from lightning_cxl.optim.slot import KnownRow, Slot
 
 _COMPUTE_FORMATS = {torch.bfloat16: WEIGHTS_BF16, torch.float16: WEIGHTS_FP16}
+
+
+_GRAD, _KEY, _ROW = 3, 8, 10  # places in a row of what changes from step to step
 
 
 class Update(NamedTuple):
@@ -34,8 +37,24 @@ class Update(NamedTuple):
     slot: Slot
     compute: torch.Tensor | None
     """16-bit compute weights to write beside a float32 parameter."""
+    signature: tuple[object, ...]
+    """Equal where the layout, formats and addresses are those of an earlier step; see `signature_of`."""
     key: int = 0
     """Of stochastic rounding."""
+
+
+def signature_of(parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None) -> tuple[object, ...]:
+    """Return what must be as it was for a parameter's checks and row of numbers to be right again."""
+    at = 0 if compute is None else compute.data_ptr()
+    return parameter.data_ptr(), parameter.dtype, parameter.stride(), grad.dtype, grad.stride(), at
+
+
+def is_as_before(
+    signature: tuple[object, ...], parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None
+) -> bool:
+    """Return whether a parameter and its gradient still have a `signature`."""
+    ordinary = grad.is_cpu and grad.layout is torch.strided and not grad.is_neg()
+    return ordinary and signature == signature_of(parameter, grad, compute)
 
 
 class SpanTable:
@@ -56,39 +75,50 @@ class SpanTable:
         row = len(self._scalars) // _adam.SCALAR_FIELDS
         self._scalars.extend(scalars)
         for update in updates:
-            if is_dense(update.parameter):
+            if update.parameter.is_contiguous() or is_dense(update.parameter):
                 self._add_row(update, row)
             else:
                 self._gapped.append((update, scalars))
 
     def _add_row(self, update: Update, row: int) -> None:
-        parameter, grad, slot, compute, key = update
-        momentum, variance = slot.momentum, slot.variance
-        weights, addresses = _weights(parameter, compute, slot.remainder)
-        state = (
-            momentum.flat.data_ptr(),
-            variance.flat.data_ptr(),
-            0 if momentum.scales is None else momentum.scales.data_ptr(),
-            0 if variance.scales is None else variance.scales.data_ptr(),
-        )
-        formats = pack(GRAD_FORMATS[grad.dtype], weights, STATE_FORMATS[slot.precision])
-        tensors = (*addresses, grad.data_ptr(), *state)
-        if self._homes is None:
-            self._spans.extend((*tensors, key, slot.numel, row, formats, 0, 0))
-            return
-        if slot.runs is None:
-            slot.runs = self._homes.runs(momentum.flat)
-        state_bytes = momentum.flat.element_size()
-        strides = (4.0, 2.0, 2.0, grad.element_size(), state_bytes, state_bytes, 4 / BLOCK_SIZE, 4 / BLOCK_SIZE)
-        for begin, end, home in slot.runs:
-            moved = [at + int(begin * stride) if at else 0 for at, stride in zip(tensors, strides, strict=True)]
-            self._spans.extend((*moved, key, end - begin, row, formats, home, begin))
+        slot, grad = update.slot, update.grad
+        if slot.known is None or slot.known.signature != update.signature:
+            slot.known = KnownRow(update.signature, _row(update))
+        start = len(self._spans)
+        self._spans.extend(slot.known.numbers)
+        self._spans[start + _GRAD], self._spans[start + _KEY] = grad.data_ptr(), update.key
+        self._spans[start + _ROW] = row
+        if self._homes is not None:
+            if slot.runs is None:
+                slot.runs = self._homes.runs(slot.momentum.flat)
+            whole = self._spans[start:]
+            del self._spans[start:]
+            for run in slot.runs:
+                self._spans.extend(_part(whole, run, grad.element_size(), slot.momentum.flat.element_size()))
 
     def run(self, num_threads: int, isa: str) -> None:
         """Update everything in the table."""
         _adam.update(self._spans, self._scalars, num_threads, isa, None if self._homes is None else self._homes.cpus)
         for update, scalars in self._gapped:
             _update_gapped(update, scalars, isa)
+
+
+def _row(update: Update) -> tuple[int, ...]:
+    """Return the numbers of a dense parameter's span; gradient, key and row of scalars are filled in at every step."""
+    slot, momentum, variance = update.slot, update.slot.momentum, update.slot.variance
+    weights, addresses = _weights(update.parameter, update.compute, slot.remainder)
+    scales = [0 if moment.scales is None else moment.scales.data_ptr() for moment in (momentum, variance)]
+    state = (momentum.flat.data_ptr(), variance.flat.data_ptr(), *scales)
+    formats = pack(GRAD_FORMATS[update.grad.dtype], weights, STATE_FORMATS[slot.precision])
+    return (*addresses, 0, *state, 0, slot.numel, 0, formats, 0, 0)
+
+
+def _part(whole: Sequence[int], run: Run, grad_bytes: int, state_bytes: int) -> list[int]:
+    """Return the span of one run of a row's elements."""
+    strides = (4.0, 2.0, 2.0, grad_bytes, state_bytes, state_bytes, 4 / BLOCK_SIZE, 4 / BLOCK_SIZE)
+    addresses = [at + int(run.begin * stride) if at else 0 for at, stride in zip(whole, strides, strict=False)]
+    key, _, row, formats = whole[8:12]
+    return [*addresses, key, run.end - run.begin, row, formats, run.home, run.begin]
 
 
 def _weights(
@@ -105,7 +135,7 @@ def _weights(
 
 def _update_gapped(update: Update, scalars: AdamScalars, isa: str) -> None:
     """Update a parameter with gaps in memory, through a dense copy of a piece at a time. Its state is float32."""
-    parameter, grad, slot, compute, _ = update
+    parameter, grad, slot, compute = update[:4]
     dense = [grad, slot.momentum.values, slot.variance.values]
     dense += [tensor for tensor in (compute, slot.remainder) if tensor is not None]
     for home, *parts in zip(pieces(parameter), *map(pieces, dense), strict=True):

@@ -12,6 +12,7 @@ from lightning_cxl.optim.slot import REMAINDER
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CODED = ("state1", "state2")  # bitsandbytes
+_WRAPPED = "__bnb_optimizer_quant_state__"  # in its state dicts of late, these lie in a dict of their own
 
 
 def parameter_name(group: Mapping[str, Any], index: int) -> str:
@@ -83,6 +84,13 @@ def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
     return ", ".join(f"`{name}`" for name in ordered[:5]) + more or "none"
+
+
+def unwrapped(entry: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return a parameter's saved state as one mapping, also when a state dict of bitsandbytes nests a part of it."""
+    if not entry or _WRAPPED not in entry:
+        return entry
+    return {**{key: value for key, value in entry.items() if key != _WRAPPED}, **entry[_WRAPPED]}
 
 
 def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:

@@ -42,7 +42,9 @@ def weights(module):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, EXACT, {"precision": "bf16-true"}], ids=["CPUAdam", "torch AdamW", "bf16-true"]
+    "options",
+    [{}, EXACT, {"precision": "bf16-true"}, {"precision": "bf16-true", "master": "fp32"}],
+    ids=["CPUAdam", "torch AdamW", "bf16-true", "bf16-true, separate masters"],
 )
 def test_resume_in_the_middle_is_exact(tmp_path, options):
     options = dict(options)
@@ -155,9 +157,10 @@ def test_resumed_state_lies_where_the_policy_wants_it(tmp_path):
     assert resumed.tiers.keys() == {"cxl"} and resumed.tiers["cxl"] >= trained
 
 
-def test_bf16_checkpoint_without_masters_takes_the_weights(tmp_path):
+@pytest.mark.parametrize("options", [{"master": "fp32"}, EXACT], ids=["CPUAdam", "torch AdamW"])
+def test_bf16_checkpoint_without_masters_takes_the_weights(tmp_path, options):
     fit("auto", 3, save=tmp_path / "plain.ckpt", precision="bf16-true")
-    resumed, trainer = fit("cxl_offload", 3, ckpt_path=tmp_path / "plain.ckpt", precision="bf16-true")
+    resumed, trainer = fit(offload(**options), 3, ckpt_path=tmp_path / "plain.ckpt", precision="bf16-true")
     masters = trainer.strategy._masters.named_masters()
     assert masters.keys() == {name for name, p in resumed.named_parameters()}
     for name, value in masters.items():

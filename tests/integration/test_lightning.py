@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 import lightning_cxl
+from lightning_cxl.optim.formats import split
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 
@@ -32,9 +33,11 @@ def test_bf16_mixed_equals_plain(accumulate):
     losses_close(train(TinyTransformer, "cxl_offload", **arguments)[0], plain[0], 1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "options"), [("adamw", {"master": "fp32"}), ("adamw", EXACT), ("sgd", {})], ids=str
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_bf16_true_has_float32_masters(accumulate, optimizer):
+def test_bf16_true_has_float32_masters(accumulate, optimizer, options):
     """The weights are the float32 masters rounded, and the losses are close to those of float32 training."""
     arguments = {"steps": 12, "optimizer": optimizer}
     true = {"precision": "bf16-true", "accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
@@ -46,15 +49,20 @@ def test_bf16_true_has_float32_masters(accumulate, optimizer):
             masters = self.trainer.strategy.runtime.masters.named_masters()
             assert masters.keys() == dict(self.named_parameters()).keys()
             for name, p in self.named_parameters():
-                assert p.dtype == torch.bfloat16 and torch.equal(masters[name].bfloat16(), p), name
+                # CPUAdam rounds ties away from zero, torch to even
+                rounded = split(masters[name])[0] if "master" in options else masters[name].bfloat16()
+                assert p.dtype == torch.bfloat16 and torch.equal(rounded, p), name
                 assert p.grad is None
 
         def on_before_optimizer_step(self, optimizer):
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            assert grads and all(g.dtype == torch.float32 for g in grads)
+            keeps_half = accumulate == 1 and isinstance(optimizer, lightning_cxl.CPUAdam)
+            assert grads and {g.dtype for g in grads} == {torch.bfloat16 if keeps_half else torch.float32}
 
     with pytest.warns(lightning_cxl.LightningCXLWarning, match="Check overrides on_before_optimizer_step"):
-        ours = train(lambda: TinyTransformer(dropout=0.0), "cxl_offload", task=Check, trainer_args=true, **arguments)[0]
+        ours = train(
+            lambda: TinyTransformer(dropout=0.0), offload(**options), task=Check, trainer_args=true, **arguments
+        )[0]
     assert ours == pytest.approx(float32, rel=0.02)
 
 
@@ -77,7 +85,7 @@ def test_fp16_mixed_with_its_scaler():
     """The scaler works on host gradients: it unscales, skips steps that overflowed, and grows again."""
     results = []
     for strategy in ("auto", "cxl_offload"):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)  # overflows at first
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)  # overflows at first, and again
         seed_everything(11, verbose=False)
         module = Task(TinyTransformer(dropout=0.0), scheduler=False)
         plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
@@ -87,8 +95,8 @@ def test_fp16_mixed_with_its_scaler():
             trainer.fit(module, token_data(num_batches=40))
         results.append((module.losses, scaler.get_scale()))
     (plain, plain_scale), (ours, scale) = results
-    assert scale == plain_scale < 2.0**40
-    assert len(set(plain[:5])) > 1
+    assert scale == plain_scale < 2.0**22
+    assert len(set(plain)) == len(plain)
     losses_close(ours, plain, 1e-3)
 
 

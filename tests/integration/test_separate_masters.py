@@ -1,4 +1,7 @@
-"""Separate master weights (bf16-true here; every precision on a GPU): nothing about gradients or weights gets lost."""
+"""Separate master weights: nothing about gradients or weights gets lost.
+
+Here bfloat16 weights with `master="fp32"` or torch's optimizer; on a GPU, every precision.
+"""
 
 import copy
 import pickle
@@ -13,6 +16,8 @@ import lightning_cxl
 from tests.fakes import DelayingEngine
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
+
+SEPARATE = [{"master": "fp32"}, EXACT]  # CPUAdam and torch's optimizer, each with float32 masters beside bfloat16
 
 
 class Norms(Task):
@@ -132,16 +137,17 @@ class Clamp(Task):
                 self.model.head.weight.clamp_(-0.01, 0.01)
 
 
-def test_changes_to_weights_between_steps_reach_the_masters(tmp_path):
-    module, _ = run(Clamp, steps=4)
+@pytest.mark.parametrize("options", SEPARATE, ids=str)
+def test_changes_to_weights_between_steps_reach_the_masters(tmp_path, options):
+    module, _ = run(Clamp, offload(**options), steps=4)
     assert module.model.head.weight.abs().max() <= 0.0105, "two more steps have started from the clamped weights"
-    module, trainer = run(Clamp, steps=2)  # saved between the change and the next step
+    module, trainer = run(Clamp, offload(**options), steps=2)  # saved between the change and the next step
     trainer.save_checkpoint(tmp_path / "clamped.ckpt")
     saved = torch.load(tmp_path / "clamped.ckpt", weights_only=True)
     assert saved["lightning_cxl"]["master_weights"]["model.head.weight"].abs().max() <= 0.0101
 
 
-@pytest.mark.parametrize("options", [{}, EXACT], ids=["CPUAdam", "torch AdamW"])
+@pytest.mark.parametrize("options", [{}, *SEPARATE], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_users_own_reference_steps_the_same_optimizer(precision, options):
     class Own(Task):
@@ -170,25 +176,27 @@ def test_users_own_reference_steps_the_same_optimizer(precision, options):
     assert len(set(ours.losses)) == len(ours.losses)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("optimizer", "options"), [("adamw", {}), ("adamw", {"master": "fp32"}), ("sgd", {})], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_an_optimizer_object_can_be_used_for_a_second_fit(precision, optimizer):
+def test_an_optimizer_object_can_be_used_for_a_second_fit(precision, optimizer, options):
     class Cached(Task):
         def configure_optimizers(self):
             if not hasattr(self, "cached"):
                 self.cached = super().configure_optimizers()
             return self.cached
 
-    def twice(strategy):
+    def twice(make_strategy):
         seed_everything(3, verbose=False)
         module = Cached(model(), optimizer, scheduler=False)
-        run(module, strategy, steps=2, precision=precision)
+        run(module, make_strategy(), steps=2, precision=precision)
         held = {id(p) for group in module.cached.param_groups for p in group["params"]}
         assert held == {id(p) for p in module.parameters()}, "the user's object holds the model's own parameters again"
-        run(module, strategy, steps=3, precision=precision)
+        run(module, make_strategy(), steps=3, precision=precision)
         return module.losses
 
-    assert twice("cxl_offload") == pytest.approx(twice("auto"), rel=1e-5 if precision == "32-true" else 0.03)
+    assert twice(lambda: offload(**options)) == pytest.approx(
+        twice(lambda: "auto"), rel=1e-5 if precision == "32-true" else 0.03
+    )
 
 
 def test_a_refused_setup_leaves_the_users_optimizers_as_they_were():
@@ -245,12 +253,13 @@ def test_gradients_that_arrive_late_are_complete_when_backward_returns(monkeypat
     assert ours == pytest.approx([0.001] * 4, rel=0.01)
 
 
-def test_late_gradients_train_like_early_ones(monkeypatch):
-    early = run(lambda: Task(model()), offload(), steps=6)[0]
+@pytest.mark.parametrize("options", SEPARATE, ids=str)
+def test_late_gradients_train_like_early_ones(monkeypatch, options):
+    early = run(lambda: Task(model()), offload(**options), steps=6)[0]
     monkeypatch.setattr(
         "lightning_cxl.runtime.make_engine", lambda device: DelayingEngine(0.002, computes_on_host=False)
     )
-    late = run(lambda: Task(model()), offload(activation_offload=False), steps=6)[0]
+    late = run(lambda: Task(model()), offload(activation_offload=False, **options), steps=6)[0]
     assert late.losses == early.losses
 
 
@@ -301,25 +310,6 @@ def test_optimizers_that_evaluate_the_closure_themselves():
     assert ours.report["roles"]["momentum"] == {"dram": trained}, "its state is placed"
     rounded, _ = run(lambda: Uses(model()))
     assert rounded.losses == pytest.approx(plain.losses, rel=0.03)
-
-
-def test_loss_scaler_gets_host_copies():
-    """A scaler on a device hands complete host copies to the unscale kernel (see HostUnscale)."""
-    from lightning_cxl.optim.host_unscale import HostUnscale
-
-    p = nn.Parameter(torch.ones(3))
-    p.grad = torch.full((3,), 8.0)
-    optimizer = torch.optim.SGD([p], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    scaler._unscale_grads_ = HostUnscale(scaler)
-    scaler.unscale_(optimizer)
-    assert torch.equal(p.grad, torch.full((3,), 2.0))
-    p.grad[0] = float("inf")
-    scaler.update()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert torch.equal(p.detach(), torch.ones(3)), "the step is skipped"
 
 
 def test_a_failing_checkpoint_plugin_does_not_keep_the_run_alive(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from lightning_cxl import _grads
 from lightning_cxl.__main__ import main as command
-from lightning_cxl.bench import adam, adam_memory, adam_path, adam_step, peers, plot, tensors
+from lightning_cxl.bench import adam, adam_memory, adam_path, adam_step, peers, plot, tensors, timing
 from lightning_cxl.bench.adam_memory import extra_bytes
 from lightning_cxl.bench.adam_path import Path
 from lightning_cxl.bench.tensors import Problem, one_tensor
@@ -22,7 +22,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """Nothing is compiled, no peer is imported, torch keeps its threads."""
+    """Turns are one run, nothing is compiled, no peer is imported, torch keeps its threads."""
+    monkeypatch.setattr(timing, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(peers, "_compiled", lambda function: function)
     for name in ("deepspeed", "bitsandbytes", "torchao"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -258,7 +258,8 @@ def test_unfit_compute_weights_are_refused(compute):
     set_gradients([master], 0)
     before = master.detach().clone()
     with pytest.raises(
-        ConfigError, match=r"compute weights of parameter 0 .* must be bfloat16 or float16 on the host with shape \(3,\)"
+        ConfigError,
+        match=r"compute weights of parameter 0 .* must be bfloat16 or float16 on the host with shape \(3,\)",
     ):
         adam.step()
     assert torch.equal(master, before)

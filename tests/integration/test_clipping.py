@@ -1,0 +1,180 @@
+"""Clipping under the Trainer: left to CPUAdam's step where nobody looks at gradients in between, else done at once."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_cxl.optim.clip import HostClip
+from tests.integration.training import EXACT, make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+CLIP = 0.3  # every step of these runs has a larger norm
+
+
+class Recording(Task):
+    """Remembers how gradients were clipped, and their norm after the step."""
+
+    def on_train_batch_end(self, *_):
+        self.deferred = isinstance(self.trainer.precision_plugin.__dict__.get("clip_grad_by_norm"), HostClip)
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.norm_after, self.largest = norm(grads), max(float(grad.abs().max()) for grad in grads)
+
+
+def norm(grads):
+    return math.sqrt(sum(float(g.double().square().sum()) for g in grads if g is not None))
+
+
+def fit(strategy="cxl_offload", task=Recording, *, steps=8, **trainer_args):
+    seed_everything(11, verbose=False)
+    module = task(TinyTransformer(dropout=0.0))
+    trainer = make_trainer(strategy, max_steps=steps, **{"gradient_clip_val": CLIP, **trainer_args})
+    trainer.fit(module, token_data())
+    assert "clip_grad_by_norm" not in vars(trainer.precision_plugin), "nothing stays"
+    return module, trainer
+
+
+def test_the_step_clips_as_plain_lightning_does():
+    ours, trainer = fit()
+    plain, _ = fit("auto")
+    assert ours.deferred and not plain.deferred
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert ours.losses != pytest.approx(fit(gradient_clip_val=None)[0].losses, rel=1e-5), "clipping matters here"
+    assert ours.norm_after > 2 * CLIP and plain.norm_after == pytest.approx(CLIP, rel=1e-4)
+    assert trainer.optimizers[0].grad_scale == 1.0
+
+
+class BeforeStep(Recording):
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+class BeforeZero(Recording):
+    def on_before_zero_grad(self, optimizer):
+        pass
+
+
+class Configured(Recording):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.seen = norm(p.grad for group in optimizer.param_groups for p in group["params"])
+
+
+class Looks(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("task", "callbacks"),
+    [(BeforeStep, []), (BeforeZero, []), (Configured, []), (Recording, [Looks()])],
+    ids=["on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping", "callback"],
+)
+def test_whoever_may_look_finds_clipped_gradients(task, callbacks):
+    module, _ = fit(task=task, callbacks=callbacks)
+    assert not module.deferred
+    assert module.norm_after == pytest.approx(CLIP, rel=1e-4)
+    assert getattr(module, "seen", CLIP) == pytest.approx(CLIP, rel=1e-4)
+    assert module.losses == pytest.approx(fit("auto")[0].losses, rel=1e-6)
+
+
+def test_other_optimizers_are_clipped_at_once():
+    module, _ = fit(offload(**EXACT))
+    assert module.norm_after == pytest.approx(CLIP, rel=1e-4)
+    assert module.losses == fit("auto")[0].losses
+
+
+def test_manual_optimization_clips_at_once():
+    class Manual(Recording):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
+            assert norm(p.grad for p in self.parameters()) == pytest.approx(CLIP, rel=1e-4)
+            optimizer.step()
+
+    ours, plain = fit(task=Manual, gradient_clip_val=None)[0], fit("auto", Manual, gradient_clip_val=None)[0]
+    assert not ours.deferred and len(ours.losses) == 8
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_cpu_adams_own_clipping_in_manual_optimization():
+    class Manual(Recording):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            if hasattr(optimizer, "clip_grad_norm_"):
+                self.total = optimizer.clip_grad_norm_(CLIP)
+            else:
+                self.total = float(torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP))
+            optimizer.step()
+
+    ours, plain = fit(task=Manual, gradient_clip_val=None)[0], fit("auto", Manual, gradient_clip_val=None)[0]
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert ours.total == pytest.approx(plain.total, rel=1e-4)
+
+
+def test_clip_by_value_sees_the_gradients_themselves():
+    arguments = {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}
+    ours, plain = fit(**arguments)[0], fit("auto", **arguments)[0]
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert ours.largest == pytest.approx(0.003)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value", None])
+@pytest.mark.parametrize("task", [Recording, BeforeStep])
+@pytest.mark.filterwarnings("ignore:.*this step is left out")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_clipping_under_a_loss_scaler_that_overflows(task, algorithm):
+    """Steps that the scaler leaves out change nothing of those that follow."""
+
+    def run(strategy):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        value = {"norm": CLIP, "value": 0.003, None: None}[algorithm]
+        arguments = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, "plugins": [plugin]}
+        module, _ = fit(strategy, task, steps=20, **arguments)
+        assert "_unscale_grads_" not in vars(scaler), "nothing stays"
+        return module.losses, scaler.get_scale()
+
+    (ours, scale), (plain, plain_scale) = run("cxl_offload"), run("auto")
+    assert scale == plain_scale
+    assert ours == pytest.approx(plain, rel=1e-3)
+    assert abs(plain[-1] - plain[0]) > 0.01 and all(map(math.isfinite, ours))
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_bf16_true_with_and_without_a_look(accumulate):
+    """Folded into the step, the norm is that of the stored gradients; the factor is not rounded to bfloat16."""
+    arguments = {"precision": "bf16-true", "accumulate_grad_batches": accumulate, "steps": 6}
+    ours, eager, wide = fit(**arguments)[0], fit(task=BeforeStep, **arguments)[0], fit("auto", steps=6, **{
+        "accumulate_grad_batches": accumulate})[0]  # fmt: skip
+    assert ours.deferred and not eager.deferred
+    assert ours.losses == pytest.approx(eager.losses, rel=0.01)
+    assert ours.losses == pytest.approx(wide.losses, rel=0.02)
+
+
+def test_a_run_that_fails_leaves_nothing_on_the_plugin():
+    class Fails(Recording):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                raise RuntimeError("out of luck")
+            return super().training_step(batch, batch_idx)
+
+    module = Fails(TinyTransformer())
+    trainer = make_trainer("cxl_offload", max_steps=3, gradient_clip_val=CLIP)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer.fit(module, token_data())
+    assert module.deferred and "clip_grad_by_norm" not in vars(trainer.precision_plugin)

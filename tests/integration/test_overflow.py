@@ -1,0 +1,201 @@
+"""Gradients that are infinite or not a number, under the Trainer: steps left out, the end of a run, or no look."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+
+import lightning_cxl
+from lightning_cxl import GradientOverflowError
+from tests.integration.training import EXACT, make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+
+class Poisoned(Task):
+    """Adds `poison` to the loss of the given batches: 0 times infinity reaches one parameter only, or all."""
+
+    def __init__(self, model, bad=(2,), parts=("blocks.1.out.weight", "head.weight"), **kwargs):
+        super().__init__(model, **kwargs)
+        self.bad, self.parts = bad, parts
+        self.history = []
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        if self.trainer.fit_loop.epoch_loop.batch_idx in self.bad:
+            for name in self.parts:
+                loss = loss + (self.model.get_parameter(name) * math.inf).sum().nan_to_num() * 0
+        return loss
+
+    def on_train_batch_end(self, *_):
+        optimizer = self.trainer.optimizers[0]
+        state = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+        self.history.append(({name: p.detach().clone() for name, p in self.named_parameters()}, state))
+
+
+def fit(strategy, task=Poisoned, *, steps=5, **trainer_args):
+    seed_everything(11, verbose=False)
+    module = task(TinyTransformer(dropout=0.0))
+    trainer = make_trainer(strategy, max_steps=steps, **trainer_args)
+    trainer.fit(module, token_data())
+    return module, trainer
+
+
+PRECISIONS = {
+    "32-true": ("32-true", {}),
+    "split": ("bf16-true", {}),
+    "fp32 masters": ("bf16-true", {"master": "fp32"}),
+    "torch": ("32-true", EXACT),
+    "torch bf16": ("bf16-true", EXACT),
+    "8bit": ("bf16-true", {"state": "8bit"}),
+}
+
+
+@pytest.mark.parametrize("kind", PRECISIONS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_step_is_left_out_and_nothing_changes(kind, accumulate, clip):
+    precision, options = PRECISIONS[kind]
+    arguments = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    # clipping by norm, unless it is left to the step, makes all gradients NaN
+    first = "embed" if clip and options is EXACT else r"blocks\.1\.out"
+    with pytest.warns(lightning_cxl.LightningCXLWarning, match=rf"`model\.{first}\.weight`.*this step is left out"):
+        module, trainer = fit(offload(**options), **arguments)
+    before, after = module.history[1], module.history[3 if accumulate == 2 else 2]
+    assert len(after[1]) > 30
+    for name, value in before[0].items():
+        assert torch.equal(after[0][name], value), name
+    for parameter, state in before[1].items():
+        for key, value in state.items():
+            assert torch.equal(after[1][parameter][key], value), key
+    last = module.history[-1]
+    assert all(p.isfinite().all() for p in last[0].values())
+    assert not torch.equal(last[0]["model.head.weight"], after[0]["model.head.weight"]), "it trains on"
+    if options is not EXACT:
+        assert trainer.optimizers[0].grad_scale == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_run_without_overflow_does_not_warn_and_a_skipped_one_goes_on_as_without_that_batch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lightning_cxl.LightningCXLWarning)
+        warnings.simplefilter("ignore", lightning_cxl.MissingTierWarning)
+        fit(offload(), lambda model: Poisoned(model, bad=()))
+
+    class Omits(Poisoned):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 2 else loss
+
+    with pytest.warns(lightning_cxl.LightningCXLWarning):
+        skipped, _ = fit(offload(), lambda m: Poisoned(m, scheduler=False), steps=6)
+    omitted, _ = fit("auto", lambda m: Omits(m, bad=(), scheduler=False), steps=6)
+    assert skipped.losses[:2] == pytest.approx(omitted.losses[:2], rel=1e-6)
+    assert skipped.losses[3:] == pytest.approx(omitted.losses[3 : len(skipped.losses)], rel=1e-5)
+
+
+def test_too_many_in_a_row_end_the_run():
+    everything = lambda model: Poisoned(model, bad=range(2, 99))  # noqa: E731
+    with (
+        pytest.warns(lightning_cxl.LightningCXLWarning),
+        pytest.raises(GradientOverflowError, match="4 steps in a row"),
+    ):
+        fit(offload(max_overflows=4), everything, steps=30)
+    sometimes = lambda model: Poisoned(model, bad=[b for b in range(20) if b % 4])  # noqa: E731
+    with pytest.warns(lightning_cxl.LightningCXLWarning):
+        module, _ = fit(offload(max_overflows=4), sometimes, steps=18)
+    assert len(module.losses) == 18
+
+
+def test_error_ends_the_run_and_leaves_the_model_usable():
+    module = Poisoned(TinyTransformer(dropout=0.0))
+    trainer = make_trainer(offload(on_overflow="error"), max_steps=5, gradient_clip_val=0.5)
+    with pytest.raises(GradientOverflowError, match=r"`model\.blocks\.1\.out\.weight`"):
+        trainer.fit(module, token_data())
+    assert len(module.history) == 2
+    assert all(p.isfinite().all() and not p._post_accumulate_grad_hooks for p in module.parameters())
+    assert "step" not in vars(trainer.optimizers[0]) and trainer.optimizers[0].grad_scale == 1.0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_ignore_lets_them_through_as_plain_lightning_does(precision):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lightning_cxl.LightningCXLWarning)
+        warnings.simplefilter("ignore", lightning_cxl.MissingTierWarning)
+        ours, _ = fit(offload(on_overflow="ignore"), precision=precision)
+    plain, _ = fit("auto", precision=precision)
+    assert ours.history[2][0]["model.head.weight"].isnan().all()
+    for name, value in plain.history[2][0].items():
+        assert torch.equal(ours.history[2][0][name].isnan(), value.isnan()), name
+
+
+class Edits(Poisoned):
+    """Writes through ``.data``, which leaves no trace in version counters."""
+
+    where = "on_after_backward"
+    value = math.nan
+
+    def edit(self):
+        if self.trainer.fit_loop.epoch_loop.batch_idx == 2:
+            self.model.head.weight.grad.data[0, 0] = self.value
+
+
+def _edits_in(hook):
+    def call(self, *args, **kwargs):
+        result = getattr(super(cls, self), hook)(*args, **kwargs)
+        self.edit()
+        return result
+
+    cls = type("Edits", (Edits,), {hook: call})
+    return lambda model: cls(model, bad=())
+
+
+class EditingCallback(Callback):
+    def on_after_backward(self, trainer, pl_module):
+        pl_module.edit()
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "backward", "callback"],
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_edits_through_data_are_seen(where, precision):
+    task = (lambda m: Edits(m, bad=())) if where == "callback" else _edits_in(where)
+    callbacks = [EditingCallback()] if where == "callback" else []
+    with pytest.warns(lightning_cxl.LightningCXLWarning, match=r"gradient of `model\.head\.weight`"):
+        module, _ = fit(offload(), task, callbacks=callbacks, precision=precision)
+    assert torch.equal(module.history[2][0]["model.head.weight"], module.history[1][0]["model.head.weight"])
+
+
+def test_a_repair_through_data_counts_too():
+    """A user's own guard: what was infinite when it arrived is not any more."""
+
+    class Repairs(Poisoned):
+        def on_after_backward(self):
+            for p in self.parameters():
+                if p.grad is not None:
+                    p.grad.data.nan_to_num_(0.0, 0.0, 0.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lightning_cxl.LightningCXLWarning)
+        warnings.simplefilter("ignore", lightning_cxl.MissingTierWarning)
+        module, _ = fit(offload(), Repairs)
+    assert not torch.equal(module.history[2][0]["model.head.weight"], module.history[1][0]["model.head.weight"])
+
+
+def test_manual_optimization_is_guarded():
+    class Manual(Poisoned):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    with pytest.warns(lightning_cxl.LightningCXLWarning, match="this step is left out"):
+        module, _ = fit(offload(), Manual)
+    assert torch.equal(module.history[2][0]["model.head.weight"], module.history[1][0]["model.head.weight"])
+    assert not torch.equal(module.history[3][0]["model.head.weight"], module.history[2][0]["model.head.weight"])

@@ -1,0 +1,250 @@
+"""Gradients of bfloat16 weights that are their own masters: all that users do with ``p.grad`` keeps its meaning."""
+
+import copy
+import itertools
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from torch import nn
+
+from tests.integration.training import make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+
+def fit(task, strategy=None, *, steps=1, **trainer_args):
+    seed_everything(5, verbose=False)
+    module = task(TinyTransformer(dropout=0.0))
+    trainer = make_trainer(strategy or offload(), max_steps=steps, precision="bf16-true", **trainer_args)
+    trainer.fit(module, token_data())
+    return module
+
+
+class Manual(Task):
+    automatic_optimization = False
+
+    def __init__(self, model):
+        super().__init__(model, scheduler=False)
+        self.seen = []
+
+    @property
+    def weight(self):
+        return self.model.head.weight
+
+
+def float32_sum(model, batches, scale=1.0):
+    """Autograd's own bfloat16 gradients of single backwards, added up in float32."""
+    sums = {}
+    for x, y in batches:
+        model.zero_grad()
+        (nn.functional.cross_entropy(model(x).flatten(0, -2).float(), y.flatten()) * scale).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                sums[name] = sums.get(name, 0) + p.grad.float()
+    return sums
+
+
+@pytest.mark.parametrize("where", ["module", "callback"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_hooks_see_every_gradient(where, accumulate):
+    """The sum of micro-batches is the float32 sum of what autograd makes of each."""
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer=None):
+            self.grads = {n: p.grad.clone() for n, p in module.model.named_parameters() if p.grad is not None}
+            self.start = copy.deepcopy(module.model)
+
+    class LookItself(Task):
+        def on_before_optimizer_step(self, optimizer):
+            Look.on_before_optimizer_step(self, None, self)
+
+    look = Look()
+    task, callbacks = (LookItself, []) if where == "module" else (Task, [look])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none that gradients are elsewhere
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*(CXL memory|val_dataloader|num_workers|tensorboard).*")
+        module = fit(task, callbacks=callbacks, accumulate_grad_batches=accumulate)
+    found = module if where == "module" else look
+    batches = list(itertools.islice(token_data(), accumulate))
+    expected = float32_sum(found.start, batches, scale=1 / accumulate)
+    assert found.grads.keys() == expected.keys() and len(expected) == 40
+    for name, grad in found.grads.items():
+        assert grad.dtype == (torch.bfloat16 if accumulate == 1 else torch.float32)
+        assert torch.equal(grad.float(), expected[name]), name
+
+
+def test_several_backwards_and_a_block_that_is_used_twice():
+    class Twice(Manual):
+        def training_step(self, batch, batch_idx):
+            self.start = copy.deepcopy(self.model)
+            loss = self.loss(batch)
+            self.manual_backward(loss, retain_graph=True)
+            self.manual_backward(loss)
+            self.grad = self.weight.grad.clone()
+            self.optimizers().step()
+
+    module = fit(Twice)
+    batch = next(iter(token_data()))
+    assert torch.equal(module.grad, float32_sum(module.start, [batch, batch])["head.weight"])
+
+
+def test_zero_grad_to_zero_and_to_none():
+    class Zero(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            for how in ("none", "zero", "module", "own"):
+                self.manual_backward(self.loss(batch))
+                self.seen.append(self.weight.grad.float().clone())
+                if how == "module":
+                    self.zero_grad()
+                elif how == "own":
+                    self.weight.grad = None
+                else:
+                    optimizer.zero_grad(set_to_none=how == "none")
+                if how == "zero":
+                    assert not self.weight.grad.any()
+                else:
+                    assert self.weight.grad is None
+            optimizer.step()
+
+    module = fit(Zero)
+    assert len(module.seen) == 4 and module.seen[0].any()
+    assert all(torch.equal(grad, module.seen[0]) for grad in module.seen)
+
+
+def test_old_gradients_keep_their_values():
+    class Keep(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            grad = self.weight.grad
+            self.seen.append((grad, grad.clone()))
+            if batch_idx % 2 == 0:
+                self.manual_backward(self.loss(batch))  # the sum gets memory of its own, in float32
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module = fit(Keep, steps=4)
+    assert len(module.seen) == 4
+    for grad, then in module.seen:
+        assert torch.equal(grad, then)
+
+
+def test_edited_and_replaced_gradients_are_what_the_step_uses():
+    edits = {
+        "in place": lambda p: p.grad.mul_(0.5),
+        "data": lambda p: p.grad.data.mul_(0.5),
+        "replaced": lambda p: setattr(p, "grad", p.grad * 0.5),
+        "float32": lambda p: setattr(p, "grad", p.grad.float() * 0.5),
+    }
+
+    def momentum(edit):
+        class Edit(Manual):
+            def training_step(self, batch, batch_idx):
+                optimizer = self.optimizers()
+                self.manual_backward(self.loss(batch))
+                if edit is not None:
+                    edit(self.weight)
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+                self.momentum = optimizer.state[self.weight]["exp_avg"].clone()
+
+        return fit(Edit).momentum
+
+    whole = momentum(None)
+    for name, edit in edits.items():
+        torch.testing.assert_close(momentum(edit), 0.75 * whole, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_dropped_gradients_leave_the_parameter_out_of_the_step():
+    class Drop(Manual):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            self.weight.grad = None
+            self.start = self.weight.detach().clone()
+            self.optimizers().step()
+
+    module = fit(Drop)
+    assert torch.equal(module.weight, module.start)
+
+
+def test_torch_autograd_grad_does_not_disturb():
+    class Grad(Manual):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.manual_backward(loss, retain_graph=True)
+            grad, before = self.weight.grad, self.weight.grad.clone()
+            (penalty,) = torch.autograd.grad(loss, self.weight, retain_graph=True)
+            assert self.weight.grad is grad and torch.equal(grad, before)
+            assert torch.equal(penalty, before)
+            self.manual_backward(loss)
+            assert torch.equal(self.weight.grad, 2 * before.float())
+            self.optimizers().step()
+            self.seen.append(True)
+
+    assert fit(Grad).seen == [True]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("first", [True, False])
+def test_create_graph_keeps_the_graph(first):
+    class Graph(Manual):
+        def training_step(self, batch, batch_idx):
+            if not first:
+                self.manual_backward(self.loss(batch))
+            self.loss(batch).backward(create_graph=True)
+            grad = self.weight.grad
+            assert grad.requires_grad
+            (second,) = torch.autograd.grad(grad.float().square().sum(), self.weight)
+            assert second.any()
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.losses.append(grad.detach().float())
+
+    ours = fit(Graph, offload(activation_offload=False))
+    plain = fit(Graph, "auto")
+    torch.testing.assert_close(ours.losses[0], plain.losses[0], rtol=0.02, atol=1e-4)
+
+
+def test_toggled_off_parameters_take_no_gradient():
+    class Toggle(Manual):
+        def configure_optimizers(self):
+            body = [p for name, p in self.named_parameters() if "head" not in name]
+            return [torch.optim.AdamW(body), torch.optim.AdamW(self.model.head.parameters())]
+
+        def training_step(self, batch, batch_idx):
+            body, head = self.optimizers()
+            self.toggle_optimizer(body)
+            self.manual_backward(self.loss(batch))
+            assert self.weight.grad is None and self.model.embed.weight.grad is not None
+            self.untoggle_optimizer(body)
+            self.manual_backward(self.loss(batch))
+            self.seen.append((self.weight.grad.dtype, self.model.embed.weight.grad.dtype))
+            for optimizer in (body, head):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert fit(Toggle, steps=2).seen == [(torch.bfloat16, torch.float32)]
+
+
+def test_weights_changed_between_steps_are_the_new_masters():
+    class Clamp(Task):
+        def on_train_batch_end(self, *_):
+            if self.global_step == 2:
+                with torch.no_grad():
+                    self.model.head.weight.clamp_(-0.01, 0.01)
+
+    module = fit(lambda model: Clamp(model, scheduler=False, lr=1e-4), steps=4)
+    assert 0.009 < module.model.head.weight.abs().max() <= 0.0105
+
+
+def test_parameters_are_as_before_after_the_run():
+    module = fit(Task, accumulate_grad_batches=2)
+    for p in module.parameters():
+        assert p.grad is None and p.grad_dtype == torch.bfloat16 and not p._post_accumulate_grad_hooks
+    x, y = next(iter(token_data()))
+    for _ in range(2):
+        nn.functional.cross_entropy(module.model(x).flatten(0, 1), y.flatten()).backward()
+    assert module.model.head.weight.grad.dtype == torch.bfloat16

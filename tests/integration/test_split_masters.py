@@ -1,0 +1,187 @@
+"""bfloat16 training with split masters: equal to float32 masters, bit for bit, and the model keeps its gradients."""
+
+import itertools
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from lightning_cxl import CPUAdam
+from lightning_cxl.optim.formats import join
+from tests.integration.training import make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+
+class Masters(Task):
+    """Records the float32 masters after the last step, by name of the parameter."""
+
+    def on_train_end(self):
+        masters = self.trainer.strategy.runtime.masters
+        states = {p: s for o in self.trainer.optimizers for p, s in o.state.items()}
+        self.masters = {}
+        for host in masters:
+            remainder = states.get(host.master, {}).get("remainder")
+            value = host.master.detach()
+            self.masters[host.name] = value.float() if remainder is None else join(value, remainder)
+
+
+def no_dropout(**options):
+    return TinyTransformer(dropout=0.0, **options)
+
+
+def fit(options, *, make_model=no_dropout, task=Masters, steps=6, precision="bf16-true", **trainer_args):
+    seed_everything(5, verbose=False)
+    module = task(make_model())
+    strategy = offload(**options) if isinstance(options, dict) else options
+    trainer = make_trainer(strategy, max_steps=steps, precision=precision, **trainer_args)
+    trainer.fit(module, token_data())
+    return module, trainer
+
+
+def assert_same_training(ours, other):
+    assert ours.losses == other.losses and len(set(ours.losses)) > 1
+    for name, value in other.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+    assert ours.masters.keys() == other.masters.keys() == dict(other.named_parameters()).keys()
+    for name, value in other.masters.items():
+        assert torch.equal(ours.masters[name], value), name
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in ours.masters.values()), "more than bfloat16"
+
+
+# -- both forms train the same -----------------------------------------------------------------------------------------
+
+CLIPS = {"no clip": {}, "norm": {"gradient_clip_val": 0.5}, "value": {"gradient_clip_val": 0.01}}
+CLIPS["value"]["gradient_clip_algorithm"] = "value"
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [*itertools.product([1, 2, 8], CLIPS)])
+def test_split_and_float32_masters_train_the_same(accumulate, clip):
+    arguments = {"accumulate_grad_batches": accumulate, "steps": 8 if accumulate < 8 else 3, **CLIPS[clip]}
+    module, trainer = fit({}, **arguments)
+    assert isinstance(trainer.optimizers[0], CPUAdam)
+    state = trainer.optimizers[0].state[module.model.head.weight]
+    assert state["remainder"].dtype == torch.int16 and state["remainder"].any()
+    assert_same_training(module, fit({"master": "fp32"}, **arguments)[0])
+
+
+def frozen():
+    model = no_dropout()
+    model.embed.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+class AllParameters(Masters):
+    """The optimizer also holds what is frozen."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+MODELS = {
+    "frozen": frozen,
+    "tied": lambda: no_dropout(tied=True),
+    "block twice": lambda: no_dropout(twice=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "offload_activations", "accumulate"), [*itertools.product(MODELS, [True, False], [1, 2])]
+)
+def test_models(model, offload_activations, accumulate):
+    arguments = {"make_model": MODELS[model], "task": AllParameters, "accumulate_grad_batches": accumulate}
+    runs = [fit({"master": m, "activation_offload": offload_activations}, **arguments)[0] for m in ("split", "fp32")]
+    assert_same_training(*runs)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_bf16_sums_of_gradients_train_too(accumulate):
+    """`accumulate="bf16"` leaves gradients in bfloat16, and does the same with both forms of masters."""
+
+    class Check(Masters):
+        def on_before_optimizer_step(self, optimizer):
+            self.dtypes = {
+                p.grad.dtype for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            }
+
+    arguments = {"task": Check, "accumulate_grad_batches": accumulate}
+    split, wide = fit({"accumulate": "bf16"}, **arguments)[0], fit({}, **arguments)[0]
+    assert split.dtypes == {torch.bfloat16}
+    assert wide.dtypes == {torch.float32 if accumulate > 1 else torch.bfloat16}
+    assert split.losses == pytest.approx(wide.losses, rel=5e-3)
+    assert (split.losses == wide.losses) == (accumulate == 1)
+    with pytest.warns(UserWarning, match="overrides on_before_optimizer_step"):
+        separate = fit({"accumulate": "bf16", "master": "fp32"}, **arguments)[0]
+    assert_same_training(split, separate)
+
+
+# -- several optimizers ------------------------------------------------------------------------------------------------
+
+
+class Several(Masters):
+    """Manual optimization; `shared` is whether both optimizers hold the head."""
+
+    automatic_optimization = False
+    second: type[torch.optim.Optimizer] = torch.optim.SGD
+    shared = True
+
+    def configure_optimizers(self):
+        head = list(self.model.head.parameters())
+        body = [p for p in self.parameters() if self.shared or not any(p is h for h in head)]
+        return [torch.optim.AdamW(body, lr=3e-3), self.second(head, lr=1e-3)]
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        self.manual_backward(self.loss(batch))
+        assert all((p.grad is None) != any(p is h for h in self.model.head.parameters()) for p in self.seen())
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+    def seen(self):
+        """The parameters whose gradients the model itself has."""
+        masters = self.trainer.strategy.runtime.masters
+        hosts = [masters.find(p) for name, p in self.named_parameters() if "unused" not in name]
+        return [host.compute for host in hosts if host.is_shared]
+
+
+@pytest.mark.parametrize("second", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_optimizers_with_and_without_common_parameters(second, shared):
+    task = type("Task", (Several,), {"second": second, "shared": shared})
+    split, separate = (fit({"master": master}, task=task, steps=40)[0] for master in ("split", "fp32"))
+    assert_same_training(split, separate)
+
+
+def test_which_parameters_are_split_beside_another_optimizer():
+    class Look(Several):
+        def on_train_start(self):
+            self.forms = {host.name: host.is_shared for host in self.trainer.strategy.runtime.masters}
+
+    module, _ = fit({}, task=Look, steps=2)
+    assert not module.forms.pop("model.head.weight"), "SGD needs a float32 master"
+    assert all(module.forms.values())
+
+
+def test_an_own_cpu_adam_is_taken_over_with_its_precision_and_seed():
+    class Own(Masters):
+        def configure_optimizers(self):
+            self.own = CPUAdam(self.parameters(), lr=3e-3, state="bf16", seed=7)
+            return self.own
+
+    split, trainer = fit({}, task=Own)
+    current = trainer.optimizers[0]
+    assert (current.state_precision, current.seed) == ("bf16", 7)
+    assert split.own.state is current.state
+    assert_same_training(split, fit({"master": "fp32"}, task=Own)[0])
+    state = current.state[split.model.blocks[0].mlp[0].weight]
+    assert state["exp_avg"].dtype == torch.bfloat16

@@ -1,0 +1,139 @@
+"""`Moment`: one moment in three precisions, in any element order, in memory that stays where it is."""
+
+import pytest
+import torch
+
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.optim import blockwise
+from lightning_cxl.optim.moment import (
+    Moment,
+    allocate_from_torch,
+    check_map,
+    choose_precision,
+    decode,
+    moment_bytes,
+)
+from lightning_cxl.tiers.placement import TensorRole
+
+PRECISIONS = ["fp32", "bf16", "8bit"]
+ROLES = [TensorRole.MOMENTUM, TensorRole.VARIANCE]
+SHAPES = {
+    "contiguous": lambda t: t,
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.contiguous().permute(3, 2, 1, 0),
+}
+
+
+def values(role, layout="contiguous"):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 8, 3, 5, generator=generator) * 10 ** torch.randn(6, 8, 3, 5, generator=generator)
+    return SHAPES[layout](x.abs() if role is TensorRole.VARIANCE else x)
+
+
+def read(moment):
+    if moment.scales is None:
+        return moment.values.float()
+    return decode(moment.values, moment.scales, unsigned=moment.unsigned)
+
+
+def make(like, role, precision):
+    return Moment(like, role, precision, allocate_from_torch)
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_load_keeps_what_the_format_can_hold(precision, role, layout):
+    saved = values(role, layout)
+    moment = make(saved, role, precision)
+    moment.load(saved)
+    assert moment.values.stride() == saved.stride()
+    found = read(moment)
+    if precision == "fp32":
+        assert torch.equal(found, saved)
+    elif precision == "bf16":
+        assert torch.equal(found, saved.bfloat16().float())
+    else:
+        in_memory = saved.as_strided((saved.numel(),), (1,))
+        codes, scales = blockwise.quantize(in_memory, unsigned=moment.unsigned)
+        assert torch.equal(moment.flat, codes) and torch.equal(moment.scales, scales)
+        assert torch.equal(moment.scales[0], in_memory[:256].abs().max())
+        worst = float(((found - saved).abs() / scales.repeat_interleave(256)[: saved.numel()].max()).max())
+        assert 0 < worst < 0.015
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_zero(precision, role):
+    moment = make(values(role), role, precision)
+    moment.load(values(role))
+    moment.zero_()
+    assert not read(moment).any()
+    fresh = make(values(role), role, precision)
+    fresh.load(torch.zeros_like(values(role)))
+    assert not read(fresh).any()
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_follow_puts_elements_in_the_new_order(precision, role):
+    saved = values(role)
+    moment = make(saved, role, precision)
+    moment.load(saved)
+    before, memory = read(moment).clone(), moment.flat.data_ptr()
+    other = saved.contiguous(memory_format=torch.channels_last)
+    moment.follow(other)
+    assert moment.values.stride() == other.stride() and moment.flat.data_ptr() == memory
+    if precision == "8bit":  # the blocks are others now
+        torch.testing.assert_close(read(moment), before, rtol=0, atol=0.03 * float(before.abs().max()))
+        assert torch.equal(moment.values == (0 if moment.unsigned else 127), read(moment) == 0) or moment.unsigned
+    else:
+        assert torch.equal(read(moment), before)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_codes_of_the_same_layout_are_taken_over_as_they_are(role):
+    source, target = make(values(role), role, "8bit"), make(values(role), role, "8bit")
+    source.load(values(role))
+    target.load(source.values, source.scales)
+    assert torch.equal(target.flat, source.flat) and torch.equal(target.scales, source.scales)
+    wide = make(values(role), role, "fp32")
+    wide.load(source.values, source.scales)
+    assert torch.equal(wide.values, read(source))
+    unsigned = role is TensorRole.VARIANCE
+    assert torch.equal(wide.values, blockwise.dequantize(source.values, source.scales, unsigned=unsigned))
+
+
+def test_which_precision():
+    large, small = torch.zeros(64, 64), torch.zeros(4095)
+    gapped = torch.zeros(128, 128)[:, :64]
+    for wanted in PRECISIONS:
+        assert choose_precision(large, wanted, sensitive=False) == wanted
+        assert choose_precision(small, wanted, sensitive=False) == "fp32"
+        assert choose_precision(gapped, wanted, sensitive=False) == "fp32"
+        assert choose_precision(large, wanted, sensitive=True) == ("fp32" if wanted == "8bit" else wanted)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bytes(precision):
+    for numel in (0, 1, 256, 257, 4096):
+        asked = []
+
+        def allocate(parameter, role, dtype, count, asked=asked):
+            asked.append(count * dtype.itemsize)
+            return torch.empty(count, dtype=dtype)
+
+        Moment(torch.zeros(numel), TensorRole.MOMENTUM, precision, allocate)
+        assert moment_bytes(numel, precision) == sum(asked)
+    assert moment_bytes(4096, precision) == {"fp32": 16384, "bf16": 8192, "8bit": 4096 + 64}[precision]
+
+
+def test_another_map_is_refused():
+    for unsigned in (False, True):
+        qmap = blockwise.dynamic_map(unsigned)
+        check_map(None, "w", unsigned=unsigned)
+        check_map(qmap.clone(), "w", unsigned=unsigned)
+        with pytest.raises(CheckpointError, match="8-bit state of `w` uses another map"):
+            check_map(torch.linspace(-1, 1, 256), "`w`", unsigned=unsigned)
+        with pytest.raises(CheckpointError):
+            check_map(blockwise.dynamic_map(not unsigned), "w", unsigned=unsigned)
