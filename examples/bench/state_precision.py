@@ -21,11 +21,11 @@ RUNS = {"fp32": ("fp32", 42), "bf16": ("bf16", 42), "8bit": ("8bit", 42), "fp32,
 BASELINE = "fp32"
 
 
-def run(state: str, seed: int, steps: int, folder: Path) -> dict[str, dict[int, float]]:
+def run(state: str, seed: int, steps: int, batch_size: int, folder: Path) -> dict[str, dict[int, float]]:
     """Train once and return the curves by name: ``{"train_loss": {step: loss}, "val_loss": ...}``."""
     command = [
         sys.executable, "-m", "lightning_cxl", "fit", "--config", str(CONFIG),
-        "--seed_everything", str(seed), "--trainer.max_steps", str(steps),
+        "--seed_everything", str(seed), "--trainer.max_steps", str(steps), "--data.batch_size", str(batch_size),
         "--trainer.val_check_interval", str(max(1, steps // 6)),
         "--trainer.strategy", "lightning_cxl.CXLOffloadStrategy", f"--trainer.strategy.state={state}",
         "--trainer.logger", "lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={folder}",
@@ -83,6 +83,7 @@ def plot(curves: dict[str, dict[str, dict[int, float]]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=6, help="the demo's is 6")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -92,7 +93,7 @@ def main() -> None:
     for name in names:
         print(f"{name}: {options.steps} steps ...", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            curves[name] = run(*RUNS[name], options.steps, Path(folder))
+            curves[name] = run(*RUNS[name], options.steps, options.batch_size, Path(folder))
     print_table(curves)
     if options.json:
         rows = [
