@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# the native code under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC and its runtimes
+sanitize: $(VENV)/installed
+	$(BIN)/python tests/sanitize.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check lightning_cxl tests examples

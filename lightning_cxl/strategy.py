@@ -199,7 +199,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         if own:
             warnings.warn(
                 f"{type(module).__name__} overrides {', '.join(own)}: gradients are on the parameters in "
-                "`optimizer.param_groups` (float32, on the host); `p.grad` of the model's parameters is None there.",
+                "`optimizer.param_groups`, on the host; `p.grad` of the model's own parameters is None there.",
                 LightningCXLWarning,
                 stacklevel=2,
             )

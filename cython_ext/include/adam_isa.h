@@ -87,12 +87,17 @@ static void adam_update(
     const struct adam_scalars *scalars)
 {
     struct adam_span part = adam_span_at(span, offset);
-    const uint64_t counter = (uint64_t)(span->first + offset);
-    part.key.second += (uint32_t)(counter >> 32); /* no chunk crosses a multiple of 2^32, as `first` is one of a chunk */
-    if (span->formats >> 4 == ADAM_STATE_8BIT)
+    if (span->formats >> 4 == ADAM_STATE_8BIT) {
         ADAM_CALL(isa, adam_update_8bit, &part, n, scalars)
-    else
-        ADAM_CALL(isa, adam_update, &part, n, (uint32_t)counter, scalars)
+        return;
+    }
+    const uint64_t counter = (uint64_t)(span->first + offset);
+    const int64_t before_wrap = (int64_t)((1ull << 32) - (uint32_t)counter);
+    const int64_t now = n < before_wrap ? n : before_wrap;
+    part.key.second += (uint32_t)(counter >> 32) * CXL_FAR; /* the loops count in 32 bits */
+    ADAM_CALL(isa, adam_update, &part, now, (uint32_t)counter, scalars)
+    if (now < n)
+        adam_update(isa, span, offset + now, n - now, scalars);
 }
 
 /* Rounding and denormal mode of this thread (torch.set_flush_denormal): pool threads take over the caller's. */

@@ -89,6 +89,9 @@ struct cxl_random_key {
     uint32_t first, second;
 };
 
+/* How far the key moves every 2^32 elements: neighbouring keys would give related numbers. */
+#define CXL_FAR 0x9e3779b9u
+
 /* Two times 16 random bits for element `counter`: a bijection of 32 bits with full avalanche (multipliers found by
  * Wellons' hash prospector, "lowbias32"), keyed before and between its rounds. Depends on nothing but its arguments. */
 CXL_INLINE uint32_t cxl_random(const struct cxl_random_key key, const uint32_t counter)

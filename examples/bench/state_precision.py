@@ -1,7 +1,7 @@
 """What low-precision optimizer state costs in quality: loss curves of the demo with fp32, bf16 and 8-bit state.
 
-The job of `examples/finetune_stdlib.yaml` for 300 steps, once per precision with the same seed, and once more in fp32 with
-another seed: differences between precisions mean something only beside the difference that a seed makes.
+The job of `examples/finetune_stdlib.yaml` for 300 steps, once per precision with the same seed, and once more in fp32
+with another seed: differences between precisions mean something only beside the difference that a seed makes.
 
     python examples/bench/state_precision.py [--steps 300] [--json FILE] [--plot FILE.png]
 """
@@ -97,7 +97,7 @@ def main() -> None:
     print_table(curves)
     if options.json:
         rows = [
-            {"name": f"{name}, {metric}, step {step + 1}", "value": value, "unit": "nats per token", "goal": None, "holds": None}
+            {"name": f"{name}, {metric}, step {step + 1}", "value": value, "unit": "nats", "goal": None, "holds": None}
             for name, curve in curves.items()
             for metric, points in curve.items()
             for step, value in points.items()

@@ -61,7 +61,7 @@ def random_bits(key: int, counters: torch.Tensor) -> torch.Tensor:
     """
     x = (counters ^ key) & _WORD
     x = _multiply(x ^ x >> 16, 0x7FEB352D)
-    x = x + (key >> 32) + (counters >> 32) & _WORD
+    x = x + (key >> 32) + (counters >> 32) * 0x9E3779B9 & _WORD  # neighbouring keys would give related numbers
     x = _multiply(x ^ x >> 15, 0x846CA68B)
     return x ^ x >> 16
 

@@ -34,7 +34,7 @@ class HostUnscale:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         bad = self._guard.first_bad(parameters)
         if bad is not None:
-            self._guard.refuse(bad)
+            self._guard.refuse(bad, expected=True)
         if not (self._defer and isinstance(optimizer, CPUAdam)):
             unscale = type(self._scaler)._unscale_grads_
             result = unscale(self._scaler, optimizer, host_scale, found, allow_fp16)

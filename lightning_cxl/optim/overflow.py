@@ -58,8 +58,12 @@ class OverflowGuard:
         sums = self._meter.sums([p.grad for p in with_grad if p.grad is not None])
         return next((p for p, value in zip(with_grad, sums, strict=True) if not math.isfinite(value)), None)
 
-    def refuse(self, parameter: torch.Tensor) -> None:
+    def refuse(self, parameter: torch.Tensor, *, expected: bool = False) -> None:
         """Count a step that is left out because of `parameter`'s gradient.
+
+        Args:
+            parameter: the first one.
+            expected: a loss scaler is looking for its scale: no error by itself.
 
         Raises:
             GradientOverflowError: that was one too many.
@@ -73,7 +77,7 @@ class OverflowGuard:
             "Lower the learning rate or the initial loss scale, clip gradients (`gradient_clip_val`), check the data "
             "and the loss, or find the operation with `Trainer(detect_anomaly=True)`."
         )
-        if self._action == "error":
+        if self._action == "error" and not expected:
             raise GradientOverflowError(f'{found}. {advice} `on_overflow="skip"` leaves such steps out.')
         if self._streak >= self._limit:
             raise GradientOverflowError(f"{found}, in {self._streak} steps in a row (`max_overflows`). {advice}")

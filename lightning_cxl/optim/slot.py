@@ -82,7 +82,8 @@ class Slot:
             ConfigError: the parameter has meanwhile got another shape.
             UnsupportedError: elements of the parameter share memory now.
         """
-        if self.momentum.values.stride() != parameter.stride() and not follows(self.momentum.values, parameter):
+        values = self.momentum.values
+        if (values.shape, values.stride()) != (parameter.shape, parameter.stride()) and not follows(values, parameter):
             self._follow_layout(parameter, state)
         if not state:
             self.step.zero_()

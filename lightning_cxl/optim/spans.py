@@ -45,8 +45,9 @@ class Update(NamedTuple):
 
 def signature_of(parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None) -> tuple[object, ...]:
     """Return what must be as it was for a parameter's checks and row of numbers to be right again."""
-    at = 0 if compute is None else compute.data_ptr()
-    return parameter.data_ptr(), parameter.dtype, parameter.stride(), grad.dtype, grad.stride(), at
+    beside = None if compute is None else (compute.data_ptr(), compute.dtype, compute.shape, compute.stride())
+    sizes = (parameter.numel(), grad.numel())  # whoever sets `.data` may cut either short
+    return parameter.data_ptr(), parameter.dtype, parameter.stride(), grad.dtype, grad.stride(), *sizes, beside
 
 
 def is_as_before(

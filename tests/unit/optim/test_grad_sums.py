@@ -72,7 +72,7 @@ def test_bf16_sums_stay_in_the_memory_they_have():
 
 
 def test_small_gradients_are_not_lost():
-    """256 times 1 + 2^-9 ...: bfloat16 sums to nearest stop growing at 256, ours do not."""
+    """Sums of ones that are rounded to the nearest bfloat16 stop growing at 256."""
     for half_sums in (False, True):
         sink = Sink((1000,), half_sums=half_sums)
         (p,) = sink.params
@@ -125,7 +125,8 @@ def test_the_user_may_take_replace_and_drop_gradients():
     p.grad.zero_()
     assert torch.equal(sink.backward(3)[0].float(), p.grad.float())
     p.grad = torch.ones(1, dtype=torch.bfloat16).expand(50)
-    assert torch.equal(p.grad.float() + sink.backward(4)[0].float(), p.grad) or p.grad.dtype == torch.float32
+    fifth = sink.backward(4)[0]
+    assert torch.equal(p.grad, 1 + fifth.float())
 
 
 def test_a_gradient_in_another_element_order():

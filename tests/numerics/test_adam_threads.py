@@ -1,0 +1,207 @@
+"""Threads, homes and CPUs of the Adam kernel: they change where work is done and never what comes out."""
+
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.numerics.adam_case import COMBINATIONS, ISAS, Case, examples, scalars_at, seeds, step_scalars, update
+
+CPUS = sorted(os.sched_getaffinity(0))
+SIZES = st.integers(0, 70_000) | st.integers(0, 70) | st.sampled_from([255, 256, 257, 65535, 65536, 65537, 131_072])
+HOMES = st.integers(0, 3) | st.just(1023)
+
+
+@examples(60)
+@given(
+    spans=st.lists(st.tuples(SIZES, st.sampled_from(COMBINATIONS), HOMES), min_size=1, max_size=12),
+    seed=seeds,
+    num_threads=st.integers(1, 9),
+    rows=st.lists(step_scalars, min_size=1, max_size=3),
+    cpus=st.none() | st.lists(st.tuples(HOMES, st.sampled_from([*CPUS, 1023])), max_size=6),
+)
+def test_many_spans_of_mixed_formats_equal_one_call_each(spans, seed, num_threads, rows, cpus):
+    """For any division into homes, with or without spans or CPUs, and CPUs that may not be there."""
+    ours = [Case.random(size, combination, seed + index) for index, (size, combination, _) in enumerate(spans)]
+    expected = [case.clone().run(rows[index % len(rows)]) for index, case in enumerate(ours)]
+    table = [case.span(index % len(rows), spans[index][2]) for index, case in enumerate(ours)]
+    before = affinities()
+    update(table, rows, ISAS[-1], num_threads, None if cpus is None else [number for pair in cpus for number in pair])
+    assert_moved_back(before)
+    for case, other in zip(ours, expected, strict=True):
+        case.assert_same(other, (num_threads, spans, cpus))
+
+
+def test_thousands_of_small_spans():
+    ours = [Case.random(index % 23, COMBINATIONS[index % 36], index) for index in range(2000)]
+    expected = [case.defined(scalars_at()) if index % 50 == 0 else None for index, case in enumerate(ours)]
+    singly = [case.clone().run(scalars_at()) for case in ours]
+    update([case.span(home=index % 3) for index, case in enumerate(ours)], [scalars_at()], num_threads=4)
+    for case, other, defined in zip(ours, singly, expected, strict=True):
+        case.assert_same(other)
+        if defined:
+            case.assert_same(defined)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+def test_the_number_of_threads_does_not_matter(combination):
+    start = Case.random(5 * 65536 + 300, combination, 1)
+    expected = start.clone().run(scalars_at())
+    for num_threads in (2, 3, 6, 64):
+        start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
+
+
+def test_several_updates_at_once():
+    """From Python threads of their own, on disjoint spans; each also with threads of its own."""
+    starts = [Case.random(200_000, COMBINATIONS[index * 5 % 36], index) for index in range(8)]
+    expected = [case.clone().run(scalars_at()) for case in starts]
+    barrier = threading.Barrier(len(starts))
+
+    def work(case: Case) -> list[Case]:
+        results = []
+        for num_threads in (1, 2, 3):
+            own = case.clone()
+            barrier.wait()
+            results.append(own.run(scalars_at(), num_threads=num_threads))
+        return results
+
+    with ThreadPoolExecutor(len(starts)) as pool:
+        for results, other in zip(pool.map(work, starts), expected, strict=True):
+            for case in results:
+                case.assert_same(other)
+
+
+def test_flushing_denormals_is_the_callers_choice_on_every_thread():
+    results = []
+    for flush in (False, True):
+        case = Case.random(400_000)
+        case["variance"].fill_(0)
+        case["grads"].fill_(1e-20)  # its square is denormal
+        assert torch.set_flush_denormal(flush)
+        try:
+            case.run(scalars_at(), num_threads=4)
+        finally:
+            torch.set_flush_denormal(False)
+        results.append(case["variance"])
+    assert (results[0] > 0).all()
+    assert (results[1].view(torch.int32) == 0).all()
+
+
+# ---- where threads run ----
+
+
+def affinities() -> dict[int, set[int]]:
+    """Return the CPUs of every thread of this process that still runs."""
+    result = {}
+    for path in Path("/proc/self/task").iterdir():
+        try:
+            result[int(path.name)] = os.sched_getaffinity(int(path.name))
+        except ProcessLookupError:
+            continue
+    return result
+
+
+def assert_moved_back(before: dict[int, set[int]]) -> None:
+    """Every thread that was there before and still is may run where it could."""
+    assert all(cpus == before.get(thread, cpus) for thread, cpus in affinities().items())
+
+
+def running_on(thread: int) -> int | None:
+    """Return the CPU that a thread runs on, None where it does not run."""
+    fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[36]) if fields[0] == "R" else None
+
+
+def watch(table: list[list[int]], cpus: list[int], wanted: set[int]) -> Counter[tuple[int, int]]:
+    """Repeat an update until its threads were seen 30 times on every CPU that is `wanted`.
+
+    Returns:
+        How often a running thread that may use one CPU only was seen, by that CPU and the one it was on.
+    """
+    seen: Counter[tuple[int, int]] = Counter()
+    deadline = time.monotonic() + 20
+    finished = threading.Event()
+
+    def keep_updating() -> None:
+        while not finished.is_set() and time.monotonic() < deadline:
+            update(table, [scalars_at()], num_threads=2, cpus=cpus)
+
+    worker = threading.Thread(target=keep_updating)
+    worker.start()
+    try:
+        while time.monotonic() < deadline and any(seen[cpu, cpu] < 30 for cpu in wanted):
+            for thread, allowed in affinities().items():
+                if len(allowed) == 1 and (cpu := running_on(thread)) is not None:
+                    seen[min(allowed), cpu] += 1
+    finally:
+        finished.set()
+        worker.join()
+    return seen
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="this process may use one CPU only")
+@pytest.mark.parametrize(
+    ("sizes", "cpu_of_home", "wanted"),
+    [
+        ((4_000_000, 4_000_000), (CPUS[0], CPUS[-1]), {CPUS[0], CPUS[-1]}),
+        ((4_000_000, 4_000_000), (CPUS[-1], CPUS[-1]), {CPUS[-1]}),
+        ((256, 8_000_000), (CPUS[0], CPUS[-1]), {CPUS[-1]}),  # home 0 has less work than one thread's share
+    ],
+    ids=["a CPU each", "one CPU for both", "all work in one home"],
+)
+def test_threads_run_on_the_cpus_of_their_home_and_move_back(sizes, cpu_of_home, wanted):
+    """Seen from outside while updates run: the kernel's threads are pinned to these CPUs and are on them."""
+    cases = [Case.random(size) for size in sizes]
+    table = [case.span(home=home) for home, case in enumerate(cases)]
+    cpus = [number for pair in enumerate(cpu_of_home) for number in pair]
+    before = affinities()
+    update(table, [scalars_at()], num_threads=2, cpus=cpus)
+    assert_moved_back(before)
+    seen = watch(table, cpus, wanted)
+    assert {allowed for allowed, _ in seen} == wanted
+    # between two looks at a thread, it may have finished an update, moved away and begun another
+    misplaced = sum(count for (allowed, cpu), count in seen.items() if allowed != cpu)
+    assert misplaced <= 0.05 * sum(seen.values()), seen
+    assert_moved_back(before)
+
+
+def test_a_cpu_that_is_not_there_changes_nothing():
+    start = Case.random(300_000)
+    expected = start.clone().run(scalars_at())
+    before = affinities()
+    for cpu in (1023, os.cpu_count()):
+        ours = start.clone()
+        update([ours.span()], [scalars_at()], num_threads=3, cpus=[0, cpu])
+        ours.assert_same(expected)
+    assert_moved_back(before)
+
+
+def test_other_python_threads_go_on_during_an_update():
+    """The interpreter lock is released: a counter in another thread moves within one call."""
+    case = Case.random(4_000_000)
+    counter, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counter[0] += 1
+            time.sleep(0)  # gives the lock up: were it held throughout a call, one count could slip in at its end
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    most, deadline = 0, time.monotonic() + 20
+    try:
+        while most < 10 and time.monotonic() < deadline:
+            before = counter[0]
+            case.run(scalars_at())
+            most = max(most, counter[0] - before)
+    finally:
+        stop.set()
+        thread.join()
+    assert most >= 10

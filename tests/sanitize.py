@@ -1,0 +1,121 @@
+"""Build the native modules with AddressSanitizer and UndefinedBehaviorSanitizer, and run the numerics tests with them.
+
+    python tests/sanitize.py [PYTEST_ARGUMENT ...]
+
+The modules go to ``build/sanitize``, beside links to the Python files of the package; the normal build stays as it is.
+Any finding ends the process that has it. Before the tests, one of each kind is provoked, to see that it is noticed.
+"""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "sanitize"
+PACKAGE = BUILD / "lightning_cxl"
+FLAGS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+COMPILER = "gcc"
+
+PAST_THE_END = """
+import numpy, array
+from lightning_cxl import _adam
+tensors = [numpy.zeros(1000, numpy.float32) for _ in range(4)]
+w, g, m, v = (tensor.ctypes.data for tensor in tensors)
+table = array.array("Q", [w, 0, 0, g, m, v, 0, 0, 0, 1001, 0, 0, 0, 0])
+_adam.update(table, array.array("f", [1] * 9), 1, "baseline")
+"""
+MISALIGNED = PAST_THE_END.replace("1001, 0", "999, 0").replace("[w, 0, 0, g,", "[w, 0, 0, g + 1,")
+SELF_TESTS = ((PAST_THE_END, "heap-buffer-overflow"), (MISALIGNED, "runtime error: load of misaligned address"))
+
+
+def extensions() -> list[dict[str, Any]]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return list(tomllib.load(file)["tool"]["setuptools"]["ext-modules"])
+
+
+def link_python_files() -> None:
+    shutil.rmtree(BUILD, ignore_errors=True)
+    PACKAGE.mkdir(parents=True)
+    for path in (ROOT / "lightning_cxl").iterdir():
+        if path.suffix != ".so" and path.name != "__pycache__":
+            (PACKAGE / path.name).symlink_to(path)
+
+
+def build(extension: dict[str, Any]) -> None:
+    """Compile one module with its own flags, except the level of optimization."""
+    name = extension["name"].rpartition(".")[2]
+    (source,) = extension["sources"]
+    c_file = BUILD / f"{name}.c"
+    cython = [sys.executable, "-m", "cython", "-3", str(ROOT / source), "-o", str(c_file)]
+    subprocess.run(cython, check=True)
+    own = [flag for flag in extension.get("extra-compile-args", []) if not flag.startswith("-O")]
+    includes = [sysconfig.get_paths()["include"], *(str(ROOT / path) for path in extension.get("include-dirs", []))]
+    target = PACKAGE / (name + sysconfig.get_config_var("EXT_SUFFIX"))
+    command = [COMPILER, "-shared", "-fPIC", *own, *FLAGS, *(f"-I{path}" for path in includes), str(c_file)]
+    subprocess.run([*command, "-o", str(target), *extension.get("extra-link-args", [])], check=True)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which Python runs with the sanitizers' runtimes, and takes its memory from them."""
+    libraries = []
+    # libstdc++ too: the runtime looks for the function that throws C++ exceptions once, when the process starts
+    for name in ("libasan.so", "libubsan.so", "libstdc++.so"):
+        path = subprocess.run([COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+        if not Path(path.strip()).is_absolute():
+            raise SystemExit(f"{COMPILER} has no {name}: install its sanitizer runtimes")
+        libraries.append(path.strip())
+    return os.environ | {
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": os.pathsep.join([str(BUILD), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def check_that_findings_are_noticed(env: dict[str, str]) -> None:
+    for code, message in SELF_TESTS:
+        result = subprocess.run([sys.executable, "-c", code], env=env, cwd=BUILD, capture_output=True, text=True)
+        if result.returncode == 0 or message not in result.stderr:
+            raise SystemExit(f"the sanitizers did not report {message!r}:\n{result.stderr}\n{code}")
+
+
+class CheckModules:
+    """Plugin of pytest: what the tests have imported are the sanitized modules."""
+
+    def pytest_collection_finish(self) -> None:
+        for extension in extensions():
+            module = importlib.import_module(extension["name"])
+            file = Path(str(module.__file__))
+            assert file.parent == PACKAGE, file
+            assert b"__asan_init" in file.read_bytes(), file
+
+
+def run_tests(arguments: list[str]) -> int:
+    import pytest
+
+    chosen = ["-m", "not slow", "--hypothesis-profile=few", "-p", "no:cacheprovider", "-o", "pythonpath="]
+    return int(pytest.main([*chosen, str(ROOT / "tests" / "numerics"), *arguments], plugins=[CheckModules()]))
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--run"]:
+        return run_tests(sys.argv[2:])
+    link_python_files()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, extensions()))
+    env = environment()
+    check_that_findings_are_noticed(env)
+    return subprocess.run([sys.executable, __file__, "--run", *sys.argv[1:]], env=env, cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
