@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, embedsignature=True
 """Fused Adam over many spans in one call: one pass over memory, all threads, no temporaries."""
 
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
 
 from lightning_cxl import _cpu
 
@@ -32,7 +32,8 @@ cdef extern from "adam_isa.h" nogil:
         ADAM_STATE_8BIT
         BLOCKWISE_SIZE
     void blockwise_init() noexcept
-    void adam_encode(adam_isa isa, const float* values, uint8_t* codes, float* scales, int64_t n, int is_unsigned) noexcept
+    void adam_encode(adam_isa isa, const float* values, uint8_t* codes, float* scales, int64_t n,
+                     int is_unsigned) noexcept
     void adam_decode(adam_isa isa, const uint8_t* codes, const float* scales, float* values, int64_t n,
                      int is_unsigned) noexcept
 

@@ -101,8 +101,9 @@ CXL_TARGET static inline __attribute__((always_inline)) void CXL_NAME(adam_tile)
     const int64_t blocks = (n + BLOCKWISE_SIZE - 1) / BLOCKWISE_SIZE;
     uint8_t *m_codes = s->momentum, *v_codes = s->variance;
     for (int64_t i = 0; i < blocks; i++) {
-        CXL_NAME(blockwise_decode)(m_codes + i * BLOCKWISE_SIZE, m + i * BLOCKWISE_SIZE, s->momentum_scale[i], &blockwise_signed, 0);
-        CXL_NAME(blockwise_decode)(v_codes + i * BLOCKWISE_SIZE, v + i * BLOCKWISE_SIZE, s->variance_scale[i], &blockwise_unsigned, 1);
+        const int64_t at = i * BLOCKWISE_SIZE;
+        CXL_NAME(blockwise_decode)(m_codes + at, m + at, s->momentum_scale[i], &blockwise_signed, 0);
+        CXL_NAME(blockwise_decode)(v_codes + at, v + at, s->variance_scale[i], &blockwise_unsigned, 1);
     }
     struct adam_span decoded = *s;
     decoded.momentum = m;
@@ -114,8 +115,9 @@ CXL_TARGET static inline __attribute__((always_inline)) void CXL_NAME(adam_tile)
         s->variance_scale[i] = CXL_NAME(blockwise_scale)(v + i * BLOCKWISE_SIZE);
     }
     for (int64_t i = 0; i < blocks; i++) {
-        CXL_NAME(blockwise_encode)(m + i * BLOCKWISE_SIZE, m_codes + i * BLOCKWISE_SIZE, s->momentum_scale[i], &blockwise_signed, 0);
-        CXL_NAME(blockwise_encode)(v + i * BLOCKWISE_SIZE, v_codes + i * BLOCKWISE_SIZE, s->variance_scale[i], &blockwise_unsigned, 1);
+        const int64_t at = i * BLOCKWISE_SIZE;
+        CXL_NAME(blockwise_encode)(m + at, m_codes + at, s->momentum_scale[i], &blockwise_signed, 0);
+        CXL_NAME(blockwise_encode)(v + at, v_codes + at, s->variance_scale[i], &blockwise_unsigned, 1);
     }
 }
 

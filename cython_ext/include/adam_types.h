@@ -1,4 +1,4 @@
-/* What the Adam kernels are given: a row of numbers per step, and a span of elements with the formats of its tensors. */
+/* What the Adam kernels are given: a row of numbers per step, and a span of elements with its formats. */
 #ifndef LIGHTNING_CXL_ADAM_TYPES_H
 #define LIGHTNING_CXL_ADAM_TYPES_H
 

@@ -1,4 +1,4 @@
-/* Decode and code one block of 8-bit optimizer state. Included once per ISA, after one of the simd_*.h, by adam_isa.h. */
+/* Decode and code one block of 8-bit optimizer state. Included once per ISA by adam_isa.h, after a simd_*.h. */
 
 CXL_TARGET static inline __attribute__((always_inline)) void CXL_NAME(blockwise_decode)(
     const uint8_t *restrict codes, /* IN  (256) */

@@ -1,8 +1,8 @@
-/* The 8-bit number format of optimizer state: bitsandbytes' dynamic map, blockwise (Dettmers et al. 2022, arXiv:2110.02861).
+/* The 8-bit format of optimizer state: bitsandbytes' dynamic maps, blockwise (Dettmers et al. 2022, arXiv:2110.02861).
  *
  * A block of 256 elements shares a scale, its largest magnitude; an element is a code for its share of that. The share
- * is 0, 1, or one of 7 decades, 1e-7 to 1e-6 up to 0.1 to 1, each cut into equal steps, twice as many in each decade as in
- * the one below: 1 to 64 steps with a sign, 2 to 128 without. A code stands for the middle of its step.
+ * is 0, 1, or one of 7 decades, 1e-7 to 1e-6 up to 0.1 to 1, each cut into equal steps, twice as many in each as in the
+ * one below: 1 to 64 steps with a sign, 2 to 128 without. A code stands for the middle of its step.
  *
  * A class is 0 for zero, 1 to 7 for the decades, 8 for one. Within a class, code and share are linear functions of each
  * other, so coding and decoding are table lookups by class and one fused multiply-add.
@@ -19,7 +19,7 @@ enum { BLOCKWISE_SIZE = 256, BLOCKWISE_DECADES = 7 };
 
 /* For one of the two maps. Vector lookups take rows of 16 and 32 floats, and the lower 4 and 5 bits of an index. */
 struct blockwise_map {
-    float threshold[32]; /* by binade of the share: where the next class begins; its lower 4 bits are the class below it */
+    float threshold[32]; /* by binade of the share: where the next class begins; its lower 4 bits: the class below */
     float slope[16], offset[16], last[16]; /* by class: code = slope * share + offset, at most the last of its class */
     float step[16], base[16]; /* by binade of the code's middle: share = step * middle + base */
 };

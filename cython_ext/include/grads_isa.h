@@ -159,7 +159,8 @@ static double grads_piece(
     /* as lightning_cxl/optim/formats.py: what is above 32 bits of a counter changes the key */
     const uint64_t pair = offset / 2;
     const uint32_t first = (uint32_t)pair;
-    const struct cxl_random_key key = {(uint32_t)random_key, (uint32_t)(random_key >> 32) + (uint32_t)(pair >> 32) * CXL_FAR};
+    const struct cxl_random_key key = {
+        (uint32_t)random_key, (uint32_t)(random_key >> 32) + (uint32_t)(pair >> 32) * CXL_FAR};
     if (operation == GRADS_COPY_PAST && (uintptr_t)destination % sizeof(grads_floats))
         operation = GRADS_COPY;
     switch (isa) {

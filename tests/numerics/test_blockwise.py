@@ -124,6 +124,18 @@ def test_special_blocks(unsigned, isa):
             assert decoded.isnan().all(), values
 
 
+@both_maps
+@every_isa
+def test_a_scale_below_1e_38_means_zero_whatever_the_codes(unsigned, isa):
+    """Its products with the map would be denormals, rounded so coarsely that a value could change its sign."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    for scale in (0.0, 1e-45, 3e-45, 1e-40, 9.9e-39):
+        scales = torch.tensor([scale])
+        values = kernel_dequantize(codes, scales, unsigned, isa)
+        assert (values == 0).all(), scale
+        assert equal_bits(values, dequantize(codes, scales, unsigned=unsigned)).all()
+
+
 @every_isa
 def test_the_largest_magnitude_may_be_negative(isa):
     """There is no code for -1: the nearest is half a step away."""
