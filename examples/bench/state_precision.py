@@ -3,7 +3,7 @@
 The job of `examples/finetune_stdlib.yaml` for 300 steps, once per precision with the same seed, and once more in fp32
 with another seed: differences between precisions mean something only beside the difference that a seed makes.
 
-    python examples/bench/state_precision.py [--steps 300] [--json FILE] [--plot FILE.png]
+    python examples/bench/state_precision.py [--steps 300] [--config FILE.yaml] [--json FILE] [--plot FILE.png]
 """
 
 import argparse
@@ -21,11 +21,11 @@ RUNS = {"fp32": ("fp32", 42), "bf16": ("bf16", 42), "8bit": ("8bit", 42), "fp32,
 BASELINE = "fp32"
 
 
-def run(state: str, seed: int, steps: int, batch_size: int, folder: Path) -> dict[str, dict[int, float]]:
+def run(state: str, seed: int, steps: int, config: Path, folder: Path) -> dict[str, dict[int, float]]:
     """Train once and return the curves by name: ``{"train_loss": {step: loss}, "val_loss": ...}``."""
     command = [
-        sys.executable, "-m", "lightning_cxl", "fit", "--config", str(CONFIG),
-        "--seed_everything", str(seed), "--trainer.max_steps", str(steps), "--data.batch_size", str(batch_size),
+        sys.executable, "-m", "lightning_cxl", "fit", "--config", str(config),
+        "--seed_everything", str(seed), "--trainer.max_steps", str(steps),
         "--trainer.val_check_interval", str(max(1, steps // 6)),
         "--trainer.strategy", "lightning_cxl.CXLOffloadStrategy", f"--trainer.strategy.state={state}",
         "--trainer.logger", "lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={folder}",
@@ -83,7 +83,7 @@ def plot(curves: dict[str, dict[str, dict[int, float]]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=6, help="the demo's is 6")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="another job of `python -m lightning_cxl fit`")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -93,7 +93,7 @@ def main() -> None:
     for name in names:
         print(f"{name}: {options.steps} steps ...", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            curves[name] = run(*RUNS[name], options.steps, options.batch_size, Path(folder))
+            curves[name] = run(*RUNS[name], options.steps, options.config, Path(folder))
     print_table(curves)
     if options.json:
         rows = [
