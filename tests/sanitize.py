@@ -102,8 +102,10 @@ class CheckModules:
 def run_tests(arguments: list[str]) -> int:
     import pytest
 
-    chosen = ["-m", "not slow", "--hypothesis-profile=few", "-p", "no:cacheprovider", "-o", "pythonpath="]
-    return int(pytest.main([*chosen, str(ROOT / "tests" / "numerics"), *arguments], plugins=[CheckModules()]))
+    # capture=sys: what a sanitizer writes to file descriptor 2 before it ends the process is seen
+    options = ["-m", "not slow", "--hypothesis-profile=few", "--capture=sys", "-p", "no:cacheprovider"]
+    paths = ["-o", "pythonpath=", str(ROOT / "tests" / "numerics")]
+    return int(pytest.main([*options, *paths, *arguments], plugins=[CheckModules()]))
 
 
 def main() -> int:

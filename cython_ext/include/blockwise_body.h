@@ -5,7 +5,8 @@ CXL_TARGET static inline __attribute__((always_inline)) void CXL_NAME(blockwise_
     float *restrict values,        /* OUT (256) */
     const float scale, const struct blockwise_map *map, const int is_unsigned)
 {
-    const V_TABLE step = v_scaled_table(map->step, scale), base = v_scaled_table(map->base, scale);
+    const float usable = scale < 1e-38f ? 0.0f : scale; /* as in coding; a denormal product could change the sign */
+    const V_TABLE step = v_scaled_table(map->step, usable), base = v_scaled_table(map->base, usable);
     for (int i = 0; i < BLOCKWISE_SIZE; i += V_WIDTH) {
         /* counted so that the codes of a class are the numbers of one binade; one half more is the middle of a step */
         const V_INT code = v_load_bytes(codes + i);

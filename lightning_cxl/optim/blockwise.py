@@ -97,7 +97,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, unsigned: bool) -> 
     number = number + 1 if unsigned else (number - 127).abs()
     middle = number + 0.5
     index = middle.log2().floor().long() + (0 if unsigned else 1)
-    scale = scales.repeat_interleave(BLOCK_SIZE)[: codes.numel()]
+    scale = torch.where(scales < _MIN_SCALE, 0.0, scales).repeat_interleave(BLOCK_SIZE)[: codes.numel()]
     share = fused_multiply_add(classes.step[index] * scale, middle, classes.base[index] * scale)
     values = share if unsigned else torch.where(codes.reshape(-1) < 127, -share, share)
     return values.view(codes.shape)
