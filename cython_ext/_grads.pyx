@@ -59,7 +59,7 @@ def measure(const uint64_t[::1] spans, double[::1] results, int num_threads, str
     Raises:
         ValueError: a table of the wrong length, an address that is null or not aligned, or an argument out of range.
 
-    Threading: releases the GIL. Allocates 24 bytes per span and 8 per piece, nothing else.
+    Threading: releases the GIL. Allocates 16 bytes per span and 8 per piece, nothing else.
     """
     _run(spans, results, num_threads, isa, GRADS_MEASURE)
 
