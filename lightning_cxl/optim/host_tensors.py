@@ -24,15 +24,19 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def laid_out_as(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return dense memory as a tensor of `parameter`'s shape: its element order where that is dense, else row-major."""
+    if is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride())
+    return flat.as_strided((parameter.numel(),), (1,)).view(parameter.shape)
+
+
 def mirror(tensor: torch.Tensor, dtype: torch.dtype, allocate: FlatAllocate) -> torch.Tensor:
     """Return an uninitialised host tensor of `tensor`'s shape, with its strides where it is dense.
 
     Equal strides make element i of the flat memory the same element in every mirror, which is what a flat kernel needs.
     """
-    flat = allocate(tensor.numel(), dtype)
-    if is_dense(tensor):
-        return flat.as_strided(tensor.shape, tensor.stride())
-    return flat.view(tensor.shape)
+    return laid_out_as(allocate(tensor.numel(), dtype), tensor)
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

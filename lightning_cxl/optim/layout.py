@@ -6,7 +6,7 @@ import torch
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.optim.formats import GRAD_FORMATS
-from lightning_cxl.optim.host_tensors import is_dense
+from lightning_cxl.optim.host_tensors import is_dense, laid_out_as
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE = 1 << 16
@@ -58,13 +58,6 @@ def follows(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     return same_layout(tensor, parameter) or (
         tensor.shape == parameter.shape and tensor.is_contiguous() and not is_dense(parameter)
     )
-
-
-def laid_out_as(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return dense memory as a tensor of `parameter`'s shape: its element order where that is dense, else row-major."""
-    if is_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride())
-    return flat.as_strided((parameter.numel(),), (1,)).view(parameter.shape)
 
 
 def is_flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 from array import array
 
 import pytest
@@ -28,6 +27,7 @@ from tests.numerics.adam_case import (
     step_scalars,
     update,
 )
+from tests.wide_instructions import functions_with_avx
 
 SIZES = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1000]
 CHUNK_SIZES = [65535, 65536, 65537]
@@ -238,15 +238,7 @@ def test_equal_bits_tells_zeros_apart_and_nans_not():
 @pytest.mark.parametrize("module", [_adam, _cpu], ids=lambda module: module.__name__)
 def test_no_wide_instruction_outside_the_functions_for_that_isa(module):
     """An AVX instruction in common code would stop older CPUs with SIGILL."""
-    listing = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", module.__file__], capture_output=True, text=True, check=True
-    ).stdout
-    function, offenders, kernels = "", set(), set()
-    for line in listing.splitlines():
-        if header := re.fullmatch(r"[0-9a-f]+ <(.+)>:", line):
-            function = header[1]
-        elif re.search(r"\t\s*v[a-z0-9]+\s|%[yz]mm|%k[0-7]", line):
-            (kernels if re.search(r"_avx(2|512)(\.|$)", function) else offenders).add(function)
+    kernels, offenders = functions_with_avx(module, r"_avx(2|512)(\.|$)")
     if module is _adam and not kernels:
         pytest.skip("the extension was stripped of its symbols")
     assert not offenders

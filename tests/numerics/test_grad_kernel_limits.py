@@ -5,7 +5,6 @@ import mmap
 import os
 import re
 import shutil
-import subprocess
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 
 from lightning_cxl import _cpu, _grads
 from lightning_cxl.optim import grad_reference
+from tests.wide_instructions import functions_with_avx
 
 BF16 = torch.bfloat16
 ISAS = _cpu.supported_isas()
@@ -44,15 +44,7 @@ def test_measuring_takes_no_memory():
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_no_wide_instruction_outside_the_functions_for_that_isa():
     """An AVX instruction in common code would stop older CPUs with SIGILL."""
-    listing = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", _grads.__file__], capture_output=True, text=True, check=True
-    ).stdout
-    function, offenders, kernels = "", set(), set()
-    for line in listing.splitlines():
-        if header := re.fullmatch(r"[0-9a-f]+ <(.+)>:", line):
-            function = header[1]
-        elif re.search(r"\t\s*v[a-z0-9]+\s|%[yz]mm|%k[0-7]", line):
-            (kernels if re.search(r"grads_\w+_avx(2|512)", function) else offenders).add(function)
+    kernels, offenders = functions_with_avx(_grads, r"grads_\w+_avx(2|512)")
     if not kernels:
         pytest.skip("the extension was stripped of its symbols")
     assert not offenders

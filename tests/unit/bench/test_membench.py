@@ -1,8 +1,6 @@
 """The memory loops touch every byte exactly once, on every instruction set and with any number of threads."""
 
-import re
 import shutil
-import subprocess
 from array import array
 
 import numpy as np
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl import _cpu, _membench
+from tests.wide_instructions import functions_with_avx
 
 ISAS = _cpu.supported_isas()
 CHUNK = 262144
@@ -149,15 +148,7 @@ def test_more_bytes_than_32_bits_can_count():
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_no_wide_instruction_outside_the_functions_for_that_isa():
     """An AVX instruction in common code would stop older CPUs with SIGILL."""
-    listing = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", _membench.__file__], capture_output=True, text=True, check=True
-    ).stdout
-    function, offenders, kernels = "", set(), set()
-    for line in listing.splitlines():
-        if header := re.fullmatch(r"[0-9a-f]+ <(.+)>:", line):
-            function = header[1]
-        elif re.search(r"\t\s*v[a-z0-9]+\s|%[yz]mm|%k[0-7]", line):
-            (kernels if re.search(r"mem_\w+_avx(2|512)", function) else offenders).add(function)
+    kernels, offenders = functions_with_avx(_membench, r"mem_\w+_avx(2|512)")
     if not kernels:
         pytest.skip("the extension was stripped of its symbols")
     assert not offenders
