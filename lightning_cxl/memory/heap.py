@@ -24,11 +24,16 @@ class HeapTrimmer:
     def trim(self) -> None:
         """Trim if at least 64 MiB have been added to the resident memory."""
         resident = self._resident_bytes()
-        if self._malloc_trim is not None and resident - self._lowest_bytes >= _MIN_GROWTH_BYTES:
-            self._malloc_trim(0)
+        if resident - self._lowest_bytes >= _MIN_GROWTH_BYTES:
+            self.trim_now()
             self._lowest_bytes = self._resident_bytes()
         else:
             self._lowest_bytes = min(self._lowest_bytes, resident)
+
+    def trim_now(self) -> None:
+        """Trim, however little there may be."""
+        if self._malloc_trim is not None:
+            self._malloc_trim(0)
 
     def _resident_bytes(self) -> int:
         return int(_STATM.read_text().split()[1]) * self._page_bytes

@@ -132,11 +132,14 @@ def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("skipped: ") == 5
 
 
-def test_the_peak_of_a_run_is_what_it_allocates():
+@pytest.mark.parametrize("mib", [8, 64])
+def test_the_peak_of_a_run_is_what_it_allocates(mib):
     def make():
-        return lambda: torch.ones(64 << 18).sum()  # 64 MiB
+        return lambda: torch.ones(mib << 18).sum()
 
-    assert 62 << 20 <= extra_bytes(Contender("large", make)) <= 66 << 20
+    for _ in range(3):
+        torch.ones(7 << 20)  # glibc maps the first 28 MiB, and keeps the second in its heap for whoever comes next
+    assert mib - 2 << 20 <= extra_bytes(Contender("large", make)) <= mib + 2 << 20
     assert extra_bytes(Contender("none", lambda: lambda: None)) < 1 << 20
 
 
