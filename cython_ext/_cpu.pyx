@@ -10,7 +10,7 @@ cdef extern from *:
     static int cxl_has_avx2(void)
     {
         __builtin_cpu_init();
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     }
     static int cxl_has_avx512(void)
     {

@@ -2,7 +2,7 @@
 #ifndef LIGHTNING_CXL_ADAM_ISA_H
 #define LIGHTNING_CXL_ADAM_ISA_H
 
-#include "adam_types.h"
+#include "adam_tail.h"
 
 enum adam_isa { ADAM_BASELINE, ADAM_AVX2, ADAM_AVX512 };
 
@@ -27,7 +27,9 @@ CXL_INLINE float adam_fma_baseline(const float a, const float b, const float c)
 #define CXL_TARGET
 #define CXL_FMA(a, b, c) adam_fma_baseline(a, b, c)
 #include "simd_scalar.h"
+#include "pairs_body.h"
 #include "blockwise_body.h"
+#include "adam_elements_body.h"
 #include "adam_body.h"
 #include "simd_end.h"
 #undef CXL_NAME
@@ -37,9 +39,11 @@ CXL_INLINE float adam_fma_baseline(const float a, const float b, const float c)
 #define CXL_FMA(a, b, c) __builtin_fmaf(a, b, c)
 
 #define CXL_NAME(name) name##_avx2
-#define CXL_TARGET __attribute__((target("avx2,fma")))
+#define CXL_TARGET __attribute__((target("avx2,fma,f16c")))
 #include "simd_avx2.h"
+#include "pairs_body.h"
 #include "blockwise_body.h"
+#include "adam_elements_body.h"
 #include "adam_body.h"
 #include "simd_end.h"
 #undef CXL_NAME
@@ -51,9 +55,11 @@ CXL_INLINE float adam_fma_baseline(const float a, const float b, const float c)
 #define CXL_WIDE ",prefer-vector-width=512"
 #endif
 #define CXL_NAME(name) name##_avx512
-#define CXL_TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl" CXL_WIDE)))
+#define CXL_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl" CXL_WIDE)))
 #include "simd_avx512.h"
+#include "pairs_avx512.h"
 #include "blockwise_body.h"
+#include "adam_elements_body.h"
 #include "adam_body.h"
 #include "simd_end.h"
 #undef CXL_NAME
@@ -87,10 +93,6 @@ static void adam_update(
     const struct adam_scalars *scalars)
 {
     struct adam_span part = adam_span_at(span, offset);
-    if (span->formats >> 4 == ADAM_STATE_8BIT) {
-        ADAM_CALL(isa, adam_update_8bit, &part, n, scalars)
-        return;
-    }
     const uint64_t counter = (uint64_t)(span->first + offset);
     const int64_t before_wrap = (int64_t)((1ull << 32) - (uint32_t)counter);
     const int64_t now = n < before_wrap ? n : before_wrap;

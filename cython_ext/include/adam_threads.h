@@ -100,7 +100,7 @@ static void adam_work(struct adam_job *job, const int thread)
     }
     cpu_set_t old;
     const int moved = CPU_COUNT(&job->lines[home].cpus) > 0 && sched_getaffinity(0, sizeof old, &old) == 0
-        && sched_setaffinity(0, sizeof old, &job->lines[home].cpus) == 0; /* else it runs where it is: slower, not wrong */
+        && sched_setaffinity(0, sizeof old, &job->lines[home].cpus) == 0; /* else it stays: slower, not wrong */
     for (int64_t i = 0; i < job->num_lines; i++) {
         struct adam_line *line = &job->lines[(home + i) % job->num_lines];
         int64_t chunk;

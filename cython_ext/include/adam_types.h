@@ -18,6 +18,27 @@ struct adam_scalars {
     float grad_scale;    /* factor of the gradient, before anything else: unscaling and clipping */
 };
 
+/* The same, prepared for the loops. */
+struct adam_factors {
+    float decay, l2, beta2, square_weight, grad_scale;
+    int add_l2;
+    int near; /* lerp starts from the end that is nearer, as torch's does */
+    float lerp;
+    float bias2_sqrt, eps, neg_step_size; /* float32 state: as torch has it */
+    float eps_scaled, neg_step_scaled;    /* other state: multiplied by bias2_sqrt, which saves a division */
+};
+
+static inline struct adam_factors adam_factors_of(const struct adam_scalars *s)
+{
+    const int near = s->lerp_weight < 0.5f;
+    return (struct adam_factors){
+        .decay = s->decay, .l2 = s->l2, .beta2 = s->beta2, .square_weight = s->square_weight,
+        .grad_scale = s->grad_scale, .add_l2 = s->l2 != 0.0f, .near = near,
+        .lerp = near ? s->lerp_weight : s->lerp_weight - 1.0f, .bias2_sqrt = s->bias2_sqrt, .eps = s->eps,
+        .neg_step_size = s->neg_step_size, .eps_scaled = s->eps * s->bias2_sqrt,
+        .neg_step_scaled = s->neg_step_size * s->bias2_sqrt};
+}
+
 /* lightning_cxl/optim/formats.py has the same numbers */
 enum cxl_float_format { CXL_FP32, CXL_BF16, CXL_FP16 };
 enum adam_weights {
@@ -29,8 +50,6 @@ enum adam_weights {
 enum adam_state { ADAM_STATE_FP32, ADAM_STATE_BF16, ADAM_STATE_8BIT };
 
 #define ADAM_FORMATS(grad, weights, state) ((grad) | (weights) << 2 | (state) << 4)
-
-enum { ADAM_TILE = 4 * BLOCKWISE_SIZE }; /* elements with 8-bit state that are decoded at a time */
 
 /* One row of the table of spans that Python fills: 14 numbers of 8 bytes. */
 struct adam_span {
@@ -50,11 +69,14 @@ struct adam_span {
     int64_t first;   /* number of its first element, for the random bits: a tensor may be cut into spans */
 };
 
+enum { ADAM_TILE = 4 * BLOCKWISE_SIZE }; /* elements with 8-bit state that are decoded at a time */
+
+static const size_t adam_state_bytes[] = {4, 2, 1};
+
 /* The rest of a span, from element `offset` on; with 8-bit state `offset` is a whole number of blocks. */
 static inline struct adam_span adam_span_at(const struct adam_span *s, const int64_t offset)
 {
-    static const int state_bytes[] = {4, 2, 1};
-    const int64_t state_offset = offset * state_bytes[s->formats >> 4];
+    const int64_t state_offset = offset * (int64_t)adam_state_bytes[s->formats >> 4];
     struct adam_span rest = *s;
     rest.weights += s->weights ? offset : 0;
     rest.compute += s->compute ? offset : 0;
@@ -65,14 +87,6 @@ static inline struct adam_span adam_span_at(const struct adam_span *s, const int
     rest.momentum_scale += s->momentum_scale ? offset / BLOCKWISE_SIZE : 0;
     rest.variance_scale += s->variance_scale ? offset / BLOCKWISE_SIZE : 0;
     return rest;
-}
-
-CXL_INLINE float adam_gradient(const void *grads, const int64_t i, const int format)
-{
-    if (format == CXL_FP32)
-        return ((const float *)grads)[i];
-    const uint16_t half = ((const uint16_t *)grads)[i];
-    return format == CXL_BF16 ? cxl_from_bfloat16(half) : cxl_from_float16(half);
 }
 
 #endif

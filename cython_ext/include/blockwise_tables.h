@@ -14,7 +14,7 @@
 
 enum { BLOCKWISE_SIZE = 256, BLOCKWISE_DECADES = 7 };
 
-/* 2^-31, added to every share: it makes the exponent's lower 5 bits tell all binades apart, and the tables allow for it */
+/* 2^-31, added to every share: it makes the exponent's lower 5 bits tell all binades apart; the tables allow for it */
 #define BLOCKWISE_SHIFT 4.656612873077393e-10f
 
 /* For one of the two maps. Vector lookups take rows of 16 and 32 floats, and the lower 4 and 5 bits of an index. */

@@ -46,7 +46,7 @@ GRADS_LOCAL void GRADS_NAME(grads_load_pairs)(
     }
 }
 
-/* cxl_random(key, i) of eight pairs of elements: lower halves for the even elements, upper halves for the odd ones.
+/* The random bits (adam_random) of eight pairs of elements: lower halves for the even elements, upper for the odd ones.
  * `first`, the number of the first pair, is a multiple of eight. Its upper half, which the first shift brings down, is
  * the same in a whole piece. So the first product is split: `low` has that of the lower three bits, once per piece. */
 GRADS_LOCAL void GRADS_NAME(grads_random)(
@@ -60,7 +60,7 @@ GRADS_LOCAL void GRADS_NAME(grads_random)(
     *even = (x ^ *odd) & 0xffffu;
 }
 
-/* cxl_to_bfloat16_stochastic of eight sums; the results stay in the upper halves. A sum that is NaN is a quiet one. The
+/* Stochastic rounding of eight sums; the results stay in the upper halves. A sum that is NaN is a quiet one. The
  * random bits could carry out of its fraction, but not where the lower half is zero, as in a sum of bfloat16. */
 GRADS_LOCAL grads_bits GRADS_NAME(grads_round)(const grads_floats sums, const grads_bits random, const int from)
 {

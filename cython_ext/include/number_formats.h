@@ -1,7 +1,7 @@
-/* 16-bit floats, split master weights and the random bits of stochastic rounding.
+/* Bits of numbers, float16 without instructions for it, and the key of random bits.
  *
  * Plain C without a target and `always_inline`: each takes the target of the loop that calls it, and all ISAs give the
- * same bits. lightning_cxl/optim/formats.py defines every function in plain torch.
+ * same bits. The other 16-bit formats are in pairs_body.h and grads_body.h.
  */
 #ifndef LIGHTNING_CXL_NUMBER_FORMATS_H
 #define LIGHTNING_CXL_NUMBER_FORMATS_H
@@ -23,39 +23,6 @@ CXL_INLINE float cxl_float(const uint32_t bits)
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
-}
-
-/* ---- bfloat16: the upper half of a float32 ---- */
-
-CXL_INLINE float cxl_from_bfloat16(const uint16_t half) { return cxl_float((uint32_t)half << 16); }
-
-/* Up or down, with a probability that makes the expected result exact. `random`: 16 uniform bits. */
-CXL_INLINE uint16_t cxl_to_bfloat16_stochastic(const float value, const uint32_t random)
-{
-    const uint32_t bits = cxl_bits(value);
-    return (uint16_t)(value == value ? (bits + random) >> 16 : (bits >> 16) | 0x40u);
-}
-
-/* ---- split master weights: compute weight and remainder together are one float32 ---- */
-
-/* The compute weight: nearest bfloat16, ties away from zero. With ties to even, a remainder of one half would not tell
- * whether the upper half was rounded up. A NaN may have its payload in the lower half: the quiet bit keeps it NaN. */
-CXL_INLINE uint16_t cxl_split_upper(const float value)
-{
-    const uint32_t bits = cxl_bits(value);
-    return (uint16_t)(value == value ? (bits + 0x8000u) >> 16 : (bits >> 16) | 0x40u);
-}
-
-CXL_INLINE uint16_t cxl_split_remainder(const float value) { return (uint16_t)cxl_bits(value); }
-
-/* The float32 again. A remainder of at least one half says that the upper half was rounded up, except beside zero,
- * where only a weight that someone else set to zero can have one: it is zero. NaN is not rounded. */
-CXL_INLINE float cxl_split_join(const uint16_t upper, const uint16_t remainder)
-{
-    const uint32_t magnitude = upper & 0x7fffu, high = (uint32_t)upper << 16;
-    const uint32_t joined = high + (uint32_t)(int32_t)(int16_t)remainder;
-    const uint32_t number = (magnitude == 0u) & (remainder >= 0x8000u) ? high : joined;
-    return cxl_float(magnitude > 0x7f80u ? high | remainder : number);
 }
 
 /* ---- float16: integer arithmetic for what is normal, one exact float operation for what is not ---- */
@@ -91,19 +58,5 @@ struct cxl_random_key {
 
 /* How far the key moves every 2^32 elements: neighbouring keys would give related numbers. */
 #define CXL_FAR 0x9e3779b9u
-
-/* Two times 16 random bits for element `counter`: a bijection of 32 bits with full avalanche (multipliers found by
- * Wellons' hash prospector, "lowbias32"), keyed before and between its rounds. Depends on nothing but its arguments. */
-CXL_INLINE uint32_t cxl_random(const struct cxl_random_key key, const uint32_t counter)
-{
-    uint32_t x = counter ^ key.first;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x += key.second;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    x ^= x >> 16;
-    return x;
-}
 
 #endif

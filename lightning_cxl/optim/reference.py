@@ -85,6 +85,7 @@ def adam_update(
     remainders: torch.Tensor | None = None,
     scales: StateScales | None = None,
     key: int = 0,
+    first: int = 0,
 ) -> None:
     """Apply one Adam update in place. The dtypes of the tensors, all contiguous, say how each is kept.
 
@@ -97,7 +98,8 @@ def adam_update(
         compute_weights: bfloat16 or float16, same shape; gets the new weights, bfloat16 rounded as in `split`. OUT.
         remainders: int16, what `weights` lacks of float32 master weights. INOUT.
         scales: of 8-bit state. INOUT.
-        key: of the stochastic rounding of bfloat16 state; element i in memory uses random number i.
+        key: of the stochastic rounding of bfloat16 state.
+        first: number of the first element; element i in memory uses random number ``first + i``.
     """
     s = AdamScalars(*torch.tensor(scalars, dtype=torch.float32).unbind())  # type: ignore[arg-type]
     master = weights if remainders is None else join(weights, remainders)
@@ -110,9 +112,11 @@ def adam_update(
         new_m = fused_multiply_add(s.lerp_weight - torch.ones(()), grad - old_m, grad)
     new_v = fused_multiply_add(s.square_weight * grad, grad, old_v * s.beta2)
     root = new_v.double().sqrt().float()
-    # torch divides; 8-bit state is not torch's, and the divider is what its kernel waits for
-    corrected = root / s.bias2_sqrt if scales is None else root * (torch.ones(()) / s.bias2_sqrt)
-    updated = master * s.decay + s.neg_step_size * new_m / (corrected + s.eps)
+    if momentum.dtype == torch.float32:
+        updated = master * s.decay + s.neg_step_size * new_m / (root / s.bias2_sqrt + s.eps)
+    else:  # not torch's anyway: one division and two roundings less
+        change = s.neg_step_size * s.bias2_sqrt * new_m / (root + s.eps * s.bias2_sqrt)
+        updated = fused_multiply_add(master, torch.as_tensor(s.decay), change)
     if remainders is None:
         weights.copy_(updated)
     else:
@@ -121,7 +125,7 @@ def adam_update(
         remainders.copy_(lower)
     if compute_weights is not None:
         compute_weights.copy_(split(updated)[0] if compute_weights.dtype == torch.bfloat16 else updated)
-    _store_state(momentum, variance, scales, new_m, new_v, key)
+    _store_state(momentum, variance, scales, new_m, new_v, key, first)
 
 
 def _load_state(
@@ -142,6 +146,7 @@ def _store_state(
     new_m: torch.Tensor,
     new_v: torch.Tensor,
     key: int,
+    first: int,
 ) -> None:
     if scales is not None:
         for home, home_scales, values, unsigned in (
@@ -152,7 +157,7 @@ def _store_state(
             home.copy_(codes)
             home_scales.copy_(largest)
     elif momentum.dtype == torch.bfloat16:
-        random = random_bits(key, torch.arange(new_m.numel()).view(new_m.shape))
+        random = random_bits(key, first + torch.arange(new_m.numel()).view(new_m.shape))
         momentum.copy_(round_stochastic(new_m, random & 0xFFFF))
         variance.copy_(round_stochastic(new_v, random >> 16))
     else:

@@ -137,8 +137,6 @@ class Case:
 
     def defined(self, scalars: AdamScalars, first: int = 0) -> Case:
         """Return what the definition in plain torch makes of it; `first` is the number of its first element."""
-        if first and self.formats.state == "bf16":
-            return self._defined_from(scalars, first)
         new = self.clone()
         split = self.formats.weights == formats.WEIGHTS_SPLIT
         adam_update(
@@ -151,18 +149,9 @@ class Case:
             remainders=new.tensors["rest"],
             scales=new.scales,
             key=self.key,
+            first=first,
         )
         return new
-
-    def _defined_from(self, scalars: AdamScalars, first: int) -> Case:
-        """Keep the state in float32, and round it with the random numbers from `first` on."""
-        exact = Case(self.formats._replace(state="fp32"), self.key, dict(self.tensors))
-        exact.tensors |= {name: self[name].float() for name in ("momentum", "variance")}
-        tensors = exact.defined(scalars).tensors
-        random = formats.random_bits(self.key, first + torch.arange(self.numel))
-        for name, half in (("momentum", random & 0xFFFF), ("variance", random >> 16)):
-            tensors[name] = formats.round_stochastic(tensors[name], half)
-        return Case(self.formats, self.key, tensors)
 
     @property
     def scales(self) -> StateScales | None:

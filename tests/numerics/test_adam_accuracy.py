@@ -166,7 +166,7 @@ def test_is_within_2_ulp_of_torch(combination, seed, step, options):
 @examples(100)
 @given(
     size=st.integers(1, 300),
-    combination=st.sampled_from([c for c in COMBINATIONS if c.state != "8bit"]),
+    combination=st.sampled_from([c for c in COMBINATIONS if c.state == "fp32"]),
     seed=seeds,
     step=st.integers(1, 10**5),
     options=torch_options,
