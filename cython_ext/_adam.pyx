@@ -43,15 +43,16 @@ cdef extern from "adam_threads.h" nogil:
     int adam_run(const adam_span* spans, int64_t num_spans, const adam_scalars* scalars, int num_threads,
                  adam_isa isa, const int64_t* cpus, int64_t num_cpus, int64_t num_homes) noexcept
 
-SPAN_FIELDS = 14
-CHUNK = ADAM_CHUNK  # elements that a thread takes at a time
-SCALAR_FIELDS = 9
-
 cdef enum:
-    MAX_HOMES = 1024
-    MAX_CPUS = 1024  # CPU_SETSIZE
-    FIELDS = 14
-    SCALARS = 9
+    HOMES = 1024
+    CPUS = 1024  # CPU_SETSIZE
+    FIELDS = sizeof(adam_span) // sizeof(int64_t)
+    SCALARS = sizeof(adam_scalars) // sizeof(float)
+
+SPAN_FIELDS = FIELDS
+SCALAR_FIELDS = SCALARS
+CHUNK = ADAM_CHUNK  # elements that a thread takes at a time
+MAX_CPUS = CPUS  # the number that CPUs must be below
 
 blockwise_init()
 
@@ -73,7 +74,8 @@ def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads,
         num_threads: at least 1. The result does not depend on it.
         isa: one of `_cpu.supported_isas()`. The result does not depend on it.
         cpus: pairs of home and CPU. Threads are divided over the homes by their share of the work; each runs on the
-            CPUs of its home and takes the spans of other homes when its own are done. None: threads run anywhere.
+            CPUs of its home that it may use, and takes the spans of other homes when its own are done. None: threads
+            run anywhere.
 
     Raises:
         ValueError: a table of the wrong length, a null address, a row or format that does not exist, or an argument out
@@ -135,27 +137,38 @@ def dequantize(const uint8_t[::1] codes, const float[::1] scales, float[::1] val
             adam_decode(code, &codes[0], &scales[0], &values[0], values.shape[0], is_unsigned)
 
 
-def advance(const uint64_t[::1] steps, float[::1] values):
-    """Add 1 to every step count and report the new ones.
+def next_steps(const uint64_t[::1] steps, float[::1] values):
+    """Report every step count plus 1; the counts stay as they are until `store_steps`.
 
     Args:
-        steps: addresses of float32 numbers. INOUT.
+        steps: addresses of float32 numbers. IN.
         values: as many numbers. OUT.
 
     Raises:
         ValueError: different lengths or a null address.
     """
     cdef Py_ssize_t i
-    cdef float* step
+    _check_steps(steps, values)
+    for i in range(steps.shape[0]):
+        values[i] = (<const float*> <uintptr_t> steps[i])[0] + 1
+
+
+def store_steps(const uint64_t[::1] steps, const float[::1] values):
+    """Set every step count, when the update that it counts has been made; the counterpart of `next_steps`."""
+    cdef Py_ssize_t i
+    _check_steps(steps, values)
+    for i in range(steps.shape[0]):
+        (<float*> <uintptr_t> steps[i])[0] = values[i]
+
+
+cdef int _check_steps(const uint64_t[::1] steps, const float[::1] values) except -1:
+    cdef Py_ssize_t i
     if steps.shape[0] != values.shape[0]:
         raise ValueError(f"got {steps.shape[0]} addresses and room for {values.shape[0]} values")
     for i in range(steps.shape[0]):
         if not steps[i]:
             raise ValueError(f"step count {i} has a null address")
-    for i in range(steps.shape[0]):
-        step = <float*> <uintptr_t> steps[i]
-        step[0] += 1
-        values[i] = step[0]
+    return 0
 
 
 cdef adam_isa _isa_code(str isa) except *:
@@ -177,8 +190,8 @@ cdef int64_t _check(const adam_span* spans, int64_t num_spans, int64_t num_rows)
         weights = span.formats >> 2 & 3
         if span.formats < 0 or span.formats & 3 == 3 or span.formats >> 4 > ADAM_STATE_8BIT:
             raise ValueError(f"span {i} has unknown formats {span.formats}")
-        if span.numel < 0 or not 0 <= span.home < MAX_HOMES:
-            raise ValueError(f"span {i} has {span.numel} elements and home {span.home} of at most {MAX_HOMES} homes")
+        if span.numel < 0 or not 0 <= span.home < HOMES:
+            raise ValueError(f"span {i} has {span.numel} elements and home {span.home} of at most {HOMES} homes")
         if span.first < 0 or span.first % ADAM_CHUNK:
             raise ValueError(f"span {i} begins at element {span.first}: it must be a multiple of {ADAM_CHUNK}")
         missing = not span.grads or not span.momentum or not span.variance
@@ -199,8 +212,8 @@ cdef int64_t _check_cpus(const int64_t[::1] cpus) except -1:
     if cpus.shape[0] % 2:
         raise ValueError(f"cpus must be pairs of home and CPU, got {cpus.shape[0]} numbers")
     for i in range(0, cpus.shape[0], 2):
-        if not 0 <= cpus[i] < MAX_HOMES or not 0 <= cpus[i + 1] < MAX_CPUS:
-            raise ValueError(f"CPU {cpus[i + 1]} of home {cpus[i]}: at most {MAX_HOMES} homes and {MAX_CPUS} CPUs")
+        if not 0 <= cpus[i] < HOMES or not 0 <= cpus[i + 1] < CPUS:
+            raise ValueError(f"CPU {cpus[i + 1]} of home {cpus[i]}: at most {HOMES} homes and {CPUS} CPUs")
         homes = max(homes, cpus[i] + 1)
     return homes
 

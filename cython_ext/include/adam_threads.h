@@ -98,9 +98,12 @@ static void adam_work(struct adam_job *job, const int thread)
         if (thread < before)
             break;
     }
-    cpu_set_t old;
-    const int moved = CPU_COUNT(&job->lines[home].cpus) > 0 && sched_getaffinity(0, sizeof old, &old) == 0
-        && sched_setaffinity(0, sizeof old, &job->lines[home].cpus) == 0; /* else it stays: slower, not wrong */
+    cpu_set_t old, own;
+    int moved = 0; /* else it runs where it is: slower, not wrong */
+    if (CPU_COUNT(&job->lines[home].cpus) > 0 && sched_getaffinity(0, sizeof old, &old) == 0) {
+        CPU_AND(&own, &old, &job->lines[home].cpus); /* whoever confined this thread did not mean CPUs outside */
+        moved = CPU_COUNT(&own) > 0 && sched_setaffinity(0, sizeof own, &own) == 0;
+    }
     for (int64_t i = 0; i < job->num_lines; i++) {
         struct adam_line *line = &job->lines[(home + i) % job->num_lines];
         int64_t chunk;

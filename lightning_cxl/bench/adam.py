@@ -58,6 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plot(curves, args.plot, f"{results.machine['cpu']}, {args.threads} threads")
 
 
+def _count(text: str) -> int:
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error  # argparse does not show the text of a ValueError
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m lightning_cxl bench adam",
@@ -70,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sizes",
         nargs="+",
-        type=parse_count,
+        type=_count,
         default=[parse_count(text) for text in ("1M", "4M", "20M", "100M", "300M")],
         metavar="N",
         help="numbers of parameters, such as 500K or 20M (default: 1M 4M 20M 100M 300M)",

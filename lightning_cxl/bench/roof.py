@@ -22,11 +22,6 @@ class Stream(NamedTuple):
     nbytes: int
     access: int
 
-    @property
-    def traffic(self) -> int:
-        """Bytes moved from or to memory, without what a write reads first."""
-        return self.nbytes * (2 if self.access == _membench.UPDATE else 1)
-
 
 def read(tensor: torch.Tensor) -> Stream:
     """Return the stream of a dense tensor that a kernel reads."""
@@ -52,7 +47,6 @@ class Roof:
 
     def __init__(self, groups: Sequence[Sequence[Stream]], num_threads: int, max_places: int = _MAX_PLACES) -> None:
         self.num_threads = num_threads
-        self.traffic_bytes = sum(stream.traffic for group in groups for stream in group)
         self.isa, self._table = self._fastest(list(_variants(groups, max_places)))
 
     def __call__(self) -> None:

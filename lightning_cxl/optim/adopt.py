@@ -201,8 +201,9 @@ class _Sensitive:
     def __contains__(self, master: object) -> bool:
         return isinstance(master, torch.Tensor) and self._is_sensitive(self._masters.compute_of(master))
 
-    def __reduce__(self) -> tuple[type[frozenset[torch.Tensor]], tuple[()]]:
-        return frozenset, ()  # a copied optimizer has its state already
+    def __reduce__(self) -> tuple[type[dict[torch.Tensor, None]], tuple[dict[torch.Tensor, None]]]:
+        # a copied optimizer has most of its state already, and makes that of parameters that were frozen so far
+        return dict, ({host.master: None for host in self._masters if self._is_sensitive(host.compute)},)
 
 
 class _Hooks:

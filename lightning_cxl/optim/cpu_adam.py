@@ -1,6 +1,5 @@
 """`CPUAdam`: Adam and AdamW on host memory as a real torch optimizer, one pass over memory with all threads."""
 
-import copy
 from array import array
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,13 +12,13 @@ from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.optim.clip_factor import GradScale, clip_factor
 from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision, mix_key
 from lightning_cxl.optim.homes import ThreadHomes
-from lightning_cxl.optim.hyper import check_options, check_ranges, scalars_of
+from lightning_cxl.optim.hyper import check_options, check_ranges, chosen_isa, scalars_of, thread_count
 from lightning_cxl.optim.layout import check_compute_weights, check_parameter, usable_gradient
 from lightning_cxl.optim.meter import GradientMeter, gradients
-from lightning_cxl.optim.moment import AllocateState, allocate_from_torch, choose_precision
-from lightning_cxl.optim.slot import Slot
+from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
+from lightning_cxl.optim.slots import Slots
 from lightning_cxl.optim.spans import SpanTable, Update, is_as_before, signature_of
-from lightning_cxl.optim.state import check_moments, match_groups, parameter_name, unwrapped
+from lightning_cxl.optim.state import check_moments, checked_entries, match_groups, merged_groups, parameter_name
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -48,8 +47,8 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         decoupled: True for AdamW, False for Adam with the decay added to the gradient.
         state: how momentum and variance are kept: ``"fp32"``; ``"bf16"``, stochastically rounded; or ``"8bit"``,
             blockwise in the format of bitsandbytes. Parameters under 4,096 elements, or with gaps in memory: float32.
-        fp32_state: parameters whose state stays float32 with ``state="8bit"``, such as embeddings. Read when one is
-            added.
+        fp32_state: parameters whose state stays float32 with ``state="8bit"``, such as embeddings, told apart by
+            identity. A set or mapping is read whenever a parameter is added, any other collection once.
         seed: of the stochastic rounding; the result depends on it, the order of parameters and the step only.
         num_threads: None for what the process may use (CPU set, cgroup quota, ``OMP_NUM_THREADS``).
         isa: None for the fastest (or ``LIGHTNING_CXL_ISA``). The result does not depend on it, nor on the threads.
@@ -81,12 +80,8 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         allocate_state: AllocateState | None = None,
         compute_weights: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        self.num_threads = _cpu.available_threads() if num_threads is None else num_threads
-        if self.num_threads < 1:
-            raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
-        self.isa = _cpu.best_isa() if isa is None else isa
-        if self.isa not in _cpu.supported_isas():
-            raise ConfigError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(_cpu.supported_isas())}")
+        self.num_threads = thread_count(num_threads)
+        self.isa = chosen_isa(isa)
         if state not in STATE_FORMATS:
             raise ConfigError(f"state must be one of {', '.join(map(repr, STATE_FORMATS))}, got {state!r}")
         self.state_precision = state
@@ -95,9 +90,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.homes = ThreadHomes.detect()
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
-        self._fp32_state = fp32_state
-        self._allocate_state = allocate_from_torch if allocate_state is None else allocate_state
-        self._slots: dict[torch.Tensor, Slot] = {}
+        self._slots = Slots(state, fp32_state, allocate_from_torch if allocate_state is None else allocate_state)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -160,10 +153,10 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             The norm before clipping, of the scaled gradients; infinite or NaN if an element is.
         """
         grads = gradients(parameter for group in self.param_groups for parameter in group["params"])
-        self.grad_scale *= scale
+        scale *= self.grad_scale
         sums = (meter or GradientMeter(self.num_threads, self.isa)).sums(grads)
-        norm, factor = clip_factor(sums, max_norm, self.grad_scale)
-        self.grad_scale *= factor
+        norm, factor = clip_factor(sums, max_norm, scale)
+        self.grad_scale = scale * factor  # at the end: a caller may go on after an error before it
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -173,7 +166,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
     def forget_allocator(self) -> None:
         """Take memory for parameters that have no state yet from torch from now on: a run's memory is closed."""
-        self._allocate_state = allocate_from_torch
+        self._slots.allocate = allocate_from_torch
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reserve its optimizer state. A group that is refused is not added."""
@@ -188,23 +181,25 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             for index, parameter in enumerate(group["params"]):
                 check_parameter(parameter, parameter_name(group, index))
                 if parameter.requires_grad:
-                    slots[parameter] = self._make_slot(parameter)
+                    slots[parameter] = self._slots.make(parameter)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._slots.update(slots)
+        self._slots.by_parameter.update(slots)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
-        Nothing is changed if any gradient is refused.
+        Nothing is changed if a parameter, a gradient or a hyper-parameter is refused.
 
         Args:
             closure: evaluates the loss again and returns it.
 
         Raises:
             UnsupportedError: a sparse gradient, or an option CPUAdam does not have.
-            ConfigError: a parameter has meanwhile left the host or float32, or a hyper-parameter is out of range.
+            ConfigError: a parameter has meanwhile left the host, changed its dtype or shape, lost its memory or got
+                gaps that its state cannot follow; or a hyper-parameter is out of range.
+            CheckpointError: someone replaced a parameter's state by one that does not fit it.
         """
         # what a learning-rate scheduler made for another optimizer looks at
         self._opt_called = True
@@ -218,20 +213,15 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `step` itself keeps the scheduler's mark
 
-    def _make_slot(self, parameter: torch.Tensor) -> Slot:
-        precision = choose_precision(parameter, self.state_precision, sensitive=parameter in self._fp32_state)
-        return Slot(parameter, precision, self._allocate_state)
-
     def _update(self) -> None:
         work = self._collect()
         steps, values = array("Q"), array("f", bytes(4 * len(work)))
         for _, _, update in work:
-            slot, state = update.slot, self.state[update.parameter]
-            known = slot.known
-            if known is None or known.signature is not update.signature or not slot.holds(state):
-                slot.bind(update.parameter, state)
+            slot = update.slot
+            if slot.known is None or slot.known.signature is not update.signature:
+                slot.bind(update.parameter, self.state[update.parameter])
             steps.append(slot.step_address)
-        _adam.advance(steps, values)
+        _adam.next_steps(steps, values)
 
         rows: dict[tuple[int, float], list[Update]] = {}
         for (group_index, ordinal, update), step in zip(work, values, strict=True):
@@ -242,6 +232,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         for (group_index, step), updates in rows.items():
             table.add(updates, scalars_of(self.param_groups[group_index], step, self.grad_scale))
         table.run(self.num_threads, self.isa)
+        _adam.store_steps(steps, values)  # only now: a step that fails before has not been made
         self.grad_scale = 1.0
         written = [update.parameter for _, _, update in work]
         written += [update.compute for _, _, update in work if update.compute is not None]
@@ -250,30 +241,43 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     def _collect(self) -> list[tuple[int, int, Update]]:
         """Return group, number and update of every parameter with a gradient; refuses before any change."""
         work = []
-        ordinal = -1
+        ordinal, slots, num_used = -1, self._slots.by_parameter, 0
+        num_slots = len(slots)
         for group_index, group in enumerate(self.param_groups):
             check_options(group)
+            check_ranges(group)
             for index, parameter in enumerate(group["params"]):
                 ordinal += 1
+                slot = slots.get(parameter)
+                if slot is not None:
+                    num_used += 1
                 grad = parameter.grad
                 if grad is None:
                     continue
-                slot = self._slots.get(parameter)
                 compute = self.compute_weights.get(parameter) if self.compute_weights else None
                 known = None if slot is None else slot.known
-                if known is not None and slot is not None and is_as_before(known.signature, parameter, grad, compute):
+                if (
+                    known is not None
+                    and slot is not None
+                    and is_as_before(known.signature, parameter, grad, compute)
+                    and slot.holds(self.state[parameter])
+                ):
                     update = Update(parameter, grad, slot, compute, known.signature)
                 else:
                     update = self._checked(parameter, compute, parameter_name(group, index))
                 work.append((group_index, ordinal, update))
+        if num_used < num_slots:
+            self._slots.drop_unused(self.param_groups, self.state)
         return work
 
     def _checked(self, parameter: torch.Tensor, compute: torch.Tensor | None, name: str) -> Update:
         """Return the update of a parameter that has changed since the last step, or has had none."""
         check_parameter(parameter, name)
-        slot = self._slots.get(parameter)
-        if slot is None:  # was frozen when its group was added
-            slot = self._slots[parameter] = self._make_slot(parameter)
+        slot = self._slots.of(parameter)
+        slot.check(parameter, name)
+        state = self.state.get(parameter)
+        if state and not slot.holds(state):
+            check_moments(name, parameter, state)
         check_compute_weights(compute, parameter, name)
         grad = usable_gradient(parameter, name)
         return Update(parameter, grad, slot, compute, signature_of(parameter, grad, compute))
@@ -286,6 +290,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
         Raises:
             CheckpointError: it is for other parameters, of another shape, or not the state of an Adam.
+            ConfigError: a parameter has changed since the optimizer was made, see `step`.
             UnsupportedError: it was written with amsgrad, maximize, capturable or differentiable.
         """
         state_dict = state_dict.copy()
@@ -298,14 +303,12 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
                 f"an optimizer state dict has `state` and `param_groups`, this has {', '.join(map(str, state_dict))}"
             )
         matched = match_groups(self.param_groups, state_dict["param_groups"])
-        for saved, _ in matched:
-            check_options(saved)
+        groups = merged_groups(self.param_groups, [saved for saved, _ in matched])
         self._load_moments(
             [(g, ids) for g, (_, ids) in zip(self.param_groups, matched, strict=True)], state_dict["state"]
         )
-        for group, (saved, _) in zip(self.param_groups, matched, strict=True):
-            kept = {"params", "decoupled_weight_decay"} | ({"param_names"} & group.keys())
-            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in kept})
+        for group, new in zip(self.param_groups, groups, strict=True):
+            group.update(new)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -315,31 +318,27 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         saved: Mapping[Any, Mapping[str, Any]],
     ) -> None:
         """Copy saved states in. `sources` has for each group the key in `saved` of each of its parameters."""
-        found: list[tuple[torch.Tensor, Mapping[str, Any] | None]] = []
-        for group, keys in sources:
-            for index, (parameter, key) in enumerate(zip(group["params"], keys, strict=True)):
-                entry = unwrapped(saved.get(key))
-                if entry:
-                    check_moments(parameter_name(group, index), parameter, entry)
-                found.append((parameter, entry))
+        found = []
+        for parameter, name, entry in checked_entries(sources, saved):
+            if entry is not None:
+                check_parameter(parameter, name)
+                self._slots.of(parameter).check(parameter, name)
+            found.append((parameter, entry))
         with torch.no_grad():
             for parameter, entry in found:
-                if not entry:
+                if entry is None:
                     self.state.pop(parameter, None)
                     continue
-                if parameter not in self._slots:
-                    self._slots[parameter] = self._make_slot(parameter)
                 state = dict(entry)
-                self._slots[parameter].bind(parameter, state)  # copies the saved tensors into our memory
+                self._slots.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
                 self.state[parameter] = state
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: all but the allocator, which belongs to this process."""
-        own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "_scale", "_fp32_state")
+        own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "_scale", "_slots")
         return {
             **super().__getstate__(),
-            **{name: getattr(self, name) for name in (*own, "_slots")},
-            "_allocate_state": allocate_from_torch,
+            **{name: getattr(self, name) for name in own},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

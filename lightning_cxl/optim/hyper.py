@@ -1,10 +1,11 @@
-"""Hyper-parameters of a parameter group: what CPUAdam accepts, and the numbers of one step made from them."""
+"""Options and hyper-parameters: what CPUAdam accepts, and the numbers of one step made from them."""
 
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
+from lightning_cxl import _cpu
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.optim.reference import AdamScalars
 
@@ -32,11 +33,48 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def check_ranges(group: Mapping[str, Any]) -> None:
-    """Refuse hyper-parameters that torch refuses too."""
+    """Refuse hyper-parameters that torch refuses too. Cheap enough for every step: anyone may write into a group."""
     for name in ("lr", "eps", "weight_decay"):
-        value = group[name]
-        if (isinstance(value, torch.Tensor) and value.numel() != 1) or not float(value) >= 0.0:
-            raise ConfigError(f"`{name}` must be one number, at least 0, got {value}")
+        if not _number(group[name]) >= 0.0:
+            raise ConfigError(f"`{name}` must be one number, at least 0, got {group[name]!r}")
     betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise ConfigError(f"`betas` must be two numbers in [0, 1), got {betas}")
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0.0 <= _number(beta) < 1.0 for beta in betas):
+        raise ConfigError(f"`betas` must be two numbers in [0, 1), got {betas!r}")
+
+
+def _number(value: object) -> float:
+    """Return a number or one-element tensor as float; NaN, which is in no range, for anything else."""
+    if isinstance(value, (int, float)):
+        return value
+    try:
+        return float(value)  # type: ignore[arg-type]  # what cannot be converted says so
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
+def thread_count(num_threads: int | None) -> int:
+    """Return how many threads to use; None for what the process may use.
+
+    Raises:
+        ConfigError: not a whole number from 1 on.
+    """
+    if num_threads is None:
+        return _cpu.available_threads()
+    try:
+        count = operator.index(num_threads)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ConfigError(f"num_threads must be at least 1, got {num_threads!r}: give a whole number, or None for all")
+    return count
+
+
+def chosen_isa(isa: str | None) -> str:
+    """Return the instruction set to use; None for the fastest.
+
+    Raises:
+        ConfigError: this CPU does not have it.
+    """
+    if isa is not None and isa not in _cpu.supported_isas():
+        raise ConfigError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(_cpu.supported_isas())}")
+    return _cpu.best_isa() if isa is None else isa

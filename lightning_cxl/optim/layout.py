@@ -17,7 +17,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
     """Check that the kernel can update `parameter` in place.
 
     Raises:
-        ConfigError: neither float32 nor bfloat16, or not on the host.
+        ConfigError: neither float32 nor bfloat16, not on the host, lazily negated, or its memory was taken away.
         UnsupportedError: elements share memory with each other.
     """
     if parameter.dtype not in WEIGHT_DTYPES or parameter.device.type != "cpu":
@@ -29,6 +29,27 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise UnsupportedError(
             f"elements of {name} (shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}) share memory: "
             "make it a parameter of its own with `.clone()`, or set `cpu_adam=False`"
+        )
+    if parameter.is_neg():
+        raise ConfigError(
+            f"{name} is a lazily negated view: its memory has the opposite sign, and an update in place would go the "
+            "wrong way. Give it memory of its own with `.data = .data.resolve_neg()`"
+        )
+    _check_memory(parameter, name)
+
+
+def _check_memory(tensor: torch.Tensor, what: str) -> None:
+    """Check that the storage still holds every element: it may have been resized under the tensor."""
+    if tensor.numel() == 0:
+        return
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    needed_bytes, held_bytes = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if needed_bytes > held_bytes:
+        raise ConfigError(
+            f"{what} (shape {tuple(tensor.shape)}) reaches to byte {needed_bytes} of its storage, which has "
+            f"{held_bytes} bytes now: it was resized. Give the memory back before the step"
         )
 
 
@@ -76,7 +97,7 @@ def usable_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
 
     Raises:
         UnsupportedError: it is sparse.
-        ConfigError: it is on another device.
+        ConfigError: it is on another device, or its memory was taken away.
     """
     grad = parameter.grad
     assert grad is not None
@@ -87,6 +108,7 @@ def usable_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
         )
     if grad.device.type != "cpu":
         raise ConfigError(f"the gradient of {name} is on {grad.device}: copy it to the host before the step")
+    _check_memory(grad, f"the gradient of {name}")
     if is_usable(grad, parameter):
         return grad
     dtype = grad.dtype if grad.dtype in GRAD_FORMATS else torch.float32
@@ -122,3 +144,4 @@ def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor,
             f"{tuple(parameter.shape)} and strides {strides}, "
             f"got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and strides {compute.stride()}"
         )
+    _check_memory(compute, f"the compute weights of {name}")

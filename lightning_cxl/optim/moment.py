@@ -77,9 +77,11 @@ class Moment:
 
         Args:
             values: floating point, or uint8 codes with `scales`.
-            scales: one per block, in the memory order of `values`.
+            scales: one per block, in the memory order of `values`; in row-major order where these have gaps.
         """
         own = self.scales
+        if scales is not None:
+            values = values.cpu() if is_dense(values) else values.cpu().contiguous()
         if own is not None and scales is not None and values.stride() == self.values.stride():
             self.values.copy_(values)
             own.copy_(scales)
@@ -103,18 +105,30 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, *, unsigned: bool) -> torc
     """Return the float32 values of dense 8-bit `codes`, in the same element order."""
     values = torch.empty_strided(codes.shape, codes.stride(), dtype=torch.float32)
     _adam.dequantize(
-        _numpy(_flat(codes)), _numpy(scales.float().contiguous()), _numpy(_flat(values)), unsigned, _cpu.best_isa()
+        _numpy(_flat(codes)),
+        _numpy(scales.float().cpu().contiguous()),
+        _numpy(_flat(values)),
+        unsigned,
+        _cpu.best_isa(),
     )
     return values
 
 
-def check_map(qmap: torch.Tensor | None, name: str, *, unsigned: bool) -> None:
+def check_map(qmap: object, name: str, *, unsigned: bool) -> None:
     """Refuse 8-bit codes with another map than the dynamic one.
 
     Raises:
         CheckpointError: names the parameter.
     """
-    if qmap is not None and not torch.allclose(qmap.float().cpu(), dynamic_map(unsigned), rtol=1e-5, atol=1e-12):
+    if qmap is None:
+        return
+    known = dynamic_map(unsigned)
+    if (
+        not isinstance(qmap, torch.Tensor)
+        or qmap.shape != known.shape
+        or qmap.is_meta
+        or not torch.allclose(qmap.float().cpu(), known, rtol=1e-5, atol=1e-12)
+    ):
         raise CheckpointError(f"the saved 8-bit state of {name} uses another map than bitsandbytes' dynamic one")
 
 

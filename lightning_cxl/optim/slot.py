@@ -9,8 +9,8 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.optim.blockwise import dynamic_map
 from lightning_cxl.optim.formats import StatePrecision, join, split
 from lightning_cxl.optim.homes import Run
-from lightning_cxl.optim.host_tensors import laid_out_as
-from lightning_cxl.optim.layout import check_parameter, follows
+from lightning_cxl.optim.host_tensors import is_dense, laid_out_as
+from lightning_cxl.optim.layout import follows
 from lightning_cxl.optim.moment import AllocateState, Moment
 from lightning_cxl.tiers.placement import TensorRole
 
@@ -36,11 +36,13 @@ class Slot:
     """
 
     __slots__ = (
-        "_entries", "known", "momentum", "numel", "precision", "remainder", "runs", "step", "step_address", "variance",
+        "_entries", "dtype", "known", "momentum", "numel", "precision", "remainder", "runs", "step",
+        "step_address", "variance",
     )  # fmt: skip
 
     def __init__(self, parameter: torch.Tensor, precision: StatePrecision, allocate: AllocateState) -> None:
         self.numel = parameter.numel()
+        self.dtype = parameter.dtype  # decides whether there is a remainder
         self.precision = precision
         self.step = torch.zeros((), dtype=torch.float32)
         self.step_address = self.step.data_ptr()
@@ -57,7 +59,8 @@ class Slot:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: all but addresses."""
         return {
-            name: getattr(self, name) for name in ("momentum", "numel", "precision", "remainder", "step", "variance")
+            name: getattr(self, name)
+            for name in ("dtype", "momentum", "numel", "precision", "remainder", "step", "variance")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -72,16 +75,37 @@ class Slot:
         """Return whether `state` refers to this memory throughout."""
         return all(state.get(key) is value for key, value in self._entries)
 
+    def check(self, parameter: torch.Tensor, name: str) -> None:
+        """Check that this memory is still right for `parameter`, which may have changed since the slot was made.
+
+        Raises:
+            ConfigError: it has got another shape or dtype, or gaps in memory that the state cannot follow.
+        """
+        if parameter.dtype is not self.dtype:
+            before, now = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, parameter.dtype))
+            raise ConfigError(
+                f"{name} was {before} when the optimizer was made, is {now} now: convert the model first, then make "
+                "the optimizer"
+            )
+        if parameter.shape != self.momentum.values.shape:
+            raise ConfigError(
+                f"{name} had shape {tuple(self.momentum.values.shape)} when the optimizer was made and has "
+                f"{tuple(parameter.shape)} now: make a new optimizer after resizing a model"
+            )
+        if self.precision != "fp32" and not is_dense(parameter):
+            raise ConfigError(
+                f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) has gaps in memory now, and "
+                f"its state, {self.precision}, is for weights without gaps: make it `.contiguous()`, or make a new "
+                "optimizer, which keeps the state of such weights in float32"
+            )
+
     def bind(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Make ``optimizer.state[parameter]`` refer to this memory.
 
         The keys are torch's (``exp_avg``, ``exp_avg_sq``), with 8-bit state bitsandbytes' (``state1``, ``absmax1``,
         ``qmap1``, ...), so that torch does not take codes for numbers. An empty `state` starts at zero. A tensor that
-        someone else put there is copied in and replaced by ours.
-
-        Raises:
-            ConfigError: the parameter has meanwhile got another shape.
-            UnsupportedError: elements of the parameter share memory now.
+        someone else put there is copied in and replaced by ours. The parameter has passed `check` and
+        `layout.check_parameter`, the state `state.check_moments`.
         """
         values = self.momentum.values
         if (values.shape, values.stride()) != (parameter.shape, parameter.stride()) and not follows(values, parameter):
@@ -137,12 +161,6 @@ class Slot:
 
     def _follow_layout(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Put the elements in the parameter's new order: the model's memory format has changed."""
-        if self.momentum.values.shape != parameter.shape:
-            raise ConfigError(
-                f"a parameter had shape {tuple(self.momentum.values.shape)} when the optimizer was made and has "
-                f"{tuple(parameter.shape)} now: make a new optimizer after resizing a model"
-            )
-        check_parameter(parameter, f"a parameter of shape {tuple(parameter.shape)}")
         before = self._entries
         self.momentum.follow(parameter)
         self.variance.follow(parameter)

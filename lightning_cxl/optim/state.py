@@ -1,12 +1,15 @@
 """Reads an optimizer state dict in torch's format: which saved entry belongs to which parameter, and is it sound."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import copy
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lightning_cxl.errors import CheckpointError
+from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.optim.blockwise import num_blocks
+from lightning_cxl.optim.hyper import check_options, check_ranges
 from lightning_cxl.optim.moment import check_map
 from lightning_cxl.optim.slot import REMAINDER
 
@@ -79,6 +82,25 @@ def _match_by_name(
     return matched
 
 
+def merged_groups(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each own group what it takes over from its saved group: hyper-parameters, but not the parameters.
+
+    Raises:
+        CheckpointError: a hyper-parameter is out of range.
+        UnsupportedError: an option that CPUAdam does not have.
+    """
+    taken = []
+    for index, (group, saved_group) in enumerate(zip(own, saved, strict=True)):
+        kept = {"params", "decoupled_weight_decay"} | ({"param_names"} & group.keys())
+        taken.append({key: copy.deepcopy(value) for key, value in saved_group.items() if key not in kept})
+        check_options(saved_group)
+        try:
+            check_ranges({**group, **taken[-1]})
+        except ConfigError as error:
+            raise CheckpointError(f"saved state of parameter group {index}: {error}") from error
+    return taken
+
+
 def _some(names: Iterable[str]) -> str:
     """Return the first few names, sorted, or ``"none"``."""
     ordered = sorted(names)
@@ -93,11 +115,31 @@ def unwrapped(entry: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return {**{key: value for key, value in entry.items() if key != _WRAPPED}, **entry[_WRAPPED]}
 
 
+def checked_entries(
+    sources: Iterable[tuple[Mapping[str, Any], Sequence[Any]]], saved: Mapping[Any, Mapping[str, Any]]
+) -> Iterator[tuple[torch.Tensor, str, Mapping[str, Any] | None]]:
+    """Yield every parameter, its name and its saved state, None where there is none.
+
+    Args:
+        sources: parameter groups, each with the keys in `saved` of its parameters.
+        saved: states by key.
+
+    Raises:
+        CheckpointError: see `check_moments`.
+    """
+    for group, keys in sources:
+        for index, (parameter, key) in enumerate(zip(group["params"], keys, strict=True)):
+            name, entry = parameter_name(group, index), unwrapped(saved.get(key))
+            if entry:
+                check_moments(name, parameter, entry)
+            yield parameter, name, entry or None
+
+
 def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
     """Check that `entry` is an Adam state that fits `parameter`: torch's, bitsandbytes' or ours, of any precision.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape; names the parameter.
+        CheckpointError: a tensor is missing, has another shape or no numbers that can be read; names the parameter.
     """
     keys = _CODED if "state1" in entry else _MOMENTS
     missing = [key for key in ("step", *keys) if key not in entry]
@@ -108,6 +150,10 @@ def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) 
         )
     for key in [*keys, *({REMAINDER} & entry.keys())]:
         _check_tensor(name, key, entry[key], tuple(parameter.shape))
+        coded = keys is _CODED and entry[key].dtype is torch.uint8
+        if key != REMAINDER and not coded and not entry[key].is_floating_point():
+            kinds = "floating point or uint8 codes" if keys is _CODED else "floating point"
+            raise CheckpointError(f"the saved {key} of {name} is {entry[key].dtype}, it must be {kinds}")
     if keys is _CODED:
         for key, scales, qmap, unsigned in (
             ("state1", "absmax1", "qmap1", False),
@@ -116,10 +162,23 @@ def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) 
             if entry[key].dtype is not torch.uint8:
                 continue  # bitsandbytes keeps small parameters in float32 under the same names
             _check_tensor(name, scales, entry.get(scales), (num_blocks(parameter.numel()),))
+            if not entry[scales].is_floating_point():
+                raise CheckpointError(
+                    f"the saved {scales} of {name} is {entry[scales].dtype}, it must be floating point"
+                )
             check_map(entry.get(qmap), name, unsigned=unsigned)
-    step = entry["step"]
+    _check_step(name, entry["step"])
+
+
+def _check_step(name: str, step: object) -> None:
     if isinstance(step, torch.Tensor) and step.numel() != 1:
         raise CheckpointError(f"the saved step of {name} has shape {tuple(step.shape)}, it must be one number")
+    try:
+        count = float(step)  # type: ignore[arg-type]  # what cannot be converted says so
+    except (TypeError, ValueError, RuntimeError):
+        count = math.nan
+    if not 0 <= count < math.inf:
+        raise CheckpointError(f"the saved step of {name} is {step!r}, it must be a number of steps, 0 or more")
 
 
 def _check_tensor(name: str, key: str, value: object, shape: tuple[int, ...]) -> None:
@@ -129,3 +188,7 @@ def _check_tensor(name: str, key: str, value: object, shape: tuple[int, ...]) ->
             f"the saved {key} of {name} has shape {found}, it must have {shape} for this parameter: "
             "the checkpoint is of another model"
         )
+    assert isinstance(value, torch.Tensor)
+    if value.layout is not torch.strided or value.is_meta:
+        where = "the meta device" if value.is_meta else f"{value.layout} memory"
+        raise CheckpointError(f"the saved {key} of {name} is in {where}: load the checkpoint as ordinary tensors")

@@ -216,16 +216,23 @@ def test_extreme_but_finite_scalars():
                     start.clone().run(scalars, isa).assert_same(expected, (field, extreme, isa))
 
 
-def test_advance_counts_steps():
+def test_step_counts_are_read_before_an_update_and_stored_after_it():
     steps = torch.tensor([0.0, 41.0])
-    values = array("f", [0.0, 0.0])
-    _adam.advance(array("Q", [steps.data_ptr(), steps.data_ptr() + 4]), values)
-    assert steps.tolist() == list(values) == [1.0, 42.0]
-    with pytest.raises(ValueError, match="1 addresses and room for 2"):
-        _adam.advance(array("Q", [steps.data_ptr()]), values)
-    with pytest.raises(ValueError, match="null address"):
-        _adam.advance(array("Q", [steps.data_ptr(), 0]), values)
+    values, addresses = array("f", [0.0, 0.0]), array("Q", [steps.data_ptr(), steps.data_ptr() + 4])
+    _adam.next_steps(addresses, values)
+    assert (steps.tolist(), list(values)) == ([0.0, 41.0], [1.0, 42.0])
+    _adam.store_steps(addresses, values)
     assert steps.tolist() == [1.0, 42.0]
+    for function in (_adam.next_steps, _adam.store_steps):
+        with pytest.raises(ValueError, match="1 addresses and room for 2"):
+            function(addresses[:1], values)
+        with pytest.raises(ValueError, match="null address"):
+            function(array("Q", [steps.data_ptr(), 0]), array("f", [7.0, 7.0]))
+    assert steps.tolist() == [1.0, 42.0]
+
+
+def test_the_tables_are_as_wide_as_the_fields_that_are_known():
+    assert len(FIELDS) == _adam.SPAN_FIELDS and len(AdamScalars._fields) == _adam.SCALAR_FIELDS
 
 
 def test_equal_bits_tells_zeros_apart_and_nans_not():

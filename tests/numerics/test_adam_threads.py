@@ -172,6 +172,45 @@ def test_threads_run_on_the_cpus_of_their_home_and_move_back(sizes, cpu_of_home,
     assert_moved_back(before)
 
 
+@pytest.mark.skipif(len(CPUS) < 2, reason="this process may use one CPU only")
+@pytest.mark.parametrize("home_cpus", [CPUS[-1:], CPUS], ids=["none in common", "one in common"])
+def test_threads_stay_within_the_cpus_of_whoever_calls(home_cpus):
+    """A caller confined to one CPU: its threads never get others, whatever the CPUs of their home."""
+    mine, case = {CPUS[0]}, Case.random(4_000_000)
+    table = [case.span()]
+    cpus = [number for cpu in home_cpus for number in (0, cpu)]
+    before = affinities()
+    finished, ready = threading.Event(), threading.Event()
+
+    def confined() -> None:
+        os.sched_setaffinity(0, mine)
+        while not finished.is_set():
+            update(table, [scalars_at()], num_threads=2, cpus=cpus)
+            ready.set()
+
+    worker = threading.Thread(target=confined)
+    worker.start()
+    try:
+        assert ready.wait(20)
+        for _ in range(50):
+            allowed = [cpus for thread, cpus in affinities().items() if thread not in before]
+            assert allowed and all(one == mine for one in allowed)
+            time.sleep(0.005)
+    finally:
+        finished.set()
+        worker.join()
+    assert_moved_back(before)
+
+
+def test_threads_that_an_update_creates_may_run_where_the_process_may():
+    case = Case.random(600_000)
+    before = affinities()
+    update([case.span()], [scalars_at()], num_threads=7, cpus=[0, CPUS[0]])
+    created = {thread: cpus for thread, cpus in affinities().items() if thread not in before}
+    assert all(cpus == set(CPUS) for cpus in created.values())
+    assert_moved_back(before)
+
+
 def test_a_cpu_that_is_not_there_changes_nothing():
     start = Case.random(300_000)
     expected = start.clone().run(scalars_at())

@@ -1,28 +1,21 @@
 """What the gradient kernels do not need: memory, newer CPUs, indices that fit 32 bits."""
 
-import ctypes
-import mmap
-import os
-import re
 import shutil
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_cxl import _cpu, _grads
+from lightning_cxl.bench.adam_memory import peak_bytes, reset_peak
 from lightning_cxl.optim import grad_reference
+from tests.numerics.big_tensors import PAGE, BigMemory
 from tests.wide_instructions import functions_with_avx
 
 BF16 = torch.bfloat16
 ISAS = _cpu.supported_isas()
-
-
-def peak_bytes() -> int:
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def test_measuring_takes_no_memory():
@@ -32,7 +25,7 @@ def test_measuring_takes_no_memory():
     for isa in ISAS:
         _grads.measure(table, results, 2, isa)  # threads have their stacks now
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+            reset_peak()
         except OSError:
             pytest.skip("the kernel does not let this process reset its peak")
         before = peak_bytes()
@@ -51,38 +44,20 @@ def test_no_wide_instruction_outside_the_functions_for_that_isa():
 
 
 @contextmanager
-def repeated_zeros(nbytes: int) -> Iterator[int]:
-    """Yield the address of `nbytes` of zeros, the same 64 MiB over and over, and a page of their own behind them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    part, fixed, access = 1 << 26, 0x10, mmap.PROT_READ | mmap.PROT_WRITE
-    file = os.memfd_create("zeros")
-    os.ftruncate(file, part)
-    total = nbytes + mmap.PAGESIZE
-    address = libc.mmap(None, total, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    assert address != ctypes.c_void_p(-1).value
+def repeated_zeros(nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the address of `nbytes` of zeros in little memory, and a page behind them, of its own, as bfloat16."""
+    memory = BigMemory(nbytes + PAGE)
     try:
-        for offset in range(0, nbytes, part):
-            place = libc.mmap(address + offset, part, access, mmap.MAP_SHARED | fixed, file, 0)
-            assert place == address + offset
-        yield address
+        yield memory.address, memory.window(nbytes, PAGE, BF16)
     finally:
-        libc.munmap(address, total)
-        os.close(file)
-
-
-def behind(address: int, nbytes: int) -> torch.Tensor:
-    """The page behind the zeros, as bfloat16."""
-    return torch.frombuffer((ctypes.c_char * mmap.PAGESIZE).from_address(address + nbytes), dtype=BF16)
+        memory.free()
 
 
 @pytest.mark.slow
 def test_more_elements_than_32_bits_can_count():
     nbytes = 1 << 33  # 2 ** 32 elements
-    with repeated_zeros(nbytes) as address:
-        last = behind(address, nbytes)[:1001]
+    with repeated_zeros(nbytes) as (address, behind):
+        last = behind[:1001]
         last.copy_(torch.randn(1001))
         size, results = nbytes // 2 + 1001, array("d", [0.0])
         for isa in ISAS:
@@ -94,8 +69,8 @@ def test_more_elements_than_32_bits_can_count():
 def test_random_bits_of_elements_whose_counters_exceed_32_bits():
     """One counter serves two elements: these are the first ones behind 2 ** 33."""
     nbytes, key = 1 << 34, 0x0123456789ABCDEF
-    with repeated_zeros(nbytes) as source_address, repeated_zeros(nbytes) as address:
-        source, sums = behind(source_address, nbytes)[:1001], behind(address, nbytes)[:1001]
+    with repeated_zeros(nbytes) as (source_address, source), repeated_zeros(nbytes) as (address, sums):
+        source, sums = source[:1001], sums[:1001]
         source.copy_(torch.rand(1001) * 0.01)
         sums.fill_(1.0)
         expected = sums.clone()

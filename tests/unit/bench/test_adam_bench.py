@@ -167,7 +167,8 @@ def test_the_main_size_is_the_largest_up_to_100_million():
         (["--rounds", "0"], "must be at least 1"),
         (["--threads", "0"], "must be at least 1"),
         (["--sections", "none"], "invalid choice"),
-        (["--sizes", "many"], "invalid parse_count value: 'many'"),
+        (["--sizes", "many"], "cannot read 'many' as a number of parameters"),
+        (["--sizes", "0"], "cannot read '0' as a number of parameters: write 4096, 500K, 20M or 1.5G"),
         (["--sections", "check", "--plot", "a.png"], "add it to --sections"),
     ],
 )

@@ -12,9 +12,7 @@ def tensors(*sizes: int) -> list[torch.Tensor]:
 def test_streams_are_the_bytes_of_tensors():
     tensor = torch.zeros(3, 5, dtype=torch.bfloat16)
     assert read(tensor) == Stream(tensor.data_ptr(), 30, _membench.READ)
-    assert read(tensor).traffic == 30
     assert update(tensor) == Stream(tensor.data_ptr(), 30, _membench.UPDATE)
-    assert update(tensor).traffic == 60
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -23,7 +21,6 @@ def test_a_roof_moves_the_bytes_and_changes_nothing(num_threads):
     before = [tensor.clone() for tensor in (*group, *other)]
     roof = Roof([[read(group[0]), update(group[1]), update(group[2])], [update(other[0])]], num_threads)
     roof()
-    assert roof.traffic_bytes == 4 * (100_003 + 2 * 100_003 + 2 * 50_000 + 2 * 17)
     assert roof.isa in _cpu.supported_isas()
     assert all(torch.equal(now, then) for now, then in zip((*group, *other), before, strict=True))
 

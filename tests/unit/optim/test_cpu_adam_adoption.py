@@ -1,5 +1,7 @@
 """`CPUAdam.from_torch` and learning-rate schedulers: nothing the user holds stops working."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -7,7 +9,9 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.optim.adopt import _Sensitive
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.masters import MasterWeights
 from tests.unit.optim.adam_pairs import assert_close, assert_same_state, parameters, set_gradients
 
 
@@ -99,3 +103,18 @@ def test_other_optimizers_are_refused():
     for make in (partial(torch.optim.SGD, lr=0.1), Custom):
         with pytest.raises(UnsupportedError, match=r"can replace torch.optim.Adam and AdamW, not .*cpu_adam=False"):
             CPUAdam.from_torch(make(parameters((3,))))
+
+
+def test_a_copy_of_an_adopted_optimizer_knows_whose_state_stays_float32():
+    """As keys of its own parameters: what decides in the original belongs to the model that is adopted."""
+    embedding, other = (torch.nn.Parameter(torch.randn(96, 64).half()) for _ in range(2))
+    masters = MasterWeights({}, lambda compute, role, dtype: torch.empty(compute.shape, dtype=dtype))
+    hosts = [masters.adopt(parameter, "fp32") for parameter in (embedding, other)]
+    params = [host.master.requires_grad_(False) for host in hosts]
+    adam = CPUAdam(params, state="8bit", fp32_state=_Sensitive(masters, {embedding: None}.__contains__))
+    for twin in (copy.deepcopy(adam), pickle.loads(pickle.dumps(adam)), adam):
+        for parameter in twin.param_groups[0]["params"]:
+            parameter.grad = torch.ones(96, 64)
+        twin.step()
+        kept = ["exp_avg" in twin.state[parameter] for parameter in twin.param_groups[0]["params"]]
+        assert kept == [True, False]

@@ -1,5 +1,8 @@
 """`CPUAdam` by itself with bfloat16 parameters, low-precision state and gaps in memory; state dicts between them."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.formats import split
 from lightning_cxl.optim.host_tensors import is_dense
+from lightning_cxl.optim.sensitive import sensitive_parameters
 from tests.unit.optim.adam_pairs import assert_close, bf16, half_gradients, masters, parameters, set_gradients
 
 STATES = ["fp32", "bf16", "8bit"]
@@ -94,6 +98,29 @@ def test_one_embedding_among_many_small_tensors(state):
     assert adam.state[params[-2]]["state1" if state == "8bit" else "exp_avg"].dtype == kept
     kept_too = torch.bfloat16 if state == "bf16" else torch.float32
     assert adam.state[params[-1]]["exp_avg"].dtype == kept_too
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, dict.fromkeys, torch.nn.ParameterList], ids=str)
+def test_parameters_with_float32_state_come_in_any_collection(kind):
+    params = parameters(LARGE, LARGE, LARGE)
+    params[2].data.copy_(params[1].data)  # equal, and not the same
+    adam = CPUAdam(params, state="8bit", fp32_state=kind([params[1]]))
+    set_gradients(params, 0)
+    adam.step()
+    assert ["exp_avg" in adam.state[p] for p in params] == [False, True, False]
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"])
+def test_an_embedding_that_is_unfrozen_in_a_copy_has_float32_state(how):
+    model = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(96, 64), "linear": torch.nn.Linear(64, 96)})
+    model["embedding"].weight.requires_grad_(False)
+    adam = CPUAdam(model.parameters(), state="8bit", fp32_state=sensitive_parameters(model))
+    model, adam = how((model, adam))
+    model["embedding"].weight.requires_grad_(True)
+    set_gradients(list(model.parameters()), 0)
+    adam.step()
+    assert "exp_avg" in adam.state[model["embedding"].weight]
+    assert "state1" in adam.state[model["linear"].weight]
 
 
 # -- parameters with gaps ----------------------------------------------------------------------------------------------

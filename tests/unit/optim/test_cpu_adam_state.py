@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, UnsupportedError
+from lightning_cxl.optim.blockwise import dynamic_map
 from lightning_cxl.optim.cpu_adam import CPUAdam
 
 NAMES = ["embed.weight", "body.weight", "head.bias"]
@@ -169,6 +170,15 @@ def damaged(**change):
     return state
 
 
+def coded(**change):
+    """8-bit state of one parameter, as bitsandbytes keeps it."""
+    state = damaged()
+    codes, scales = torch.zeros(5, dtype=torch.uint8), torch.ones(1)
+    entry = {"step": 3, "state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
+    state["state"][1] = {**entry, "qmap1": dynamic_map(False), "qmap2": dynamic_map(True), **change}
+    return state
+
+
 def without(key):
     state = damaged()
     del state["state"][1][key]
@@ -199,6 +209,18 @@ def regrouped():
         (lambda: damaged(exp_avg_sq=torch.zeros(2, 2)), r"exp_avg_sq of `body.weight` has shape \(2, 2\)"),
         (lambda: damaged(exp_avg=None), "exp_avg of `body.weight` has shape NoneType"),
         (lambda: damaged(step=torch.zeros(2)), r"step of `body.weight` has shape \(2,\)"),
+        (lambda: damaged(step="x"), "step of `body.weight` is 'x', it must be a number of steps"),
+        (lambda: damaged(step=-1), "step of `body.weight` is -1, it must be"),
+        (
+            lambda: damaged(exp_avg=torch.zeros(5, dtype=torch.uint8)),
+            "exp_avg of `body.weight` is torch.uint8, it must",
+        ),
+        (lambda: damaged(exp_avg=torch.zeros(5).to_sparse()), "exp_avg of `body.weight` is in torch.sparse_coo memory"),
+        (lambda: damaged(exp_avg=torch.zeros(5, device="meta")), "exp_avg of `body.weight` is in the meta device"),
+        (lambda: coded(qmap1=torch.zeros(16)), "8-bit state of `body.weight` uses another map"),
+        (lambda: coded(qmap1="dynamic"), "8-bit state of `body.weight` uses another map"),
+        (lambda: coded(state1=torch.zeros(5, dtype=torch.int64)), "state1 of `body.weight` is torch.int64, it must be"),
+        (lambda: coded(absmax2=torch.zeros(1, dtype=torch.int32)), "absmax2 of `body.weight` is torch.int32"),
         (lambda: without("exp_avg"), "state of `body.weight` has no exp_avg"),
         (renamed, "not in the checkpoint: `body.weight`; not in this optimizer: `spine.weight`"),
         (shortened, "has 2 parameters, this optimizer's has 3"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_cxl import _adam
+from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.homes import Run, ThreadHomes
 from lightning_cxl.tiers.cpus import nearest_cpu_nodes, usable_cpus
@@ -81,3 +82,35 @@ def test_a_home_beyond_the_spans_is_no_error():
     adam.step()
     assert (parameter < 1).all()
     assert adam.homes.cpus == array("q", [0, 0, 1, 0])
+
+
+def test_a_kernel_that_does_not_say_where_pages_are_is_asked_once():
+    asked = []
+
+    def refuse(address):
+        asked.append(address)
+        raise PermissionError(1, "Operation not permitted")
+
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (3 * CHUNK + 100, 50)]
+    adam = CPUAdam(parameters, lr=0.1)
+    adam.homes = ThreadHomes({0: (0,), 1: (1,)}, {0: 0, 1: 1}, where=refuse)
+    for parameter in parameters:
+        parameter.grad = torch.ones(parameter.shape)
+    with pytest.warns(LightningCXLWarning, match="refuses to say where pages are .*Operation not permitted") as found:
+        adam.step()
+    adam.step()
+    assert len(found) == len(asked) == 1
+    assert not adam.homes.cpus, "all work is in one home: its CPUs must not get all threads"
+    assert all(torch.equal(p, p[:1].expand_as(p)) and (p < 1).all() for p in parameters)
+    assert [int(state["step"]) for state in adam.state.values()] == [2, 2]
+
+
+def test_cpus_beyond_the_kernels_masks_are_left_out():
+    homes = ThreadHomes({0: (0, 1024), 1: (1023, 2000)}, {0: 0, 1: 1}, where=lambda address: 1)
+    assert list(homes.cpus) == [0, 0, 1, 1023]
+    parameter = torch.nn.Parameter(torch.ones(10))
+    parameter.grad = torch.ones(10)
+    adam = CPUAdam([parameter], lr=0.1)
+    adam.homes = homes
+    adam.step()
+    assert (parameter < 1).all()

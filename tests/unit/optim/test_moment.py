@@ -138,3 +138,16 @@ def test_another_map_is_refused():
             check_map(torch.linspace(-1, 1, 256), "`w`", unsigned=unsigned)
         with pytest.raises(CheckpointError):
             check_map(blockwise.dynamic_map(not unsigned), "w", unsigned=unsigned)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_codes_with_gaps_are_read_in_row_major_order(precision, role):
+    saved = values(role)
+    source = make(saved, role, "8bit")
+    source.load(saved)
+    gapped = torch.full((6, 8, 3, 10), 255, dtype=torch.uint8)[..., ::2].copy_(source.values)
+    moment, other = make(saved, role, precision), make(saved, role, precision)
+    moment.load(gapped, source.scales)
+    other.load(source.values, source.scales)
+    assert torch.equal(read(moment), read(other)) and read(moment).any()

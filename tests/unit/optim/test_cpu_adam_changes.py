@@ -1,0 +1,221 @@
+"""What changes after `CPUAdam` was made, parameters, groups, gradients: followed, or refused before any change."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+from lightning_cxl import _adam
+from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.host_tensors import is_dense
+from tests.unit.optim.adam_pairs import assert_close, parameters, set_gradients
+
+LARGE = (64, 128)
+
+
+def stepped(shapes=((3,), LARGE), **options):
+    """Named parameters after one step, with gradients for the next."""
+    params = parameters(*shapes)
+    adam = CPUAdam([(f"p{index}", p) for index, p in enumerate(params)], lr=0.1, **options)
+    set_gradients(params, 0)
+    adam.step()
+    return params, adam
+
+
+def snapshot(adam):
+    """All that a step changes."""
+    params = [p for group in adam.param_groups for p in group["params"]]
+    states = [value.clone() for p in params for value in adam.state.get(p, {}).values()]
+    return [p.detach().clone() for p in params if p.untyped_storage().nbytes()] + states
+
+
+def refuses(adam, error, message):
+    """A step is refused, and neither weights nor state nor step counts are touched."""
+    before = snapshot(adam)
+    with pytest.raises(error, match=message):
+        adam.step()
+    assert all(torch.equal(now, then) for now, then in zip(snapshot(adam), before, strict=True))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_another_dtype_than_the_optimizer_was_made_for_is_refused(dtypes, steps):
+    before, after = dtypes
+    model = torch.nn.Linear(300, 40).to(before)
+    adam = CPUAdam(model.named_parameters())
+    for _ in range(steps):
+        model(torch.ones(2, 300, dtype=before)).sum().backward()
+        adam.step()
+    adam.zero_grad()
+    saved = copy.deepcopy(adam.state_dict())
+    model.to(after)
+    model(torch.ones(2, 300, dtype=after)).sum().backward()
+    names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    message = "`weight` was {} when the optimizer was made, is {} now: convert the model first".format(*names)
+    refuses(adam, ConfigError, message)
+    twin = copy.deepcopy(adam)
+    for group in twin.param_groups:
+        set_gradients(group["params"], 0)
+    refuses(twin, ConfigError, message)
+    if steps:
+        with pytest.raises(ConfigError, match=message):
+            adam.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+def test_gaps_that_come_later_are_refused_where_the_state_cannot_follow(state):
+    params, adam = stepped(((3,), *[LARGE] * 20), state=state)
+    for p in params[1:]:
+        p.data = torch.zeros(64, 256)[:, :128]
+    refuses(adam, ConfigError, f"`p1` .* has gaps in memory now, and its state, {state}, is for weights without gaps")
+
+
+def test_gaps_of_a_parameter_with_the_same_strides_and_size_are_noticed():
+    memory = torch.zeros(8192 * 128)
+    p = torch.nn.Parameter(memory[:8192].view(LARGE))
+    adam = CPUAdam([p], state="8bit")
+    p.grad = torch.ones(LARGE)
+    adam.step()
+    p.data = memory.as_strided((8192, 1), (128, 1))  # as many elements from the same address
+    with pytest.raises(ConfigError, match=r"had shape \(64, 128\) when the optimizer was made and has \(8192, 1\) now"):
+        adam.step()
+
+
+def test_float32_state_follows_gaps_that_come_later():
+    ours, theirs = (parameters(LARGE) for _ in range(2))
+    adam, torch_adam = CPUAdam(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1, weight_decay=0)
+    for step in range(3):
+        for params, optimizer in ((ours, adam), (theirs, torch_adam)):
+            set_gradients(params, step)
+            optimizer.step()
+        if step == 0:
+            ours[0].data = torch.zeros(64, 256)[:, :128].copy_(ours[0].data)
+            assert not is_dense(ours[0])
+    assert_close(ours, theirs)
+
+
+def test_another_shape_is_refused_before_anything_changes():
+    params, adam = stepped()
+    params[1].data = params[1].data[:32]
+    params[1].grad = None
+    params[1].grad = torch.ones(32, 128)
+    refuses(adam, ConfigError, r"`p1` had shape \(64, 128\) when the optimizer was made and has \(32, 128\) now")
+
+
+def test_a_lazily_negated_parameter_is_refused():
+    params, adam = stepped()
+    params[1].data = torch._neg_view(params[1].data)  # at the same address
+    refuses(adam, ConfigError, "`p1` is a lazily negated view")
+    with pytest.raises(ConfigError, match="lazily negated"):
+        CPUAdam([torch.nn.Parameter(torch._neg_view(torch.ones(3)))])
+
+
+@pytest.mark.parametrize("what", ["parameter", "part of the parameter", "gradient", "compute weights"])
+def test_memory_that_was_taken_away_is_refused(what):
+    compute = {}
+    params, adam = stepped(compute_weights=compute)
+    if what == "compute weights":
+        compute[params[1]] = torch.zeros(LARGE, dtype=torch.bfloat16)
+        adam.step()
+    tensor = {"gradient": params[1].grad, "compute weights": compute.get(params[1])}.get(what, params[1])
+    tensor.untyped_storage().resize_(16 if what.startswith("part") else 0)
+    message = r"`p1` \(shape \(64, 128\)\) reaches to byte (16384|32768) of its storage, which has (0|16) bytes now"
+    state = [value.clone() for value in adam.state[params[0]].values()]
+    before = params[0].detach().clone()
+    with pytest.raises(ConfigError, match=message):
+        adam.step()
+    assert torch.equal(params[0], before)
+    assert all(torch.equal(a, b) for a, b in zip(adam.state[params[0]].values(), state, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": -1.0}, "`lr` must be one number, at least 0, got -1.0"),
+        ({"lr": "fast"}, "`lr` must be one number, at least 0, got 'fast'"),
+        ({"eps": None}, "`eps` must be one number"),
+        ({"weight_decay": float("nan")}, "`weight_decay` must be one number"),
+        ({"betas": (1.0, 0.999)}, r"`betas` must be two numbers in \[0, 1\), got \(1.0, 0.999\)"),
+        ({"betas": (0.9, torch.ones(2))}, "`betas` must be two numbers"),
+        ({"betas": 0.9}, "`betas` must be two numbers"),
+    ],
+    ids=str,
+)
+def test_hyper_parameters_are_checked_at_every_step_and_when_loaded(change, message):
+    _, adam = stepped()
+    saved = copy.deepcopy(adam.state_dict())
+    saved["param_groups"][0].update(change)
+    before = snapshot(adam)
+    with pytest.raises(CheckpointError, match=f"saved state of parameter group 0: {message}"):
+        adam.load_state_dict(saved)
+    assert all(torch.equal(now, then) for now, then in zip(snapshot(adam), before, strict=True))
+    assert adam.param_groups[0]["lr"] == 0.1
+    adam.param_groups[0].update(change)
+    refuses(adam, ConfigError, message)
+
+
+def test_a_tensor_learning_rate_that_was_changed_in_place_is_checked():
+    params = parameters((3,))
+    lr = torch.tensor(0.1)
+    adam = CPUAdam(params, lr=lr)
+    set_gradients(params, 0)
+    adam.step()
+    lr.fill_(-0.1)
+    refuses(adam, ConfigError, "`lr` must be one number, at least 0")
+
+
+def test_steps_are_counted_when_the_kernel_has_run(monkeypatch):
+    _, adam = stepped()
+
+    def fail(*args):
+        raise MemoryError("no memory for the index")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_adam, "update", fail)
+        refuses(adam, MemoryError, "index")
+    adam.step()
+    assert [int(state["step"]) for state in adam.state.values()] == [2, 2]
+
+
+def test_state_that_someone_replaced_by_what_does_not_fit_is_refused():
+    params, adam = stepped()
+    adam.state[params[1]] = {**adam.state[params[1]], "exp_avg": torch.zeros(3)}
+    refuses(adam, CheckpointError, r"exp_avg of `p1` has shape \(3,\)")
+
+
+def test_clipping_that_fails_leaves_the_scale():
+    _, adam = stepped()
+    adam.grad_scale = 0.5
+
+    class Broken:
+        def sums(self, grads):
+            raise RuntimeError("cannot measure")
+
+    with pytest.raises(RuntimeError, match="cannot measure"):
+        adam.clip_grad_norm_(1.0, scale=0.25, meter=Broken())
+    assert adam.grad_scale == 0.5
+
+
+@pytest.mark.parametrize("num_threads", [2.5, "2", 0, -1], ids=repr)
+def test_a_number_of_threads_that_is_none_is_refused(num_threads):
+    with pytest.raises(ConfigError, match=r"num_threads must be at least 1, got .*: give a whole number"):
+        CPUAdam(parameters((3,)), num_threads=num_threads)
+
+
+def test_a_group_that_was_removed_is_let_go():
+    kept, removed = parameters((3,), (4,))
+    adam = CPUAdam([{"params": [kept]}, {"params": [removed]}])
+    set_gradients([kept, removed], 0)
+    adam.step()
+    alive = weakref.ref(removed)
+    del adam.param_groups[1]
+    adam.step()
+    assert removed in adam.state, "as with torch's optimizers: the group may come back"
+    del adam.state[removed], removed
+    adam.step()
+    gc.collect()
+    assert alive() is None
+    assert adam.state[kept]["step"].item() == 3
