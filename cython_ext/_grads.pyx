@@ -15,8 +15,9 @@ cdef extern from "grads_isa.h" nogil:
     cdef enum grads_operation:
         GRADS_MEASURE
         GRADS_COPY
-        GRADS_COPY_PAST
         GRADS_ACCUMULATE
+    cdef enum:
+        GRADS_PIECE  # elements, counted from the start of their span: what is summed before the sums of pieces are
     cdef enum grads_format:
         GRADS_FLOAT32
         GRADS_BFLOAT16
@@ -31,8 +32,6 @@ SPAN_FIELDS = 6
 
 cdef enum:
     FIELDS = 6
-    # elements of a piece, counted from the start of its span: what is summed before the sums of pieces are
-    PIECE = 65536
     # what a span counts at least when work is shared out: about the elements that take as long as starting a span
     SHARE = 1024
     # a span has at most 2 to this power elements: more than an address space holds
@@ -43,7 +42,7 @@ def measure(const uint64_t[::1] spans, double[::1] results, int num_threads, str
     """Return the sum of squares of every span, which is finite if and only if every element is.
 
     No second test is needed: the square of a finite float32 is at most 2 ** 256, and no number of them can exceed a
-    double. Squares are exact, sums are double: the relative error is at most ``(2053 + pieces) * 2 ** -53`` with pieces
+    double. Squares are exact, sums are double: the relative error is at most ``(521 + pieces) * 2 ** -53`` with pieces
     of 65536 elements. A sum is 0 if and only if every element is. Where denormals are flushed
     (`torch.set_flush_denormal`), float32 and bfloat16 denormals count as 0.
 
@@ -64,12 +63,8 @@ def measure(const uint64_t[::1] spans, double[::1] results, int num_threads, str
     _run(spans, results, num_threads, isa, GRADS_MEASURE)
 
 
-def copy(const uint64_t[::1] spans, double[::1] results, int num_threads, str isa, bint past_cache=False):
+def copy(const uint64_t[::1] spans, double[::1] results, int num_threads, str isa):
     """Copy every span to its destination and measure it in the same sweep.
-
-    With `past_cache` a core does not read what it is about to overwrite, and leaves the caches to others. Measured with
-    2 threads, copying bfloat16 and reading all copies later: copies of 256 MiB took 0.76 to 0.94 of the time, copies of
-    8 MiB, which the caches hold otherwise, 1.07 to 1.25 times as long.
 
     Args:
         spans: as in `measure`. The destination (OUT) has the format of the source, or is float32; the key is not
@@ -77,7 +72,6 @@ def copy(const uint64_t[::1] spans, double[::1] results, int num_threads, str is
         results: as in `measure`.
         num_threads: as in `measure`.
         isa: as in `measure`.
-        past_cache: non-temporal stores, where the address of a destination is a multiple of 32.
 
     Raises:
         ValueError: as in `measure`, or formats that do not fit, or a source that overlaps its destination; nothing is
@@ -85,7 +79,7 @@ def copy(const uint64_t[::1] spans, double[::1] results, int num_threads, str is
 
     Threading: releases the GIL; destinations must not overlap between concurrent calls.
     """
-    _run(spans, results, num_threads, isa, GRADS_COPY_PAST if past_cache else GRADS_COPY)
+    _run(spans, results, num_threads, isa, GRADS_COPY)
 
 
 def accumulate(const uint64_t[::1] spans, double[::1] results, int num_threads, str isa):
@@ -163,7 +157,7 @@ cdef int _check(const uint64_t* span, int64_t i, int operation) except -1:
 
 
 cdef inline int64_t _num_pieces(const uint64_t* span) noexcept nogil:
-    return <int64_t> (span[2] + PIECE - 1) // PIECE
+    return <int64_t> (span[2] + GRADS_PIECE - 1) // GRADS_PIECE
 
 
 cdef void _sweep(const uint64_t* spans, int64_t num_spans, int operation, grads_isa isa, int num_threads,
@@ -180,14 +174,14 @@ cdef void _sweep(const uint64_t* spans, int64_t num_spans, int operation, grads_
     for i in range(num_spans):
         starts[i + 1] = starts[i] + (<int64_t> spans[i * FIELDS + 2] + SHARE - 1) // SHARE * SHARE
         firsts[i + 1] = firsts[i] + _num_pieces(&spans[i * FIELDS])
-    num_shares = (starts[num_spans] + PIECE - 1) // PIECE
+    num_shares = (starts[num_spans] + GRADS_PIECE - 1) // GRADS_PIECE
     if num_shares < num_threads:
         num_threads = <int> num_shares if num_shares else 1
     with parallel(num_threads=num_threads):
         own_mode = grads_float_mode()
         grads_set_float_mode(mode)
         for share in prange(num_shares, schedule="dynamic", chunksize=1):
-            _sweep_share(spans, num_spans, operation, isa, starts, firsts, sums, share * PIECE)
+            _sweep_share(spans, num_spans, operation, isa, starts, firsts, sums, share * GRADS_PIECE)
         grads_set_float_mode(own_mode)
     for i in range(num_spans):
         total = 0
@@ -198,7 +192,7 @@ cdef void _sweep(const uint64_t* spans, int64_t num_spans, int operation, grads_
 
 cdef void _sweep_share(const uint64_t* spans, int64_t num_spans, int operation, grads_isa isa, const int64_t* starts,
                        const int64_t* firsts, double* sums, int64_t begin) noexcept nogil:
-    """Process every piece that begins in ``[begin, begin + PIECE)`` of the line: at most one of a span."""
+    """Process every piece that begins in ``[begin, begin + GRADS_PIECE)`` of the line: at most one of a span."""
     cdef int64_t low = 0, high = num_spans, middle, number, offset, count
     cdef const uint64_t* span
     while high - low > 1:  # the last span that starts at or before `begin`
@@ -207,11 +201,11 @@ cdef void _sweep_share(const uint64_t* spans, int64_t num_spans, int operation, 
             low = middle
         else:
             high = middle
-    while low < num_spans and starts[low] < begin + PIECE:
+    while low < num_spans and starts[low] < begin + GRADS_PIECE:
         span = &spans[low * FIELDS]
-        number = (begin - starts[low] + PIECE - 1) // PIECE if begin > starts[low] else 0
-        offset = number * PIECE
-        count = min(<int64_t> span[2] - offset, <int64_t> PIECE)
+        number = (begin - starts[low] + GRADS_PIECE - 1) // GRADS_PIECE if begin > starts[low] else 0
+        offset = number * GRADS_PIECE
+        count = min(<int64_t> span[2] - offset, <int64_t> GRADS_PIECE)
         if count > 0:
             sums[firsts[low] + number] = grads_piece(
                 isa, operation, <int> span[3], <int> span[4],

@@ -5,7 +5,6 @@
  * GRADS_TARGET          the target attribute
  * GRADS_LANES           eight doubles, in the vectors of the ISA
  * GRADS_SQUARE(l, x)    adds the squares of eight float32 to eight lanes, exact up to the addition
- * GRADS_PAST(p, x)      stores eight float32 past the caches, at a multiple of 32
  * GRADS_FROM_BFLOAT16(p), GRADS_FROM_FLOAT16(p)   eight 16-bit elements as float32
  *
  * Work goes by blocks of 32 elements. Element i of a block is added to lane i, whatever the format, so that a sum
@@ -75,12 +74,8 @@ GRADS_LOCAL void GRADS_NAME(grads_eight)(
     grads_floats values = GRADS_NAME(grads_load)(source, from);
     if (operation == GRADS_ACCUMULATE)
         values = GRADS_NAME(grads_load)(destination, to) + values;
-    if (operation == GRADS_COPY_PAST && to == GRADS_FLOAT32)
-        GRADS_PAST(destination, values);
-    else if (operation != GRADS_MEASURE && to == GRADS_FLOAT32)
+    if (operation != GRADS_MEASURE && to == GRADS_FLOAT32)
         memcpy(destination, &values, sizeof values);
-    else if (operation == GRADS_COPY_PAST)
-        _mm_stream_si128((__m128i *)destination, _mm_loadu_si128((const __m128i *)source));
     else if (operation == GRADS_COPY)
         memcpy(destination, source, sizeof(grads_halves));
     GRADS_SQUARE(lanes, values);
@@ -106,9 +101,7 @@ GRADS_LOCAL void GRADS_NAME(grads_sixteen)(
     } else if (operation != GRADS_MEASURE) {
         memcpy(&pairs, source, sizeof pairs);
     }
-    if (operation == GRADS_COPY_PAST)
-        GRADS_PAST(destination, pairs);
-    else if (operation != GRADS_MEASURE)
+    if (operation != GRADS_MEASURE)
         memcpy(destination, &pairs, sizeof pairs);
     GRADS_SQUARE(even_lanes, even);
     GRADS_SQUARE(odd_lanes, odd);
@@ -131,7 +124,8 @@ GRADS_LOCAL void GRADS_NAME(grads_block)(
     }
 }
 
-/* All blocks of a piece. What is left at its end becomes a block padded with zeros, which add nothing. */
+/* All blocks of a piece, whose quarters are walked side by side. What is left at its end becomes a block padded with
+ * zeros, which add nothing. */
 GRADS_LOCAL double GRADS_NAME(grads_loop)(
     const char *restrict source, char *restrict destination, const int64_t n, const int operation, const int from,
     const int to, const struct cxl_random_key key, const uint32_t first)
@@ -140,26 +134,37 @@ GRADS_LOCAL double GRADS_NAME(grads_loop)(
     const uint32_t shared = first ^ key.first;
     const struct grads_random random = {
         ((grads_bits){0, 1, 2, 3, 4, 5, 6, 7} ^ ((shared ^ shared >> 16) & 7u)) * 0x7feb352du, key};
-    GRADS_LANES lanes[4] = {0};
-    double sums[GRADS_BLOCK];
-    int64_t i;
-    for (i = 0; i + GRADS_BLOCK <= n; i += GRADS_BLOCK)
-        GRADS_NAME(grads_block)(
-            lanes, source + i * read, destination + i * write, operation, from, to, &random, first + (uint32_t)(i / 2));
-    if (i < n) {
-        const int cached = operation == GRADS_COPY_PAST ? GRADS_COPY : operation;
+    GRADS_LANES lanes[GRADS_QUARTERS][4] = {0};
+    double total = 0.0;
+    for (int64_t step = 0; step < GRADS_QUARTER && step < n; step += GRADS_STEP)
+        for (int q = 0; q < GRADS_QUARTERS; q++) {
+            const int64_t begin = q * (int64_t)GRADS_QUARTER + step;
+            const int64_t end = begin + GRADS_STEP < n ? begin + GRADS_STEP : n;
+            GRADS_LANES here[4]; /* in registers */
+            memcpy(here, lanes[q], sizeof here);
+            for (int64_t i = begin; i + GRADS_BLOCK <= end; i += GRADS_BLOCK)
+                GRADS_NAME(grads_block)(
+                    here, source + i * read, destination + i * write, operation, from, to, &random,
+                    first + (uint32_t)(i / 2));
+            memcpy(lanes[q], here, sizeof here);
+        }
+    const int64_t whole = n / GRADS_BLOCK * GRADS_BLOCK;
+    if (whole < n) {
         char in[4 * GRADS_BLOCK] = {0}, out[4 * GRADS_BLOCK] = {0};
-        memcpy(in, source + i * read, (size_t)((n - i) * read));
+        memcpy(in, source + whole * read, (size_t)((n - whole) * read));
         if (operation == GRADS_ACCUMULATE)
-            memcpy(out, destination + i * write, (size_t)((n - i) * write));
-        GRADS_NAME(grads_block)(lanes, in, out, cached, from, to, &random, first + (uint32_t)(i / 2));
+            memcpy(out, destination + whole * write, (size_t)((n - whole) * write));
+        GRADS_NAME(grads_block)(
+            lanes[whole / GRADS_QUARTER], in, out, operation, from, to, &random, first + (uint32_t)(whole / 2));
         if (operation != GRADS_MEASURE)
-            memcpy(destination + i * write, out, (size_t)((n - i) * write));
+            memcpy(destination + whole * write, out, (size_t)((n - whole) * write));
     }
-    if (operation == GRADS_COPY_PAST)
-        _mm_sfence(); /* other threads see such stores in any order otherwise */
-    memcpy(sums, lanes, sizeof sums);
-    return grads_total(sums, GRADS_PAIRED(operation, from, to));
+    for (int q = 0; q < GRADS_QUARTERS; q++) {
+        double sums[GRADS_BLOCK];
+        memcpy(sums, lanes[q], sizeof sums);
+        total += grads_total(sums, GRADS_PAIRED(operation, from, to));
+    }
+    return total;
 }
 
 /* The sum of squares of one piece; `destination` and `to` are not used to measure. `first` counts pairs of elements. */
@@ -169,18 +174,15 @@ GRADS_TARGET static double GRADS_NAME(grads_piece)(
 {
 #define GRADS_CASE(o, f, t) \
     case GRADS_VARIANT(o, f, t): return GRADS_NAME(grads_loop)(source, destination, n, o, f, t, key, first)
-#define GRADS_COPIES(o) \
-    GRADS_CASE(o, GRADS_FLOAT32, GRADS_FLOAT32); \
-    GRADS_CASE(o, GRADS_BFLOAT16, GRADS_FLOAT32); \
-    GRADS_CASE(o, GRADS_BFLOAT16, GRADS_BFLOAT16); \
-    GRADS_CASE(o, GRADS_FLOAT16, GRADS_FLOAT32); \
-    GRADS_CASE(o, GRADS_FLOAT16, GRADS_FLOAT16)
     switch (GRADS_VARIANT(operation, from, operation == GRADS_MEASURE ? GRADS_FLOAT32 : to)) {
         GRADS_CASE(GRADS_MEASURE, GRADS_FLOAT32, GRADS_FLOAT32);
         GRADS_CASE(GRADS_MEASURE, GRADS_BFLOAT16, GRADS_FLOAT32);
         GRADS_CASE(GRADS_MEASURE, GRADS_FLOAT16, GRADS_FLOAT32);
-        GRADS_COPIES(GRADS_COPY);
-        GRADS_COPIES(GRADS_COPY_PAST);
+        GRADS_CASE(GRADS_COPY, GRADS_FLOAT32, GRADS_FLOAT32);
+        GRADS_CASE(GRADS_COPY, GRADS_BFLOAT16, GRADS_FLOAT32);
+        GRADS_CASE(GRADS_COPY, GRADS_BFLOAT16, GRADS_BFLOAT16);
+        GRADS_CASE(GRADS_COPY, GRADS_FLOAT16, GRADS_FLOAT32);
+        GRADS_CASE(GRADS_COPY, GRADS_FLOAT16, GRADS_FLOAT16);
         GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT32, GRADS_FLOAT32);
         GRADS_CASE(GRADS_ACCUMULATE, GRADS_BFLOAT16, GRADS_FLOAT32);
         GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT16, GRADS_FLOAT32);
@@ -188,7 +190,6 @@ GRADS_TARGET static double GRADS_NAME(grads_piece)(
         GRADS_CASE(GRADS_ACCUMULATE, GRADS_BFLOAT16, GRADS_BFLOAT16);
         GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT16, GRADS_BFLOAT16);
     }
-#undef GRADS_COPIES
 #undef GRADS_CASE
     return __builtin_nan(""); /* the caller has refused every other combination */
 }

@@ -9,9 +9,13 @@
 #include "number_formats.h"
 
 enum grads_isa { GRADS_BASELINE, GRADS_AVX2, GRADS_AVX512 };
-enum grads_operation { GRADS_MEASURE, GRADS_COPY, GRADS_COPY_PAST /* the caches */, GRADS_ACCUMULATE };
+enum grads_operation { GRADS_MEASURE, GRADS_COPY, GRADS_ACCUMULATE };
 enum grads_format { GRADS_FLOAT32, GRADS_BFLOAT16, GRADS_FLOAT16 };
 enum { GRADS_BLOCK = 32 };
+/* A thread that reads one place after the other leaves a quarter of the memory's bandwidth unused: the quarters of a
+ * piece are walked side by side, GRADS_STEP elements of each in turn. lightning_cxl/optim/grad_reference.py has the same
+ * numbers, except for the step, which changes no result. */
+enum { GRADS_PIECE = 65536, GRADS_QUARTERS = 4, GRADS_QUARTER = GRADS_PIECE / GRADS_QUARTERS, GRADS_STEP = 512 };
 
 #define GRADS_VARIANT(operation, from, to) (((operation) * 3 + (from)) * 3 + (to))
 /* What is measured is bfloat16: its even and odd elements are in different vectors. */
@@ -87,11 +91,6 @@ CXL_INLINE grads_floats grads_from_float16_baseline(const char *source)
 #define GRADS_TARGET
 #define GRADS_LANES grads_lanes_baseline
 #define GRADS_SQUARE(lanes, values) grads_square_baseline(lanes, values)
-#define GRADS_PAST(p, x)                                                                                               \
-    do {                                                                                                               \
-        _mm_stream_ps((float *)(p), _mm_loadu_ps((const float *)&(x)));                                                \
-        _mm_stream_ps((float *)(p) + 4, _mm_loadu_ps((const float *)&(x) + 4));                                        \
-    } while (0)
 #define GRADS_FROM_BFLOAT16(source) grads_from_bfloat16_baseline(source)
 #define GRADS_FROM_FLOAT16(source) grads_from_float16_baseline(source)
 #include "grads_body.h"
@@ -99,11 +98,9 @@ CXL_INLINE grads_floats grads_from_float16_baseline(const char *source)
 #undef GRADS_TARGET
 #undef GRADS_LANES
 #undef GRADS_SQUARE
-#undef GRADS_PAST
 #undef GRADS_FROM_BFLOAT16
 #undef GRADS_FROM_FLOAT16
 
-#define GRADS_PAST(p, x) _mm256_stream_ps((float *)(p), (__m256)(x))
 #define GRADS_FROM_BFLOAT16(source) \
     ((grads_floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
 /* every CPU with AVX2 has F16C, which is older and ignores the denormal mode, as cxl_from_float16 does */
@@ -146,14 +143,13 @@ typedef struct {
 #undef GRADS_TARGET
 #undef GRADS_LANES
 #undef GRADS_SQUARE
-#undef GRADS_PAST
 #undef GRADS_FROM_BFLOAT16
 #undef GRADS_FROM_FLOAT16
 
 /* Process one piece of a span, from element `offset` on, and return its sum of squares. The caller has checked that the
  * CPU has `isa` and that the formats fit the operation. */
 static double grads_piece(
-    const enum grads_isa isa, int operation, const int from, const int to, const char *source, char *destination,
+    const enum grads_isa isa, const int operation, const int from, const int to, const char *source, char *destination,
     const int64_t n, const uint64_t random_key, const uint64_t offset)
 {
     /* as lightning_cxl/optim/formats.py: what is above 32 bits of a counter changes the key */
@@ -161,8 +157,6 @@ static double grads_piece(
     const uint32_t first = (uint32_t)pair;
     const struct cxl_random_key key = {
         (uint32_t)random_key, (uint32_t)(random_key >> 32) + (uint32_t)(pair >> 32) * CXL_FAR};
-    if (operation == GRADS_COPY_PAST && (uintptr_t)destination % sizeof(grads_floats))
-        operation = GRADS_COPY;
     switch (isa) {
     case GRADS_AVX512: return grads_piece_avx512(operation, from, to, source, destination, n, key, first);
     case GRADS_AVX2: return grads_piece_avx2(operation, from, to, source, destination, n, key, first);

@@ -10,7 +10,9 @@ from torch.nn.functional import pad
 from lightning_cxl.optim.formats import random_bits, round_stochastic
 
 PIECE = 65536
-"""Elements summed before sums are; a whole number of rows."""
+"""Elements summed before sums are."""
+QUARTERS = 4
+"""Parts of a piece that are summed on their own; each is a whole number of rows."""
 LANES = 32
 
 
@@ -18,19 +20,23 @@ def sum_of_squares(values: torch.Tensor) -> float:
     """Return the sum of squares; finite if and only if every element is.
 
     Squares of float32 are exact in double. Rows of `LANES` elements are added one after the other, then the lanes by
-    halves, then the pieces in order.
+    halves, then the quarters of a piece in order, then the pieces in order.
     """
     exact = values.flatten().double()
     total = 0.0
     for piece in torch.split(exact * exact, PIECE):
-        lanes = torch.zeros(LANES, dtype=torch.float64)
-        for row in pad(piece, (0, -piece.numel() % LANES)).view(-1, LANES):
-            lanes += row
-        while lanes.numel() > 1:
-            low, high = lanes.chunk(2)
-            lanes = low + high
-        total += lanes.item()
+        total += sum(_sum_of_quarter(quarter) for quarter in torch.split(piece, PIECE // QUARTERS))
     return total
+
+
+def _sum_of_quarter(squares: torch.Tensor) -> float:
+    lanes = torch.zeros(LANES, dtype=torch.float64)
+    for row in pad(squares, (0, -squares.numel() % LANES)).view(-1, LANES):
+        lanes += row
+    while lanes.numel() > 1:
+        low, high = lanes.chunk(2)
+        lanes = low + high
+    return lanes.item()
 
 
 def copy(source: torch.Tensor, destination: torch.Tensor) -> float:
