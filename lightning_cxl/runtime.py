@@ -216,8 +216,20 @@ class OffloadRuntime:
                 home = self.memory.tensor(value.shape, value.dtype, placement, TensorRole.MOMENTUM)
                 state[key] = home.copy_(value)
 
+    @property
+    def num_sums(self) -> int:
+        """Gradients added up so far, of which stochastic rounding depends: a checkpoint needs it."""
+        return 0 if self._grads is None else self._grads.num_sums
+
+    @num_sums.setter
+    def num_sums(self, value: int) -> None:
+        assert self._grads is not None, "setup_model comes first"
+        self._grads.num_sums = value
+
     def start_backward(self) -> None:
-        """Free what the forward left behind in the C library's heap."""
+        """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""
+        if self._grads is not None:
+            self._grads.start_backward()
         self._trim_heap()
 
     def finish_backward(self) -> None:
