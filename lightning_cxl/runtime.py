@@ -169,6 +169,7 @@ class OffloadRuntime:
                 adopted=self._adopted,
                 place_state=self.rehome_state,
                 guard=self.guard,
+                meter=self.meter,
             ),
         )
         self._adoption.consider(optimizers)
