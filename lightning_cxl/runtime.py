@@ -30,6 +30,7 @@ from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimi
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.host_tensors import is_ordinary, mirror
+from lightning_cxl.optim.idle_options import warn_of_idle_options
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.overflow import OverflowGuard
@@ -179,6 +180,7 @@ class OffloadRuntime:
         except BaseException:
             self._adoption.release()
             raise
+        warn_of_idle_options(self.optimizers, self._masters, self.config)
         if self.has_separate_masters:
             attach_zero_grad(self._model, self._grads)
         return self.optimizers
