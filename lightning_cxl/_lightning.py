@@ -64,7 +64,7 @@ def overridden(trainer: "Trainer", *names: str) -> set[str]:
 def own_methods(target: object, *names: str) -> set[str]:
     """Return those of the named methods that are neither Lightning's nor ours, of class or object.
 
-    On the object itself because that is what `LambdaCallback` does, and what ``module.hook = function`` does.
+    Of the object because that is what `LambdaCallback` does, and what ``module.hook = function`` does.
     """
     return {name for name in names if not _is_known(vars(target).get(name) or getattr(type(target), name, None))}
 
