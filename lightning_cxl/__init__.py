@@ -5,6 +5,7 @@ Importing this package registers ``Trainer(strategy="cxl_offload")``.
 
 from lightning_cxl._lightning import StrategyRegistry
 from lightning_cxl.callbacks import OffloadProgressBar
+from lightning_cxl.checkpoint import plain_checkpoint
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import (
     CheckpointError,
@@ -58,6 +59,7 @@ __all__ = [
     "UnsupportedError",
     "empty",
     "host_allocation",
+    "plain_checkpoint",
     "residency",
     "tier",
 ]

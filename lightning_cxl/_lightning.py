@@ -55,11 +55,25 @@ def loaded_packages() -> tuple[str, ...]:
 
 def overridden(trainer: "Trainer", *names: str) -> set[str]:
     """Return those of the named hooks that the module or a callback of the user has its own version of."""
-    module = type(trainer.lightning_module)
-    own = {name for name in names if getattr(module, name, None) is not getattr(LightningModule, name, None)}
+    own = own_methods(trainer.lightning_module, *names)
     for callback in getattr(trainer, "callbacks", []):
-        own |= {n for n in names if hasattr(Callback, n) and getattr(type(callback), n) is not getattr(Callback, n)}
+        own |= own_methods(callback, *names)
     return own
+
+
+def own_methods(target: object, *names: str) -> set[str]:
+    """Return those of the named methods that are neither Lightning's nor ours, of class or object.
+
+    Of the object because that is what `LambdaCallback` does, and what ``module.hook = function`` does.
+    """
+    return {name for name in names if not _is_known(vars(target).get(name) or getattr(type(target), name, None))}
+
+
+def _is_known(method: object) -> bool:
+    if method is None:
+        return True
+    package = (getattr(method, "__module__", None) or "").partition(".")[0]
+    return package in ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_cxl")
 
 
 __all__ = [
@@ -83,5 +97,6 @@ __all__ = [
     "Trainer",
     "loaded_packages",
     "overridden",
+    "own_methods",
     "seed_everything",
 ]

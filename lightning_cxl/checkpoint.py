@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.formats import split
 from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.optim.plain_state import decoded, joined, without_remainder
 from lightning_cxl.optim.slot import REMAINDER
 
 KEY = "lightning_cxl"
@@ -106,6 +107,75 @@ def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: li
         kept = {key: value for key, value in group.items() if key != "param_names"}  # those are in the saved order
         groups.append({**kept, "params": [index_of[name] for name in names]})
     return {**state, "param_groups": groups}
+
+
+def load_plain(optimizer: Optimizer, state: Mapping[str, Any], names: list[list[str]]) -> None:
+    """Load an optimizer's state dict into an optimizer that is not CPUAdam, which may have written it.
+
+    8-bit momentum and variance are decoded, and the remainders of split master weights go into the masters.
+
+    Args:
+        optimizer: on the host.
+        state: torch's format, in the optimizer's order.
+        names: of its parameters by group, for messages.
+    """
+    entries: dict[Any, Any] = dict(state["state"])
+    for group, saved, group_names in zip(optimizer.param_groups, state["param_groups"], names, strict=True):
+        for parameter, key, name in zip(group["params"], saved["params"], group_names, strict=True):
+            if key not in entries:
+                continue
+            entries[key], remainder = without_remainder(decoded(entries[key], f"`{name}`"))
+            if remainder is not None:
+                with torch.no_grad():
+                    parameter.copy_(joined(parameter.detach(), remainder))
+    optimizer.load_state_dict({**state, "state": entries})
+
+
+def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint that needs nothing of this package, for plain Lightning with torch's optimizers.
+
+    Momentum and variance become float32, also where they were 8 bit, which torch's Adam cannot read; weights whose
+    float32 master weights are in the file become those. Takes 8 more bytes of memory per parameter.
+
+    Example::
+
+        plain = lightning_cxl.plain_checkpoint(torch.load("offloaded.ckpt"))
+        torch.save(plain, "plain.ckpt")
+
+    Args:
+        checkpoint: as `torch.load` returns it; is left as it is.
+
+    Raises:
+        CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one.
+    """
+    own = checkpoint.get(KEY) or {}
+    weights = {**checkpoint["state_dict"]}
+    weights.update((name, value) for name, value in (own.get("master_weights") or {}).items() if name in weights)
+    states = checkpoint.get("optimizer_states", [])
+    all_names = own.get("optimizer_param_names") or [None] * len(states)
+    plain_states = []
+    for state, names in zip(states, all_names, strict=True):
+        entries = {}
+        name_of = _names_by_key(state, names)
+        for key, entry in state["state"].items():
+            name = name_of.get(key)
+            plain, remainder = without_remainder(decoded(entry, f"`{name or key}`"))
+            entries[key] = {k: _widened(v) for k, v in plain.items()}
+            if remainder is not None and name in weights:
+                weights[name] = joined(weights[name], remainder)
+        plain_states.append({**state, "state": entries})
+    rest = {key: value for key, value in checkpoint.items() if key != KEY}
+    return {**rest, "state_dict": weights, **({"optimizer_states": plain_states} if states else {})}
+
+
+def _names_by_key(state: Mapping[str, Any], names: list[list[str]] | None) -> dict[Any, str]:
+    groups = zip(state["param_groups"], names or [], strict=names is not None)
+    return {key: name for group, own in groups for key, name in zip(group["params"], own, strict=True)}
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
 
 
 def restore_masters(

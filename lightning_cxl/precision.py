@@ -1,50 +1,73 @@
 """Loss scaling and clipping under a precision plugin, left to the optimizer's own sweep where that is safe."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from lightning_cxl._lightning import LightningOptimizer, Precision, Trainer, overridden
+from lightning_cxl._lightning import LightningOptimizer, Precision, Trainer, overridden, own_methods
 from lightning_cxl.optim.clip import HostClip
 from lightning_cxl.optim.host_unscale import HostUnscale
 from lightning_cxl.runtime import OffloadRuntime
 
 
-def watch_for_edits(trainer: Trainer, runtime: OffloadRuntime) -> bool:
-    """Find out what user code may do to gradients between backward and step. See [Note: Measured gradients].
+@dataclass(frozen=True, slots=True)
+class GradientUse:
+    """What user code may do to gradients after they have arrived. See [Note: Measured gradients]."""
 
-    Returns:
-        Whether unscaling and clipping may be left to the step: nobody looks at ``.grad`` in between, or edits it.
-    """
-    automatic = trainer.lightning_module.automatic_optimization
+    edits: bool
+    """Somebody may write them between backward and step, perhaps through ``.data``."""
+    looks: bool
+    """Somebody may read them before the next backward: they must be unscaled and clipped where they are."""
+
+    def defers(self, optimizer: Optimizer) -> bool:
+        """Whether unscaling and clipping may be left to the step of `optimizer`."""
+        return not (self.looks or optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+
+
+def watch_for_edits(trainer: Trainer) -> GradientUse:
+    """Find out what user code may do to gradients."""
+    manual = not trainer.lightning_module.automatic_optimization
     step = ("on_before_optimizer_step", "configure_gradient_clipping")
     edits = overridden(trainer, "backward", "on_after_backward", "optimizer_step", *step)
-    runtime.meter.trusts_versions = automatic and not edits
-    looks = overridden(trainer, "on_before_zero_grad", *step)
+    looks = overridden(trainer, "on_before_zero_grad", "on_train_batch_end", *step)
+    # a plugin's own clipping works on what it finds
+    looks |= own_methods(trainer.precision_plugin, "clip_gradients", "clip_grad_by_norm", "main_params")
     clips_values = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"  # needs unscaled ones
-    return bool(automatic and not looks and not clips_values)
+    return GradientUse(edits=manual or bool(edits), looks=bool(manual or looks or clips_values))
 
 
-def attach_scaling(plugin: Precision, runtime: OffloadRuntime, active: ExitStack, *, defer: bool) -> None:
-    """Let clipping and a loss scaler work on host gradients, without a pass of their own where `defer`.
+def attach_scaling(plugin: Precision, runtime: OffloadRuntime, active: ExitStack, use: GradientUse) -> None:
+    """Let clipping and a loss scaler work on host gradients, without a pass of their own where `use` allows it.
 
     Args:
         plugin: of the Trainer.
         runtime: of this run.
         active: undoes it when it closes.
-        defer: what `watch_for_edits` returned.
+        use: what `watch_for_edits` returned.
     """
+    runtime.meter.trusts_versions = not use.edits
     scaler: Any = getattr(plugin, "scaler", None)
+    unscale = None
     if scaler is not None:
-        scaler._unscale_grads_ = HostUnscale(scaler, runtime.guard, defer=defer)
+        unscale = scaler._unscale_grads_ = HostUnscale(scaler, unwrap, use.defers, runtime.guard)
         active.callback(scaler.__dict__.pop, "_unscale_grads_", None)
-    if defer:
-        clip = HostClip(plugin.clip_grad_by_norm, unwrap, runtime.meter)
-        plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
-        active.callback(plugin.__dict__.pop, "clip_grad_by_norm", None)
+    before = vars(plugin).copy()
+    clip = HostClip(plugin.clip_grad_by_norm, unwrap, use.defers, runtime.guard, unscale)
+    plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+    active.callback(_restore, plugin, "clip_grad_by_norm", before)
 
 
 def unwrap(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _restore(target: object, name: str, before: dict[str, Any]) -> None:
+    """Set an attribute of an object back to what it was, which may be nothing but its class's."""
+    if name in before:
+        setattr(target, name, before[name])
+    else:
+        vars(target).pop(name, None)

@@ -30,6 +30,7 @@ from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimi
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.host_tensors import is_ordinary, mirror
+from lightning_cxl.optim.idle_options import warn_of_idle_options
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.overflow import OverflowGuard
@@ -169,6 +170,7 @@ class OffloadRuntime:
                 adopted=self._adopted,
                 place_state=self.rehome_state,
                 guard=self.guard,
+                meter=self.meter,
             ),
         )
         self._adoption.consider(optimizers)
@@ -178,6 +180,7 @@ class OffloadRuntime:
         except BaseException:
             self._adoption.release()
             raise
+        warn_of_idle_options(self.optimizers, self._masters, self.config)
         if self.has_separate_masters:
             attach_zero_grad(self._model, self._grads)
         return self.optimizers
@@ -216,8 +219,20 @@ class OffloadRuntime:
                 home = self.memory.tensor(value.shape, value.dtype, placement, TensorRole.MOMENTUM)
                 state[key] = home.copy_(value)
 
+    @property
+    def num_sums(self) -> int:
+        """Gradients added up so far, of which stochastic rounding depends: a checkpoint needs it."""
+        return 0 if self._grads is None else self._grads.num_sums
+
+    @num_sums.setter
+    def num_sums(self, value: int) -> None:
+        assert self._grads is not None, "setup_model comes first"
+        self._grads.num_sums = value
+
     def start_backward(self) -> None:
-        """Free what the forward left behind in the C library's heap."""
+        """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""
+        if self._grads is not None:
+            self._grads.start_backward()
         self._trim_heap()
 
     def finish_backward(self) -> None:

@@ -21,15 +21,16 @@ from lightning_cxl._lightning import (
     Accelerator,
     CheckpointIO,
     LightningEnvironment,
-    LightningModule,
     ParallelStrategy,
     Precision,
     Trainer,
+    own_methods,
 )
 from lightning_cxl.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.config import OffloadConfig, with_option_fields
 from lightning_cxl.errors import CheckpointError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.optim.adopt import repoint_scheduler
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planner.report import format_report
 from lightning_cxl.precision import attach_scaling, unwrap, watch_for_edits
@@ -81,7 +82,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
         self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
         self._last_report: dict[str, Any] | None = None
-        self._defer_scaling = False  # whether clipping and unscaling are left to the optimizer's step
+        self._last_num_sums = 0
 
     # -- one process, one device -------------------------------------------------------------------------------------
 
@@ -167,8 +168,9 @@ class CXLOffloadStrategy(ParallelStrategy):
             if trainer.state.fn == "fit":
                 self.runtime.accumulates = trainer.accumulate_grad_batches > 1
                 self.setup_optimizers(trainer)
-                self._defer_scaling = watch_for_edits(trainer, self.runtime)
             self.setup_precision_plugin()
+            if trainer.state.fn == "fit":
+                attach_scaling(self.precision_plugin, self.runtime, self._active, watch_for_edits(trainer))
         except BaseException:
             self._close()
             raise
@@ -195,19 +197,14 @@ class CXLOffloadStrategy(ParallelStrategy):
     def _warn_about_gradients(self) -> None:
         hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
         module = self.lightning_module
-        own = [name for name in hooks if getattr(type(module), name) is not getattr(LightningModule, name)]
+        own = own_methods(module, *hooks)
         if own:
             warnings.warn(
-                f"{type(module).__name__} overrides {', '.join(own)}: gradients are on the parameters in "
+                f"{type(module).__name__} overrides {', '.join(sorted(own))}: gradients are on the parameters in "
                 "`optimizer.param_groups`, on the host; `p.grad` of the model's own parameters is None there.",
                 LightningCXLWarning,
                 stacklevel=2,
             )
-
-    def setup_precision_plugin(self) -> None:
-        """Attach the precision plugin; let clipping and a loss scaler work on host gradients."""
-        super().setup_precision_plugin()
-        attach_scaling(self.precision_plugin, self.runtime, self._active, defer=self._defer_scaling)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -243,8 +240,12 @@ class CXLOffloadStrategy(ParallelStrategy):
         if self._masters is not None and checkpoint.get("optimizer_states"):
             self._masters.absorb_changes()
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
-            checkpoint = {**checkpoint, ckpt.KEY: ckpt.describe_optimizers(optimizers, self._masters)}
+            own = ckpt.describe_optimizers(optimizers, self._masters)
+            checkpoint = {**checkpoint, ckpt.KEY: {**own, "num_gradient_sums": self._num_sums()}}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _num_sums(self) -> int:
+        return self._last_num_sums if self._runtime is None else self._runtime.num_sums
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state into the host memory it has, by parameter name, then the master weights."""
@@ -260,8 +261,13 @@ class CXLOffloadStrategy(ParallelStrategy):
         for optimizer, state, names in zip(self.optimizers, states, saved_names, strict=True):
             target = unwrap(optimizer)
             current = [[self._masters.name_of(p) for p in group["params"]] for group in target.param_groups]
-            target.load_state_dict(ckpt.by_name(state, names, current))
-            self.runtime.rehome_state(target)
+            ordered = ckpt.by_name(state, names, current)
+            if isinstance(target, CPUAdam):
+                target.load_state_dict(ordered)
+            else:
+                ckpt.load_plain(target, ordered, current)
+                self.runtime.rehome_state(target)
+        self.runtime.num_sums = own.get("num_gradient_sums", 0)
         ckpt.restore_masters(own.get("master_weights"), self._masters, map(unwrap, self.optimizers))
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -281,6 +287,7 @@ class CXLOffloadStrategy(ParallelStrategy):
 
     def _close(self) -> None:
         self._active.close()
+        self._last_num_sums = self._num_sums()
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             try:

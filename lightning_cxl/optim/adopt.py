@@ -9,11 +9,12 @@ on optimizer objects.
 """
 
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
@@ -25,6 +26,7 @@ from lightning_cxl.optim.formats import MasterForm, StatePrecision
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.host_step import AllocationScope, HostStep, evaluates_closure_first
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.moment import AllocateState, choose_precision, moment_bytes
 from lightning_cxl.optim.overflow import OverflowGuard
 from lightning_cxl.tiers.placement import TensorRole
@@ -56,6 +58,8 @@ class AdoptionOptions:
     """Moves state of an optimizer that lies in ordinary memory."""
     guard: OverflowGuard
     """Asked before every update."""
+    meter: GradientMeter
+    """Knows the gradients of this run."""
 
 
 class Adoption:
@@ -83,7 +87,7 @@ class Adoption:
         hosts: list[HostParameter] = []
         for group in optimizer.param_groups:
             own = [self._masters.adopt(p, self.form_for(optimizer, p)) for p in group["params"]]
-            group["params"] = [host.master for host in own]
+            group["params"][:] = [host.master for host in own]  # in place: LBFGS has a reference of its own
             hosts += own
         for host in hosts:
             _rekey(optimizer, host.compute, host.master)
@@ -92,6 +96,7 @@ class Adoption:
         current = optimizer
         if self._becomes_cpu_adam(optimizer):
             current = self._make_cpu_adam(optimizer)
+            current.meter = self._options.meter
         else:
             self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         self._adopted[-1] = (optimizer, current)
@@ -111,9 +116,9 @@ class Adoption:
                 step.remove()
             current.__dict__.pop("add_param_group", None)
             for group in current.param_groups:
-                group["params"] = [self._give_back(current, p) for p in group["params"]]
+                group["params"][:] = [self._give_back(current, p) for p in group["params"]]
             if isinstance(current, CPUAdam):
-                current.forget_allocator()
+                current.leave_run()
             if original is not current:
                 original.__dict__.pop("step", None)
                 original.state = current.state
@@ -154,7 +159,7 @@ class Adoption:
         """Return the bytes of each of the two moments of a compute parameter; 0 where CPUAdam does not make them."""
         if not parameter.requires_grad or not self._becomes_cpu_adam(optimizer):
             return 0
-        sensitive = self._options.is_sensitive(parameter)
+        sensitive = self._is_sensitive(optimizer, parameter)
         return moment_bytes(
             parameter.numel(), choose_precision(parameter, self._state_of(optimizer), sensitive=sensitive)
         )
@@ -177,15 +182,27 @@ class Adoption:
         return not other
 
     def _make_cpu_adam(self, optimizer: Optimizer) -> CPUAdam:
-        return CPUAdam.from_torch(
-            optimizer,
-            num_threads=self._options.num_threads,
-            allocate_state=self._allocate_state,
-            compute_weights=self._masters.kernel_weights,
-            state=self._state_of(optimizer),
-            seed=optimizer.seed if isinstance(optimizer, CPUAdam) else 0,
-            fp32_state=_Sensitive(self._masters, self._options.is_sensitive),
-        )
+        options: dict[str, Any] = {
+            "num_threads": self._options.num_threads,
+            "compute_weights": self._masters.kernel_weights,
+            "state": self._options.state,
+            "fp32_state": _Sensitive(self._masters, partial(self._is_sensitive, optimizer)),
+        }
+        if isinstance(optimizer, CPUAdam):  # the user's own: what it was constructed with holds
+            options |= {
+                "num_threads": optimizer.num_threads,
+                "isa": optimizer.isa,
+                "state": optimizer.state_precision,
+                "seed": optimizer.seed,
+                "compute_weights": ChainMap[Any, Any](
+                    self._masters.kernel_weights, cast(Any, optimizer.compute_weights)
+                ),
+            }
+        return CPUAdam.from_torch(optimizer, allocate_state=self._allocate_state, **options)
+
+    def _is_sensitive(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+        own = isinstance(optimizer, CPUAdam) and parameter in optimizer.fp32_state
+        return own or self._options.is_sensitive(parameter)
 
     def _allocate_state(self, master: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return self._options.allocate_state(self._masters.compute_of(master), role, dtype, numel)
@@ -221,8 +238,8 @@ class _Hooks:
         self._grads.finish()
         self._masters.absorb_changes()
 
-    def accepts(self, parameters: list[torch.Tensor]) -> bool:
-        return self._options.guard.accepts(parameters)
+    def accepts(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, can_skip: bool) -> bool:
+        return self._options.guard.accepts(optimizer, parameters, can_skip=can_skip)
 
     def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
         self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
@@ -245,7 +262,9 @@ def describe_optimizer(optimizer: Optimizer) -> str:
     """Return one line for the report."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     name = f"{type(optimizer).__name__} on the host, {len(optimizer.param_groups)} groups, {count} parameters"
-    return f"{name}, {optimizer.isa}, {optimizer.num_threads} threads" if isinstance(optimizer, CPUAdam) else name
+    if not isinstance(optimizer, CPUAdam):
+        return name
+    return f"{name}, {optimizer.state_precision} state, {optimizer.isa}, {optimizer.num_threads} threads"
 
 
 class _AddParamGroup:

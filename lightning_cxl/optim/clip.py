@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.optim.host_unscale import HostUnscale
+from lightning_cxl.optim.overflow import OverflowGuard
 
 
 class HostClip:
@@ -15,22 +16,32 @@ class HostClip:
     The norm comes from the sums that were taken as gradients arrived. ``.grad`` keeps the values from before clipping.
 
     Args:
-        plain: what the plugin does itself; used for other optimizers.
+        plain: what the plugin does itself; used for other optimizers, and where the factor is not left to the step.
         unwrap: finds the optimizer in a wrapper of the framework.
-        meter: measures what was not measured yet.
+        defers: whether the factor may be left to the step of an optimizer: nobody looks at gradients in between.
+        guard: told before gradients are clipped in place, which makes all of them NaN when one is.
+        unscale: has left a factor to the step, too; None without a loss scaler.
     """
 
     def __init__(
-        self, plain: Callable[..., Any], unwrap: Callable[[Any], torch.optim.Optimizer], meter: GradientMeter
+        self,
+        plain: Callable[..., Any],
+        unwrap: Callable[[Any], torch.optim.Optimizer],
+        defers: Callable[[torch.optim.Optimizer], bool],
+        guard: OverflowGuard,
+        unscale: HostUnscale | None,
     ) -> None:
         self._plain = plain
         self._unwrap = unwrap
-        self._meter = meter
+        self._defers = defers
+        self._guard = guard
+        self._unscale = unscale
 
     def __call__(self, optimizer: Any, clip_val: float) -> None:
         """Clip the gradients of `optimizer` to a total norm of `clip_val`."""
         target = self._unwrap(optimizer)
-        if isinstance(target, CPUAdam):
-            target.clip_grad_norm_(clip_val, meter=self._meter)
+        if isinstance(target, CPUAdam) and self._defers(target):
+            target.clip_grad_norm_(clip_val, scale=1.0 if self._unscale is None else self._unscale.factor)
         else:
+            self._guard.look(target)
             self._plain(optimizer, clip_val)

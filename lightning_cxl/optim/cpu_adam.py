@@ -1,7 +1,7 @@
 """`CPUAdam`: Adam and AdamW on host memory as a real torch optimizer, one pass over memory with all threads."""
 
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 import torch
@@ -9,12 +9,11 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_cxl import _adam, _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.optim.clip_factor import GradScale, clip_factor
+from lightning_cxl.optim.clip_factor import GradScale, own_meter
 from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision, mix_key
 from lightning_cxl.optim.homes import ThreadHomes
 from lightning_cxl.optim.hyper import check_options, check_ranges, chosen_isa, scalars_of, thread_count
 from lightning_cxl.optim.layout import check_compute_weights, check_parameter, usable_gradient
-from lightning_cxl.optim.meter import GradientMeter, gradients
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.slots import Slots
 from lightning_cxl.optim.spans import SpanTable, Update, is_as_before, signature_of
@@ -91,6 +90,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
         self._slots = Slots(state, fp32_state, allocate_from_torch if allocate_state is None else allocate_state)
+        self.meter = own_meter(self.num_threads, self.isa)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -125,7 +125,11 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, CPUAdam):
             raise UnsupportedError(
                 f"CPUAdam can replace torch.optim.Adam and AdamW, not {type(optimizer).__qualname__}: "
-                "set `cpu_adam=False` to run the optimizer as it is"
+                + (
+                    "use CPUAdam itself, and step hooks for what the subclass adds"
+                    if isinstance(optimizer, CPUAdam)
+                    else "set `cpu_adam=False` to run the optimizer as it is"
+                )
             )
         names = ("lr", "betas", "eps", "weight_decay")
         given = {name: optimizer.defaults[name] for name in names}
@@ -138,35 +142,20 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         new._load_moments([(group, list(group["params"])) for group in new.param_groups], optimizer.state)
         return new
 
-    def clip_grad_norm_(self, max_norm: float, *, scale: float = 1.0, meter: GradientMeter | None = None) -> float:
-        """Let the next step clip the gradients to a total norm, without a sweep of its own.
-
-        The norm comes from one read of those gradients that were not measured when they arrived; the step multiplies by
-        the factor as it reads them. ``.grad`` keeps the values from before.
-
-        Args:
-            max_norm: what the norm is brought down to.
-            scale: factor that the gradients still need, such as 1 / loss scale; the step applies it too.
-            meter: measures the gradients; a new one when None.
-
-        Returns:
-            The norm before clipping, of the scaled gradients; infinite or NaN if an element is.
-        """
-        grads = gradients(parameter for group in self.param_groups for parameter in group["params"])
-        scale *= self.grad_scale
-        sums = (meter or GradientMeter(self.num_threads, self.isa)).sums(grads)
-        norm, factor = clip_factor(sums, max_norm, scale)
-        self.grad_scale = scale * factor  # at the end: a caller may go on after an error before it
-        return norm
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; a `grad_scale` that was for them goes, too."""
         super().zero_grad(set_to_none)
         self.grad_scale = 1.0
 
-    def forget_allocator(self) -> None:
-        """Take memory for parameters that have no state yet from torch from now on: a run's memory is closed."""
+    @property
+    def fp32_state(self) -> Container[torch.Tensor]:
+        """Parameters whose state stays float32 with ``state="8bit"``."""
+        return self._slots.fp32_state
+
+    def leave_run(self) -> None:
+        """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""
         self._slots.allocate = allocate_from_torch
+        self.meter = own_meter(self.num_threads, self.isa)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reserve its optimizer state. A group that is refused is not added."""
@@ -223,6 +212,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             steps.append(slot.step_address)
         _adam.next_steps(steps, values)
 
+        self.drop_stale_scale()
         rows: dict[tuple[int, float], list[Update]] = {}
         for (group_index, ordinal, update), step in zip(work, values, strict=True):
             if update.slot.precision == "bf16":
@@ -347,3 +337,4 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.homes = ThreadHomes.detect()
         if self.isa not in _cpu.supported_isas():
             self.isa = _cpu.best_isa()
+        self.meter = own_meter(self.num_threads, self.isa)

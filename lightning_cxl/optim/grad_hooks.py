@@ -8,23 +8,39 @@ from torch.nn import Parameter
 
 
 class GradientHooks:
-    """Calls `received` whenever autograd has finished accumulating into `parameter`."""
+    """Calls `received` whenever autograd has finished accumulating into `parameter`.
 
-    def __init__(self, parameter: Parameter, received: Callable[[], None]) -> None:
+    Args:
+        parameter: a leaf.
+        received: called before hooks that the user has put on the parameter where `first`, else after them.
+        before: called just before autograd adds to ``.grad``; not for gradients that `torch.autograd.grad` returns.
+        first: see `received`.
+    """
+
+    def __init__(
+        self,
+        parameter: Parameter,
+        received: Callable[[], None],
+        before: Callable[[], None] | None = None,
+        *,
+        first: bool = False,
+    ) -> None:
         was_trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # autograd accepts hooks on trainable tensors only
         self._received = received
-        self._before: Callable[[], None] | None = None
+        self._before = before
         self._node: Any = torch.autograd.graph.get_gradient_edge(parameter).node  # lives as long as somebody holds it
-        self._handles: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(self._after_hook)  # type: ignore[no-untyped-call]
-        ]
+        handle = parameter.register_post_accumulate_grad_hook(self._after_hook)  # type: ignore[no-untyped-call]
+        self._handles: list[Any] = [handle]
+        if first:
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+            for key, hook in others:  # to the end, in their order
+                del hooks[key]
+                hooks[key] = hook
+        if before is not None:
+            self._handles.append(self._node.register_prehook(self._before_hook))
         parameter.requires_grad_(was_trainable)
-
-    def before_accumulation(self, call: Callable[[], None]) -> None:
-        """Call this just before autograd adds to ``.grad``; not for gradients that `torch.autograd.grad` returns."""
-        self._before = call
-        self._handles.append(self._node.register_prehook(self._before_hook))
 
     def remove(self) -> None:
         """Call nothing any more."""

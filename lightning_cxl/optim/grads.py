@@ -57,8 +57,11 @@ class GradientSink:
         self._allocate = allocate
         self._meter = meter
         self._half_sums = half_sums
-        self._num_sums = 0  # so far: makes every stochastic rounding another one
+        self.num_sums = 0
+        """Additions so far: makes every stochastic rounding another one."""
         self._watched: dict[int, tuple[HostParameter, GradientHooks]] = {}  # by id of the compute parameter
+        # gradients so far, by id of the host parameter, while autograd delivers the next: state of one backward
+        self._taken: dict[int, torch.Tensor] = {}
         self._pending: deque[tuple[Transfer, torch.Tensor, HostParameter]] = deque()
 
     def watch(self, hosts: list[HostParameter]) -> None:
@@ -70,12 +73,14 @@ class GradientSink:
         new = [host for host in hosts if id(host.compute) not in self._watched]
         reserved = [self._new_slot(host, host.grad_dtype) for host in new if host.compute.requires_grad]
         for host in new:
-            receive = self._receive_shared if host.is_shared else self._receive_separate
-            hooks = GradientHooks(host.compute, partial(receive, host))
-            if host.master.dtype in _HALF or host.grad_dtype in _HALF:
+            half = host.master.dtype in _HALF or host.grad_dtype in _HALF
+            if half:
                 _allow_any_dtype(host.master)
-                if host.is_shared:
-                    hooks.before_accumulation(partial(_take_away, host))
+            if host.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
+                before = partial(self._take_away, host) if half else None
+                hooks = GradientHooks(host.compute, partial(self._receive_shared, host), before, first=True)
+            else:
+                hooks = GradientHooks(host.compute, partial(self._receive_separate, host))
             self._watched[id(host.compute)] = (host, hooks)
         del reserved  # back to the pool, which keeps the pages for the first backward
 
@@ -85,9 +90,15 @@ class GradientSink:
         host.grad_address = slot.data_ptr()
         return slot
 
+    def _take_away(self, host: HostParameter) -> None:
+        """Keep the gradient so far from autograd's own addition; it comes back when the new one has been added."""
+        self._taken.pop(id(host), None)  # of a backward that failed: the user may have zeroed gradients since
+        grad = host.compute.grad
+        if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
+            self._taken[id(host)], host.compute.grad = grad, None
+
     def _receive_shared(self, host: HostParameter) -> None:
-        grad, before = host.compute.grad, host.taken_away
-        host.taken_away = None
+        grad, before = host.compute.grad, self._taken.pop(id(host), None)
         if grad is None or grad.layout is not torch.strided or grad.requires_grad:
             # nothing, sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
             if before is not None:
@@ -140,9 +151,13 @@ class GradientSink:
         keeps_half = self._half_sums and accumulator.dtype is torch.bfloat16
         if accumulator.dtype in _HALF and not keeps_half:
             accumulator = self._first(host, accumulator, torch.float32)
-        self._num_sums += 1
-        self._meter.accumulate(grad, accumulator, mix_key(self._num_sums))
+        self.num_sums += 1
+        self._meter.accumulate(grad, accumulator, mix_key(self.num_sums))
         return accumulator
+
+    def start_backward(self) -> None:
+        """Forget what a backward that failed left behind."""
+        self._taken.clear()
 
     def finish(self) -> None:
         """Return when every gradient that has been produced is where the optimizer reads it."""
@@ -153,6 +168,7 @@ class GradientSink:
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget the gradients of separate masters, as `zero_grad` on a module does for shared ones."""
         self.finish()
+        self._taken.clear()
         for parameter in parameters:
             host, _ = self._watched.get(id(parameter), (None, None))
             if host is not None and not host.is_shared:
@@ -165,19 +181,13 @@ class GradientSink:
             hooks.remove()
             grad = host.master.grad
             ours = grad is not None and grad.layout is torch.strided and grad.data_ptr() == host.grad_address
-            if ours:
-                host.master.grad = None
-            if host.master.grad is None and host.master.grad_dtype is None:
+            if ours or id(host) in self._taken:  # the rest of a backward that failed is a part of a gradient
+                host.master.grad = grad = None
+            if host.master.grad_dtype is None and (grad is None or grad.dtype is host.master.dtype):
                 host.master.grad_dtype = host.master.dtype
         self._watched.clear()
+        self._taken.clear()
 
 
 def _allow_any_dtype(parameter: Any) -> None:
     parameter.grad_dtype = None
-
-
-def _take_away(host: HostParameter) -> None:
-    """Keep the gradient so far from autograd's own addition; it comes back when the new one has been added."""
-    grad = host.compute.grad
-    if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
-        host.taken_away, host.compute.grad = grad, None

@@ -24,8 +24,11 @@ class StepHooks(Protocol):
     def before_update(self) -> None:
         """Bring gradients and masters up to date."""
 
-    def accepts(self, parameters: list[torch.Tensor]) -> bool:
-        """Return whether the gradients of `parameters` may be used; if not, the step is left out."""
+    def accepts(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, can_skip: bool) -> bool:
+        """Return whether `optimizer` may use the gradients of `parameters`; if not, its step is left out.
+
+        Raises an error where it may not and the step has written to weights already, so that it cannot be left out.
+        """
 
     def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
         """Write masters back for the parameters that had a gradient, and place state that is not placed yet."""
@@ -37,7 +40,8 @@ class HostStep:
     torch's optimizers evaluate the closure (forward and backward) once and first: it runs here, outside the allocation
     scope, and only the update itself runs inside, as long as there are parameters without state. Any other optimizer,
     and LBFGS, may evaluate it when and as often as it likes: it gets one that writes masters out before and brings
-    gradients in after, and its new state is placed after the step.
+    gradients in after, and its new state is placed after the step. Where those gradients may not be used, the step ends
+    there: nothing has happened yet as long as it has not written to a parameter.
 
     Args:
         optimizer: the `step` it has now does the work.
@@ -52,15 +56,16 @@ class HostStep:
         self._hooks = hooks
         self._step = optimizer.step
         self._previous = optimizer.__dict__.get("step")  # a scheduler's wrapper, if there is one
+        # of a step that evaluates its closure itself:
+        self._versions: list[int] = []  # of the parameters when it began
+        self._can_skip = True  # it had not written to them when it evaluated the closure
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run one step; same contract as `torch.optim.Optimizer.step`."""
         optimizer = self._optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]
         if closure is not None and not evaluates_closure_first(optimizer):
-            result = self._step(_Synchronised(closure, self._write_out, self._hooks.before_update))
-            self._write_out()
-            return result
+            return self._step_evaluating(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -77,10 +82,33 @@ class HostStep:
         self._hooks.after_update(optimizer, active)
         return loss
 
-    def _accepts(self, parameters: list[torch.Tensor]) -> bool:
+    def _step_evaluating(self, closure: Callable[[], Any]) -> Any:
+        """Run a step that evaluates the closure itself; given up where the closure finds gradients it may not use."""
+        self._versions = self._versions_now()
+        try:
+            result = self._step(_Synchronised(closure, self._before_closure, self._after_closure))
+        except _StepLeftOut as left_out:
+            return left_out.loss
+        self._write_out()
+        return result
+
+    def _before_closure(self) -> None:
+        self._can_skip = self._versions == self._versions_now()
+        self._write_out()
+
+    def _after_closure(self, loss: Any) -> None:
+        self._hooks.before_update()
+        active = [p for p in _parameters(self._optimizer) if p.grad is not None]
+        if not self._accepts(active, can_skip=self._can_skip):
+            raise _StepLeftOut(loss)
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in _parameters(self._optimizer)]
+
+    def _accepts(self, parameters: list[torch.Tensor], *, can_skip: bool = True) -> bool:
         accepted = False
         try:
-            accepted = self._hooks.accepts(parameters)
+            accepted = self._hooks.accepts(self._optimizer, parameters, can_skip=can_skip)
         finally:
             if not accepted and isinstance(self._optimizer, CPUAdam):
                 self._optimizer.grad_scale = 1.0  # was for the step that is left out
@@ -100,7 +128,7 @@ class HostStep:
 class _Synchronised:
     """A closure evaluated inside a step: masters go out before it, gradients come in after."""
 
-    def __init__(self, closure: Callable[[], Any], before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(self, closure: Callable[[], Any], before: Callable[[], None], after: Callable[[Any], None]) -> None:
         self._closure = closure
         self._before = before
         self._after = after
@@ -109,8 +137,16 @@ class _Synchronised:
         self._before()
         with torch.enable_grad():
             loss = self._closure()
-        self._after()
+        self._after(loss)
         return loss
+
+
+class _StepLeftOut(Exception):
+    """Ends a step from inside its closure: the gradients may not be used."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__("the gradients of this step are not finite")
+        self.loss = loss
 
 
 def evaluates_closure_first(optimizer: Optimizer) -> bool:

@@ -3,9 +3,10 @@
 [Note: Measured gradients]
 The sum of squares of a gradient serves clipping (the norm) and the overflow check (it is finite if and only if every
 element is). Whoever writes a whole gradient (`GradientSink`) measures it in the same sweep, and the number is kept on
-the tensor object together with its version counter. At the end of backward only these numbers are combined; a gradient
-that was written since, by autograd or by a user's hook, has another version and is measured again in one read. Writes
-through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off.
+the tensor object together with its version counter and address. At the end of backward only these numbers are
+combined; a gradient that was written since, by autograd or by a user's hook, has another version and is measured again
+in one read. Writes through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off,
+and the number of a parameter that has hooks of the user is not used.
 """
 
 import math
@@ -17,6 +18,7 @@ import torch
 
 from lightning_cxl import _cpu, _grads
 from lightning_cxl.optim.formats import GRAD_FORMATS
+from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.optim.host_tensors import is_dense, is_ordinary
 from lightning_cxl.optim.layout import same_layout
 
@@ -73,6 +75,21 @@ class GradientMeter:
                 _note(grads[index], value)
         return [_sum_by_torch(grad) if value is None else value for grad, value in zip(grads, sums, strict=True)]
 
+    def sums_of(self, parameters: Iterable[torch.Tensor]) -> list[float]:
+        """Return the sums of the gradients that `parameters` have, as they are after hooks on the parameters."""
+        parameters = list(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                _forget_where_hooks_run(parameter)
+        return self.sums(gradients(parameters))
+
+
+def _forget_where_hooks_run(parameter: torch.Tensor) -> None:
+    """Drop the number of a gradient that a user's hook may have edited through ``.data`` after it was measured."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    if not all(isinstance(getattr(hook, "__self__", None), GradientHooks) for hook in hooks.values()):
+        vars(parameter.grad).pop(_NOTE, None)
+
 
 def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients there are."""
@@ -98,12 +115,15 @@ def _kernel_can_move(source: torch.Tensor, destination: torch.Tensor) -> bool:
 
 
 def _note(grad: torch.Tensor, value: float) -> None:
-    setattr(grad, _NOTE, (grad._version, value))
+    setattr(grad, _NOTE, (grad._version, grad.data_ptr(), value))
 
 
 def _noted(grad: torch.Tensor) -> float | None:
-    version, value = getattr(grad, _NOTE, (None, None))
-    return value if version == grad._version else None
+    note = getattr(grad, _NOTE, None)
+    if note is None:
+        return None
+    version, address, value = note  # a copy has the note, too
+    return value if (version, address) == (grad._version, grad.data_ptr()) else None
 
 
 def _sum_by_torch(grad: torch.Tensor) -> float:

@@ -28,11 +28,11 @@ class Slots:
         self._precision: StatePrecision = precision
         # `in` compares the elements of tensors in a list; where it goes by hash, tensors are told apart by identity
         by_hash = isinstance(fp32_state, (AbstractSet, Mapping)) or not isinstance(fp32_state, Iterable)
-        self._fp32_state = fp32_state if by_hash else dict.fromkeys(fp32_state)
+        self.fp32_state = fp32_state if by_hash else dict.fromkeys(fp32_state)
 
     def make(self, parameter: torch.Tensor) -> Slot:
         """Return a new slot, which is not kept here yet."""
-        precision = choose_precision(parameter, self._precision, sensitive=parameter in self._fp32_state)
+        precision = choose_precision(parameter, self._precision, sensitive=parameter in self.fp32_state)
         return Slot(parameter, precision, self.allocate)
 
     def of(self, parameter: torch.Tensor) -> Slot:

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision, Precision
 
-from lightning_cxl.optim.clip import HostClip
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -17,10 +17,14 @@ CLIP = 0.3  # every step of these runs has a larger norm
 class Recording(Task):
     """Remembers how gradients were clipped, and their norm after the step."""
 
-    def on_train_batch_end(self, *_):
-        self.deferred = isinstance(self.trainer.precision_plugin.__dict__.get("clip_grad_by_norm"), HostClip)
+    def on_train_batch_start(self, batch, batch_idx):
         grads = [p.grad for p in self.parameters() if p.grad is not None]
-        self.norm_after, self.largest = norm(grads), max(float(grad.abs().max()) for grad in grads)
+        if grads and batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.norm_after, self.largest = norm(grads), max(float(grad.abs().max()) for grad in grads)
+
+    @property
+    def deferred(self):
+        return self.norm_after > 1.1 * CLIP
 
 
 def norm(grads):
@@ -56,6 +60,27 @@ class BeforeZero(Recording):
         pass
 
 
+class AfterBatch(Recording):
+    def on_train_batch_end(self, *_):
+        pass
+
+
+class StepHook(Recording):
+    def configure_optimizers(self):
+        made = super().configure_optimizers()
+        made["optimizer"].register_step_pre_hook(self.look)
+        return made
+
+    def look(self, optimizer, *_):
+        self.seen = norm(p.grad for group in optimizer.param_groups for p in group["params"])
+
+
+class OnTheObject(Recording):
+    def __init__(self, model):
+        super().__init__(model)
+        self.on_before_optimizer_step = lambda optimizer: None
+
+
 class Configured(Recording):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -69,8 +94,26 @@ class Looks(Callback):
 
 @pytest.mark.parametrize(
     ("task", "callbacks"),
-    [(BeforeStep, []), (BeforeZero, []), (Configured, []), (Recording, [Looks()])],
-    ids=["on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping", "callback"],
+    [
+        (BeforeStep, []),
+        (BeforeZero, []),
+        (AfterBatch, []),
+        (Configured, []),
+        (StepHook, []),
+        (OnTheObject, []),
+        (Recording, [Looks()]),
+        (Recording, [LambdaCallback(on_before_optimizer_step=lambda *_: None)]),
+    ],
+    ids=[
+        "on_before_optimizer_step",
+        "on_before_zero_grad",
+        "on_train_batch_end",
+        "configure_gradient_clipping",
+        "step pre-hook",
+        "on the object",
+        "callback",
+        "LambdaCallback",
+    ],
 )
 def test_whoever_may_look_finds_clipped_gradients(task, callbacks):
     module, _ = fit(task=task, callbacks=callbacks)
@@ -78,6 +121,54 @@ def test_whoever_may_look_finds_clipped_gradients(task, callbacks):
     assert module.norm_after == pytest.approx(CLIP, rel=1e-4)
     assert getattr(module, "seen", CLIP) == pytest.approx(CLIP, rel=1e-4)
     assert module.losses == pytest.approx(fit("auto")[0].losses, rel=1e-6)
+
+
+def test_lightnings_own_callbacks_do_not_look(tmp_path):
+    callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=3)]
+    assert fit(callbacks=callbacks, enable_checkpointing=True)[0].deferred
+
+
+@pytest.mark.parametrize("name", ["clip_grad_by_norm", "clip_gradients", "main_params"])
+def test_a_plugins_own_clipping_is_used(name):
+    calls = []
+
+    def method(self, optimizer, *args):
+        calls.append(name)
+        return getattr(Precision, name)(self, optimizer, *args)
+
+    plugin = type("Own", (Precision,), {name: method})()
+    module, _ = fit(plugins=[plugin])
+    assert len(calls) == 8 and module.norm_after == pytest.approx(CLIP, rel=1e-4)
+
+
+@pytest.mark.parametrize("how", ["class", "LambdaCallback", "late hook"])
+def test_edits_through_data_are_in_the_norm(how):
+    """A norm of before the edit would scale the gradients down once more; Adam's large eps makes that matter."""
+
+    def shrink(trainer, module):
+        for p in module.parameters():
+            if p.grad is not None:
+                p.grad.data.mul_(1e-3)
+
+    class Edits(Callback):
+        on_after_backward = staticmethod(shrink)
+
+    class Late(Recording):
+        def on_train_start(self):
+            for p in self.parameters():
+                p.register_post_accumulate_grad_hook(self.hook)
+
+        @staticmethod
+        def hook(p):
+            p.grad.data.mul_(1e-3)
+
+    def run(strategy):
+        callbacks = {"class": [Edits()], "LambdaCallback": [LambdaCallback(on_after_backward=shrink)]}.get(how, [])
+        task = Late if how == "late hook" else Recording
+        return fit(strategy, lambda m: task(m, eps=1.0, lr=1.0), callbacks=callbacks)[0].losses
+
+    ours, plain = run("cxl_offload"), run("auto")
+    assert ours == pytest.approx(plain, rel=1e-5) and abs(plain[-1] - plain[0]) > 1e-4
 
 
 def test_other_optimizers_are_clipped_at_once():
@@ -117,6 +208,14 @@ def test_cpu_adams_own_clipping_in_manual_optimization():
             self.manual_backward(loss)
             if hasattr(optimizer, "clip_grad_norm_"):
                 self.total = optimizer.clip_grad_norm_(CLIP)
+                for p in self.parameters():
+                    if p.grad is not None:
+                        p.grad.data.mul_(0.5)
+                assert optimizer.clip_grad_norm_(CLIP) == pytest.approx(self.total / 2, rel=1e-6)
+                for p in self.parameters():
+                    if p.grad is not None:
+                        p.grad.data.mul_(2)
+                optimizer.clip_grad_norm_(CLIP)
             else:
                 self.total = float(torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP))
             optimizer.step()

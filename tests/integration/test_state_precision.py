@@ -4,7 +4,9 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
+import lightning_cxl
 from lightning_cxl.optim.blockwise import dequantize, num_blocks
+from lightning_cxl.optim.formats import join
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -148,9 +150,10 @@ def test_memory_is_what_the_formula_says_and_what_was_planned(state, options, mi
 
 @pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
 @pytest.mark.parametrize("state", ["bf16", "8bit"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_resume_is_exact(tmp_path, state, precision, micro_batches):
-    arguments = {"precision": precision, "micro_batches": micro_batches}
+@pytest.mark.parametrize(("micro_batches", "options"), [(1, {}), (2, {}), (2, {"accumulate": "bf16"})], ids=str)
+@pytest.mark.filterwarnings("ignore:accumulate=.* changes nothing")
+def test_resume_is_exact(tmp_path, state, precision, micro_batches, options):
+    arguments = {"precision": precision, "micro_batches": micro_batches, **options}
     straight, whole = fit(state, 9, **arguments)
     first, _ = fit(state, 5, save=tmp_path / "five.ckpt", **arguments)
     second, trainer = fit(state, 9, ckpt_path=tmp_path / "five.ckpt", **arguments)
@@ -191,3 +194,77 @@ def test_results_do_not_depend_on_the_number_of_threads(state):
     three, _ = fit(state, 4, num_threads=3, micro_batches=2)
     assert one.losses == three.losses
     assert_same(one, three)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+@pytest.mark.parametrize("target", ["torch", "plain"])
+@pytest.mark.filterwarnings("ignore:Ordered overrides on_before_optimizer_step")
+def test_torchs_optimizer_goes_on_from_8_bit_state(tmp_path, target, precision):
+    """By itself under our strategy, in plain Lightning after a conversion."""
+    module, trainer = fit("8bit", 6, save=tmp_path / "six.ckpt", precision=precision)
+    old = state_of(module, trainer)
+    path, strategy = tmp_path / "six.ckpt", offload(cpu_adam=False)
+    if target == "plain":
+        plain = lightning_cxl.plain_checkpoint(torch.load(path, weights_only=True))
+        assert "lightning_cxl" not in plain
+        path, strategy = tmp_path / "plain.ckpt", "auto"
+        torch.save(plain, path)
+    seed_everything(5, verbose=False)
+    resumed = Ordered(make_model())
+    other = make_trainer(strategy, max_steps=6, precision="32-true" if target == "plain" else precision)
+    other.fit(resumed, token_data(), ckpt_path=path, weights_only=True)
+    optimizer = other.optimizers[0]
+    assert type(optimizer) is torch.optim.AdamW
+    new = state_of(resumed, other)
+    assert new.keys() == {"step", "exp_avg", "exp_avg_sq"} and new["step"] == 6
+    assert torch.equal(new["exp_avg"], decoded(old, "state1")) and torch.equal(
+        new["exp_avg_sq"], decoded(old, "state2")
+    )
+    if precision == "bf16-true" and target == "plain":
+        weight = dict(module.named_parameters())[LARGE]
+        assert torch.equal(dict(resumed.named_parameters())[LARGE].detach(), join(weight.detach(), old["remainder"]))
+    elif precision == "bf16-true":
+        masters = other.strategy._masters.named_masters()
+        weight = dict(module.named_parameters())[LARGE]
+        assert torch.equal(masters[LARGE], join(weight.detach(), old["remainder"]))
+
+
+IDLE = [
+    ({"state": "8bit", "cpu_adam": False}, "bf16-true", 'state="8bit" changes nothing for AdamW'),
+    ({"accumulate": "bf16", "cpu_adam": False}, "bf16-true", r"for AdamW, whose gradients are kept in torch\.float32"),
+    ({"accumulate": "bf16"}, "16-true", r"for CPUAdam, whose gradients are kept in torch\.float16"),
+    ({"accumulate": "bf16"}, "32-true", r"for CPUAdam, whose gradients are kept in torch\.float32"),
+]
+
+
+@pytest.mark.parametrize(("options", "precision", "text"), IDLE)
+@pytest.mark.filterwarnings("ignore:Ordered overrides on_before_optimizer_step")
+def test_options_that_change_nothing_are_warned_of(options, precision, text):
+    with pytest.warns(lightning_cxl.LightningCXLWarning, match=text):
+        fit(**{"state": "fp32", **options}, steps=1, precision=precision)
+
+
+def test_a_cpu_adam_of_the_users_keeps_its_options():
+    class Own(Ordered):
+        def configure_optimizers(self):
+            large = dict(self.named_parameters())[LARGE]
+            return lightning_cxl.CPUAdam(
+                self.parameters(), state="8bit", fp32_state={large}, num_threads=1, isa="baseline"
+            )
+
+    module = Own(make_model())
+    trainer = make_trainer(offload(num_threads=2), max_steps=1)
+    trainer.fit(module, token_data())
+    (optimizer,) = trainer.optimizers
+    assert (optimizer.num_threads, optimizer.isa) == (1, "baseline")
+    assert "exp_avg" in state_of(module, trainer)
+    assert "state1" in state_of(module, trainer, LARGE.replace("mlp.0", "mlp.3"))
+    assert "8bit state, baseline, 1 threads" in trainer.strategy.report()["optimizers"][0]
+
+
+def test_a_subclass_of_cpu_adam_is_refused_with_a_way_out():
+    class Sub(lightning_cxl.CPUAdam):
+        pass
+
+    with pytest.raises(lightning_cxl.UnsupportedError, match="use CPUAdam itself"):
+        Sub.from_torch(Sub([torch.nn.Parameter(torch.zeros(3))]))

@@ -1,6 +1,7 @@
 """Clipping by norm that is folded into the step of `CPUAdam`: the same norms and updates as torch's clipping."""
 
 import math
+import types
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lightning_cxl.optim.clip import HostClip
 from lightning_cxl.optim.clip_factor import clip_factor
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.optim.overflow import OverflowGuard
 from tests.unit.optim.adam_pairs import assert_close, pair, parameters, set_gradients
 
 SHAPES = ((300, 7), (5,), (), (0,), (4096,))
@@ -61,15 +63,38 @@ def test_scale_is_a_factor_of_the_gradients_before_clipping():
     assert_close(scaled, whole)
 
 
-def test_clipping_twice_takes_the_smaller_norm():
+@pytest.mark.parametrize("left_over", [1e-3, 0.0, math.inf, math.nan])
+def test_a_factor_of_a_step_that_was_left_out_does_not_count(left_over):
     once, twice = parameters((40,)), parameters((40,))
     one, other = CPUAdam(once), CPUAdam(twice)
     set_gradients(once, 0)
     set_gradients(twice, 0)
-    one.clip_grad_norm_(0.1)
-    other.clip_grad_norm_(0.7)
-    assert other.clip_grad_norm_(0.1) == pytest.approx(0.7, rel=1e-5)
-    assert other.grad_scale == pytest.approx(one.grad_scale, rel=1e-5)
+    other.grad_scale = left_over
+    assert other.clip_grad_norm_(0.1) == one.clip_grad_norm_(0.1)
+    assert other.grad_scale == one.grad_scale
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_bad_factor_does_not_reach_gradients_it_was_not_for(bad):
+    once, twice = parameters((40,)), parameters((40,))
+    one, other = CPUAdam(once), CPUAdam(twice)
+    twice[0].grad = torch.full((40,), math.nan)
+    other.clip_grad_norm_(1.0)
+    other.grad_scale = bad
+    for params in (once, twice):  # as `model.zero_grad()` and another backward
+        set_gradients(params, 0)
+    one.step()
+    other.step()
+    assert_close(twice, once)
+
+
+def test_gradients_edited_through_data_are_measured_as_they_are():
+    params = parameters((40,))
+    adam = CPUAdam(params)
+    set_gradients(params, 0)
+    norm = adam.clip_grad_norm_(1.0)
+    params[0].grad.data.mul_(0.5)
+    assert adam.clip_grad_norm_(1.0) == pytest.approx(norm / 2)
 
 
 def test_zero_grad_takes_the_factor_away():
@@ -135,13 +160,25 @@ def test_clipping_through_a_wrapper_reaches_the_optimizer():
     assert adam.grad_scale == 1.0
 
 
-def test_host_clip_chooses_by_optimizer():
+@pytest.mark.parametrize("defers", [True, False])
+def test_host_clip_chooses_by_optimizer(defers):
     plain = []
-    clip = HostClip(lambda *args: plain.append(args), lambda o: getattr(o, "optimizer", o), GradientMeter())
+    guard = OverflowGuard("skip", 3, lambda p: "weight", GradientMeter())
+    unscale = types.SimpleNamespace(factor=0.25)
+    clip = HostClip(
+        lambda *args: plain.append(args), lambda o: getattr(o, "optimizer", o), lambda o: defers, guard, unscale
+    )
     params = parameters((40,))
     set_gradients(params, 0)
     adam, sgd = CPUAdam(params), torch.optim.SGD(params)
-    clip(Wrapper(adam), 0.5)
-    assert not plain and adam.grad_scale < 1.0
+    wrapper = Wrapper(adam)
+    clip(wrapper, 0.5)
+    if defers:
+        grads = [p.grad * 0.25 for p in params]
+        expected = clip_factor([float(g.double().square().sum()) for g in grads], 0.5, 1.0)[1]
+        assert not plain and adam.grad_scale == pytest.approx(0.25 * expected)
+    else:
+        assert plain == [(wrapper, 0.5)] and adam.grad_scale == 1.0
+    plain.clear()
     clip(sgd, 0.5)
     assert plain == [(sgd, 0.5)]

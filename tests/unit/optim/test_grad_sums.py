@@ -14,9 +14,11 @@ from lightning_cxl.transfer.engine import make_engine
 class Sink:
     """A sink over parameters of its own, and a record of the memory it asked for."""
 
-    def __init__(self, *shapes, dtype=torch.bfloat16, form="split", half_sums=False):
+    def __init__(self, *shapes, dtype=torch.bfloat16, form="split", half_sums=False, hook=None):
         generator = torch.Generator().manual_seed(0)
         self.params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+        for p in self.params if hook else []:
+            p.register_post_accumulate_grad_hook(hook)
         self.asked = []
 
         def allocate(parameter, role, dtype):
@@ -146,6 +148,41 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen():
     for _ in range(2):
         sink.params[1].backward(torch.ones_like(sink.params[1]))
     assert sink.params[1].grad.dtype == torch.float32 and sink.params[1].grad.tolist() == [2.0] * 6
+
+
+def test_a_backward_that_fails_adds_nothing_to_a_later_one():
+    sink = Sink((50,))
+    (p,) = sink.params
+    sink.backward(0)
+    for clears in (False, True):
+        sink.sink._take_away(sink.hosts[0])  # autograd is about to add, and fails
+        assert p.grad is None, "what `zero_grad` leaves, too"
+        if clears:
+            sink.sink.start_backward()
+            assert not sink.sink._taken
+        new = sink.backward(1)[0]
+        assert torch.equal(p.grad, new)
+
+
+def test_hooks_the_user_had_before_see_the_sum():
+    seen = []
+    sink = Sink((5,), hook=lambda p: seen.append(p.grad.clone()))
+    total = sink.backward(0)[0].float()
+    total = total + sink.backward(1)[0].float()
+    assert torch.equal(seen[1], total) and len(seen) == 2
+
+
+def test_close_gives_up_what_a_failed_backward_left():
+    sink = Sink((5,))
+    sink.backward(0)
+    sink.sink._take_away(sink.hosts[0])
+    sink.params[0].grad = torch.ones_like(sink.params[0])  # autograd's, alone
+    sink.sink.close()
+    assert sink.params[0].grad is None and sink.params[0].grad_dtype == torch.bfloat16
+    kept = Sink((5,))
+    mine = kept.params[0].grad = torch.ones_like(kept.params[0])
+    kept.sink.close()
+    assert kept.params[0].grad is mine and kept.params[0].grad_dtype == torch.bfloat16
 
 
 def test_after_close_autograd_is_on_its_own():

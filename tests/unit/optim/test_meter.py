@@ -1,11 +1,13 @@
 """`GradientMeter`: sums of squares that are taken once, noticed when they are out of date, and right for any tensor."""
 
+import copy
 import math
 
 import pytest
 import torch
 
 from lightning_cxl.optim import meter as meter_module
+from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.optim.meter import GradientMeter, gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -126,6 +128,26 @@ def test_the_number_stays_with_the_gradient_of_a_parameter(sweeps):
     assert meter.sums([parameter.grad]) == [4.0] and not sweeps
     parameter.grad = torch.full((4,), 2.0)
     assert meter.sums([parameter.grad]) == [16.0] and sweeps == [1]
+
+
+def test_a_copy_of_a_gradient_has_a_number_of_its_own():
+    meter, grad = GradientMeter(), torch.empty(4).fill_(1.0)
+    assert meter.sums([grad]) == [4.0]
+    other = copy.deepcopy(grad)
+    other.data.mul_(2)
+    assert other._version == grad._version and meter.sums([other]) == [16.0]
+
+
+def test_where_hooks_of_the_user_run_nothing_is_taken_for_unchanged():
+    meter, parameter = GradientMeter(), torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    hooks = GradientHooks(parameter, lambda: None)
+    assert meter.sums_of([parameter]) == [4.0]
+    parameter.grad.data.mul_(2)
+    assert meter.sums_of([parameter]) == [4.0], "as documented"
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert meter.sums_of([parameter]) == [16.0]
+    hooks.remove()
 
 
 def test_all_that_are_not_measured_take_one_sweep(sweeps):

@@ -14,6 +14,7 @@ from lightning_cxl.optim.overflow import OverflowGuard
 from tests.unit.optim.adam_pairs import assert_close, parameters, set_gradients
 
 NAMES = ["embed", "body", "head"]
+OWNER, OTHER = (torch.optim.SGD([torch.zeros(1)]) for _ in range(2))
 
 
 def guarded(action="skip", limit=3, shapes=((4,), (5, 3), ())):
@@ -32,7 +33,7 @@ def test_finite_gradients_are_accepted_in_silence():
     params[1].grad = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert guard.accepts(params) and guard.accepts([])
+        assert guard.accepts(OWNER, params) and guard.accepts(OWNER, [])
     assert guard.num_skipped == 0
 
 
@@ -44,7 +45,7 @@ def test_the_warning_names_the_first_bad_parameter(bad, value):
         spoil(params[index], value)
     assert guard.first_bad(params) is params[bad[0]]
     with pytest.warns(LightningCXLWarning, match=f"gradient of `{NAMES[bad[0]]}` has elements.*step is left out"):
-        assert not guard.accepts(params)
+        assert not guard.accepts(OWNER, params)
 
 
 def test_one_warning_for_each_streak_and_an_end_to_it(caplog):
@@ -54,7 +55,7 @@ def test_one_warning_for_each_streak_and_an_end_to_it(caplog):
         set_gradients(params, 0)
         if bad:
             spoil(params[1])
-        return guard.accepts(params)
+        return guard.accepts(OWNER, params)
 
     for _ in range(2):
         with pytest.warns(LightningCXLWarning, match="`body`"):
@@ -70,11 +71,45 @@ def test_one_warning_for_each_streak_and_an_end_to_it(caplog):
     assert guard.num_skipped == 7
 
 
+def test_every_optimizer_has_a_streak_of_its_own():
+    params, guard = guarded(limit=3)
+    spoil(params[1])
+    with pytest.warns(LightningCXLWarning), pytest.raises(GradientOverflowError, match="3 steps in a row"):
+        for _ in range(3):
+            assert not guard.accepts(OWNER, params)
+            assert guard.accepts(OTHER, params[:1])
+
+
+def test_what_was_bad_before_clipping_in_place_is_named():
+    params, guard = guarded()
+    owner = torch.optim.SGD(params)
+    spoil(params[1], math.nan)
+    guard.look(owner)
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    assert not params[0].grad.isfinite().any()
+    with pytest.warns(LightningCXLWarning, match="`body`"):
+        assert not guard.accepts(owner, params)
+    assert not guard.accepts(owner, params), "remembered for one step"
+    set_gradients(params, 0)
+    guard.look(owner)
+    assert guard.accepts(owner, params)
+    spoil(params[2])
+    with pytest.warns(LightningCXLWarning, match="`head`"):
+        assert not guard.accepts(owner, params)
+
+
+def test_a_step_that_cannot_be_left_out_is_an_error():
+    params, guard = guarded()
+    spoil(params[1])
+    with pytest.raises(GradientOverflowError, match=r"`body`.*in the middle of a step of SGD.*ignore"):
+        guard.accepts(OWNER, params, can_skip=False)
+
+
 def test_error_raises_at_once_and_names_the_way_out():
     params, guard = guarded("error")
     spoil(params[2])
     with pytest.raises(GradientOverflowError, match=r'`head`.*on_overflow="skip"'):
-        guard.accepts(params)
+        guard.accepts(OWNER, params)
     assert isinstance(GradientOverflowError(""), ArithmeticError)
 
 
@@ -82,7 +117,7 @@ def test_ignore_does_not_look():
     params, guard = guarded("ignore", limit=1)
     spoil(params[0])
     guard._meter = None
-    assert guard.accepts(params) and guard.num_skipped == 0
+    assert guard.accepts(OWNER, params) and guard.num_skipped == 0
 
 
 # -- with a loss scaler ------------------------------------------------------------------------------------------------
@@ -93,7 +128,7 @@ def scaled(make_optimizer, action="skip", *, defer, limit=3):
     params, guard = guarded(action, limit)
     optimizer = make_optimizer(params)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
-    scaler._unscale_grads_ = HostUnscale(scaler, guard, defer=defer)
+    scaler._unscale_grads_ = HostUnscale(scaler, lambda o: o, lambda o: defer, guard)
     scaler.scale(torch.ones(()))
     return params, optimizer, scaler, guard
 
@@ -129,7 +164,7 @@ def test_scaler_steps_like_torchs(make, like, defer, clip):
         else:
             scaler.unscale_(optimizer)
         if clip and isinstance(optimizer, CPUAdam):
-            optimizer.clip_grad_norm_(0.5, meter=guard._meter)
+            optimizer.clip_grad_norm_(0.5, scale=scaler._unscale_grads_.factor)
         elif clip:
             torch.nn.utils.clip_grad_norm_(params, 0.5)
         before = [p.detach().clone() for p in params]
@@ -141,7 +176,7 @@ def test_scaler_steps_like_torchs(make, like, defer, clip):
             if clip:
                 torch.nn.utils.clip_grad_norm_(theirs, 0.5)
             reference.step()
-            assert guard.accepts(params), "the step asks, too: a streak is over"
+            assert guard.accepts(optimizer, params), "the step asks, too: a streak is over"
         optimizer.zero_grad()
         assert getattr(optimizer, "grad_scale", 1.0) == 1.0
     assert scaler.get_scale() == 1.0
