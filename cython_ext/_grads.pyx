@@ -42,8 +42,8 @@ def measure(const uint64_t[::1] spans, double[::1] results, int num_threads, str
     """Return the sum of squares of every span, which is finite if and only if every element is.
 
     No second test is needed: the square of a finite float32 is at most 2 ** 256, and no number of them can exceed a
-    double. Squares are exact, sums are double: the relative error is at most ``(521 + pieces) * 2 ** -53`` with pieces
-    of 65536 elements. A sum is 0 if and only if every element is. Where denormals are flushed
+    double. Squares are exact, sums are double: the relative error is at most ``(2057 + pieces) * 2 ** -53`` with pieces
+    of 262144 elements. A sum is 0 if and only if every element is. Where denormals are flushed
     (`torch.set_flush_denormal`), float32 and bfloat16 denormals count as 0.
 
     Args:

@@ -8,14 +8,13 @@
  * GRADS_FROM_BFLOAT16(p), GRADS_FROM_FLOAT16(p)   eight 16-bit elements as float32
  *
  * Work goes by blocks of 32 elements. Element i of a block is added to lane i, whatever the format, so that a sum
- * depends on the values and their order only. Vectors are written out, eight elements each: left to itself, GCC 12
- * turns loops that mix element sizes into shuffles, or does not vectorise them at all.
+ * depends on the values and their order only. Vectors are written out, eight elements each: GCC 12 turns loops that mix
+ * element sizes into shuffles, or does not vectorise them at all.
  *
  * `operation`, `from` and `to` are literals at every call: each combination becomes a loop of its own.
  */
 
 #define GRADS_LOCAL GRADS_TARGET static inline __attribute__((always_inline))
-
 /* Eight elements in order. */
 GRADS_LOCAL grads_floats GRADS_NAME(grads_load)(const char *source, const int format)
 {
@@ -45,9 +44,16 @@ GRADS_LOCAL void GRADS_NAME(grads_load_pairs)(
     }
 }
 
+GRADS_LOCAL struct grads_random GRADS_NAME(grads_random_of)(const struct cxl_random_key key, const uint32_t first)
+{
+    const uint32_t shared = first ^ key.first;
+    const grads_bits low = (grads_bits){0, 1, 2, 3, 4, 5, 6, 7} ^ ((shared ^ shared >> 16) & 7u);
+    return (struct grads_random){low * 0x7feb352du, key};
+}
+
 /* The random bits (adam_random) of eight pairs of elements: lower halves for the even elements, upper for the odd ones.
  * `first`, the number of the first pair, is a multiple of eight. Its upper half, which the first shift brings down, is
- * the same in a whole piece. So the first product is split: `low` has that of the lower three bits, once per piece. */
+ * the same in a whole quarter. So the first product is split: `low` has that of the lower three bits, once per step. */
 GRADS_LOCAL void GRADS_NAME(grads_random)(
     grads_bits *even, grads_bits *odd, const struct grads_random *random, const uint32_t first)
 {
@@ -93,11 +99,9 @@ GRADS_LOCAL void GRADS_NAME(grads_sixteen)(
         grads_bits even_random, odd_random;
         GRADS_NAME(grads_random)(&even_random, &odd_random, random, first);
         GRADS_NAME(grads_load_pairs)(&even_sums, &odd_sums, destination, GRADS_BFLOAT16);
-        const grads_bits lower = GRADS_NAME(grads_round)(even_sums + even, even_random, from);
-        const grads_bits upper = GRADS_NAME(grads_round)(odd_sums + odd, odd_random, from);
-        pairs = (grads_floats)(lower >> 16 | upper);
-        even = (grads_floats)lower;
-        odd = (grads_floats)upper;
+        even = (grads_floats)GRADS_NAME(grads_round)(even_sums + even, even_random, from);
+        odd = (grads_floats)GRADS_NAME(grads_round)(odd_sums + odd, odd_random, from);
+        pairs = (grads_floats)((grads_bits)even >> 16 | (grads_bits)odd);
     } else if (operation != GRADS_MEASURE) {
         memcpy(&pairs, source, sizeof pairs);
     }
@@ -131,15 +135,13 @@ GRADS_LOCAL double GRADS_NAME(grads_loop)(
     const int to, const struct cxl_random_key key, const uint32_t first)
 {
     const int64_t read = grads_bytes(from), write = operation == GRADS_MEASURE ? 0 : grads_bytes(to);
-    const uint32_t shared = first ^ key.first;
-    const struct grads_random random = {
-        ((grads_bits){0, 1, 2, 3, 4, 5, 6, 7} ^ ((shared ^ shared >> 16) & 7u)) * 0x7feb352du, key};
     GRADS_LANES lanes[GRADS_QUARTERS][4] = {0};
     double total = 0.0;
-    for (int64_t step = 0; step < GRADS_QUARTER && step < n; step += GRADS_STEP)
+    for (int64_t step = 0; step < GRADS_QUARTER && step < n; step += GRADS_STEP(operation))
         for (int q = 0; q < GRADS_QUARTERS; q++) {
             const int64_t begin = q * (int64_t)GRADS_QUARTER + step;
-            const int64_t end = begin + GRADS_STEP < n ? begin + GRADS_STEP : n;
+            const int64_t end = begin + GRADS_STEP(operation) < n ? begin + GRADS_STEP(operation) : n;
+            const struct grads_random random = GRADS_NAME(grads_random_of)(key, first + (uint32_t)(begin / 2));
             GRADS_LANES here[4]; /* in registers */
             memcpy(here, lanes[q], sizeof here);
             for (int64_t i = begin; i + GRADS_BLOCK <= end; i += GRADS_BLOCK)
@@ -150,6 +152,7 @@ GRADS_LOCAL double GRADS_NAME(grads_loop)(
         }
     const int64_t whole = n / GRADS_BLOCK * GRADS_BLOCK;
     if (whole < n) {
+        const struct grads_random random = GRADS_NAME(grads_random_of)(key, first + (uint32_t)(whole / 2));
         char in[4 * GRADS_BLOCK] = {0}, out[4 * GRADS_BLOCK] = {0};
         memcpy(in, source + whole * read, (size_t)((n - whole) * read));
         if (operation == GRADS_ACCUMULATE)

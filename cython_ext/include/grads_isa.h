@@ -12,10 +12,11 @@ enum grads_isa { GRADS_BASELINE, GRADS_AVX2, GRADS_AVX512 };
 enum grads_operation { GRADS_MEASURE, GRADS_COPY, GRADS_ACCUMULATE };
 enum grads_format { GRADS_FLOAT32, GRADS_BFLOAT16, GRADS_FLOAT16 };
 enum { GRADS_BLOCK = 32 };
-/* A thread that reads one place after the other leaves a quarter of the memory's bandwidth unused: the quarters of a
- * piece are walked side by side, GRADS_STEP elements of each in turn. lightning_cxl/optim/grad_reference.py has the same
- * numbers, except for the step, which changes no result. */
-enum { GRADS_PIECE = 65536, GRADS_QUARTERS = 4, GRADS_QUARTER = GRADS_PIECE / GRADS_QUARTERS, GRADS_STEP = 512 };
+/* A thread that reads one place after the other leaves up to a third of the memory's bandwidth unused: the quarters of
+ * a piece are walked side by side, a step of each in turn (measured: 128 KiB and more apart, or it gains nothing).
+ * lightning_cxl/optim/grad_reference.py has the same numbers, except for the step, which changes no result. */
+enum { GRADS_PIECE = 262144, GRADS_QUARTERS = 4, GRADS_QUARTER = GRADS_PIECE / GRADS_QUARTERS };
+#define GRADS_STEP(operation) ((operation) == GRADS_MEASURE ? 256 : 512)
 
 #define GRADS_VARIANT(operation, from, to) (((operation) * 3 + (from)) * 3 + (to))
 /* What is measured is bfloat16: its even and odd elements are in different vectors. */
@@ -27,7 +28,7 @@ typedef uint32_t grads_bits __attribute__((vector_size(32)));
 typedef uint16_t grads_halves __attribute__((vector_size(16)));
 
 struct grads_random {
-    grads_bits low; /* a part of a product that is the same in a whole piece, see grads_body.h */
+    grads_bits low; /* a part of a product that is the same in a whole quarter, see grads_body.h */
     struct cxl_random_key key;
 };
 

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from lightning_cxl.optim.formats import random_bits, round_stochastic
 
-PIECE = 65536
+PIECE = 262144
 """Elements summed before sums are."""
 QUARTERS = 4
 """Parts of a piece that are summed on their own; each is a whole number of rows."""
