@@ -12,16 +12,19 @@ typedef struct {
     V_FLOAT low, high; /* elements 0 to V_WIDTH - 1 and following */
 } CXL_NAME(pair);
 
+PAIR_INLINE V_INT CXL_NAME(upper_halves)(const uint16_t *from) { return (V_INT)((V_UINT)v_load_halves(from) << 16); }
+
 PAIR_INLINE CXL_NAME(pair) CXL_NAME(load_bfloat16)(const uint16_t *from)
 {
-    return (CXL_NAME(pair)){v_float(v_load_halves(from) << 16), v_float(v_load_halves(from + V_WIDTH) << 16)};
+    return (CXL_NAME(pair)){
+        v_float(CXL_NAME(upper_halves)(from)), v_float(CXL_NAME(upper_halves)(from + V_WIDTH))};
 }
 
 /* The float32 again. A remainder of at least one half says that the upper half was rounded up, except beside zero,
  * where only a weight that someone else set to zero can have one: it is zero. NaN is not rounded. */
 PAIR_INLINE V_FLOAT CXL_NAME(join_half)(const uint16_t *upper, const uint16_t *remainders)
 {
-    const V_INT high = v_load_halves(upper) << 16, rest = v_load_signed_halves(remainders);
+    const V_INT high = CXL_NAME(upper_halves)(upper), rest = v_load_signed_halves(remainders);
     const V_INT usable = v_where_zero(high & 0x7fffffff, v_max_int(rest, rest - rest), rest);
     return v_float(v_where_nan(v_float(high), high | (rest & 0xffff), high + usable));
 }
