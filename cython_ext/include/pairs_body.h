@@ -26,7 +26,8 @@ PAIR_INLINE V_FLOAT CXL_NAME(join_half)(const uint16_t *upper, const uint16_t *r
 {
     const V_INT high = CXL_NAME(upper_halves)(upper), rest = v_load_signed_halves(remainders);
     const V_INT usable = v_where_zero(high & 0x7fffffff, v_max_int(rest, rest - rest), rest);
-    return v_float(v_where_nan(v_float(high), high | (rest & 0xffff), high + usable));
+    const V_INT whole = (V_INT)((V_UINT)high + (V_UINT)usable);
+    return v_float(v_where_nan(v_float(high), high | (rest & 0xffff), whole));
 }
 
 PAIR_INLINE CXL_NAME(pair) CXL_NAME(load_split)(const uint16_t *upper, const uint16_t *remainders)
@@ -44,7 +45,8 @@ PAIR_INLINE void CXL_NAME(store_lower)(uint16_t *to, const CXL_NAME(pair) values
 
 PAIR_INLINE V_INT CXL_NAME(rounded)(const V_FLOAT value, const V_INT added)
 {
-    return v_where_nan(value, v_bits(value) | 0x400000, v_bits(value) + added);
+    const V_UINT sum = (V_UINT)v_bits(value) + (V_UINT)added; /* of a NaN it may overflow */
+    return v_where_nan(value, v_bits(value) | 0x400000, (V_INT)sum);
 }
 
 /* Upper halves after adding one half to the lower ones: nearest, ties away from zero. After adding 16 random bits: up
