@@ -22,6 +22,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.hook import HostAllocationMode
+from lightning_cxl.memory.host_tensors import is_ordinary, mirror
 from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.scope import activate
@@ -29,7 +30,6 @@ from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
-from lightning_cxl.optim.host_tensors import is_ordinary, mirror
 from lightning_cxl.optim.idle_options import warn_of_idle_options
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.meter import GradientMeter

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lightning_cxl import _cpu, _grads
+from lightning_cxl.memory.host_tensors import is_dense, is_ordinary
 from lightning_cxl.optim.formats import GRAD_FORMATS
 from lightning_cxl.optim.grad_hooks import GradientHooks
-from lightning_cxl.optim.host_tensors import is_dense, is_ordinary
 from lightning_cxl.optim.layout import same_layout
 
 _NOTE = "_cxl_sum_of_squares"

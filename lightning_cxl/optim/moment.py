@@ -7,9 +7,9 @@ import torch
 
 from lightning_cxl import _adam, _cpu
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.blockwise import dynamic_map, num_blocks
 from lightning_cxl.optim.formats import StatePrecision
-from lightning_cxl.optim.host_tensors import is_dense, laid_out_as
 from lightning_cxl.tiers.placement import TensorRole
 
 AllocateState = Callable[[torch.Tensor, TensorRole, torch.dtype, int], torch.Tensor]

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.blockwise import dynamic_map
 from lightning_cxl.optim.formats import StatePrecision, join, split
 from lightning_cxl.optim.homes import Run
-from lightning_cxl.optim.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.layout import follows
 from lightning_cxl.optim.moment import AllocateState, Moment
 from lightning_cxl.tiers.placement import TensorRole

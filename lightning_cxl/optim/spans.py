@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_cxl import _adam
+from lightning_cxl.memory.host_tensors import is_dense
 from lightning_cxl.optim.blockwise import BLOCK_SIZE
 from lightning_cxl.optim.formats import (
     GRAD_FORMATS,
@@ -19,7 +20,6 @@ from lightning_cxl.optim.formats import (
     pack,
 )
 from lightning_cxl.optim.homes import Run, ThreadHomes
-from lightning_cxl.optim.host_tensors import is_dense
 from lightning_cxl.optim.layout import pieces
 from lightning_cxl.optim.reference import AdamScalars
 from lightning_cxl.optim.slot import KnownRow, Slot

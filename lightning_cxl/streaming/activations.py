@@ -25,8 +25,9 @@ cache that the model returns is empty. Otherwise (evaluation with gradients on, 
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ class ActivationOffload:
         self._min_bytes = min_bytes
         self._ledger = Ledger()
         self._stored: weakref.WeakValueDictionary[int, StoredInput] = weakref.WeakValueDictionary()  # by id of source
+        self.phase: Literal["forward", "recompute"] | None = None
+        """Why a unit's own forward runs now: for the first time, to be repeated; again, in backward; or neither."""
         self._latest: Callable[[], _UnitCall | None] = _no_call
         self._attached: list[UnitForward] = []
 
@@ -97,6 +100,15 @@ class ActivationOffload:
             stored = StoredInput(tensor, self.engine, self._allocate, unit, self._ledger)
             self._stored[id(tensor)] = stored
         return stored
+
+    @contextmanager
+    def running(self, phase: Literal["forward", "recompute"]) -> Iterator[None]:
+        """Set `phase` meanwhile."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     def follow(self, call: "_UnitCall") -> "Callable[[], _UnitCall | None]":
         """Note that `call` is the latest; return a weak reference to the one before it."""
@@ -178,7 +190,8 @@ class _UnitCall:
         if self._arguments is None:
             return self._recompute()
         (args, kwargs), self._arguments = self._arguments, None
-        output = self._unit.original(*args, **kwargs)
+        with self._unit.offload.running("forward"):
+            output = self._unit.original(*args, **kwargs)
         self._settle()
         return output
 
@@ -205,7 +218,7 @@ class _UnitCall:
             before.prefetch()
         leaves = [tensors[leaf] if isinstance(leaf, UnitInput) else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._structure)
-        with self._state.replay():
+        with self._state.replay(), self._unit.offload.running("recompute"):
             return self._unit.original(*args, **kwargs)
 
     def prefetch(self) -> None:

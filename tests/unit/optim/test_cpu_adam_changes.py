@@ -9,8 +9,8 @@ import torch
 
 from lightning_cxl import _adam
 from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.memory.host_tensors import is_dense
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.host_tensors import is_dense
 from tests.unit.optim.adam_pairs import assert_close, parameters, set_gradients
 
 LARGE = (64, 128)

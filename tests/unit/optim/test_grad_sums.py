@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from lightning_cxl.memory.host_tensors import mirror
 from lightning_cxl.optim.grads import GradientSink
-from lightning_cxl.optim.host_tensors import mirror
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.tiers.placement import TensorRole

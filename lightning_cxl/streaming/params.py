@@ -1,0 +1,188 @@
+"""Weights of units live on the host and visit the device: fetched ahead of the unit that computes next.
+
+[Note: Residency of a unit]
+A streamed parameter shows (``p.data``) its home, a piece of host memory, except while its unit computes; then it shows
+a slot on the device that holds a copy. Optimizers, checkpoints and the user's own code between units therefore always
+find the weights on the host, and only the home is ever written.
+
+* Enter: a unit's forward starts. Its slot is the one that has a copy of these very weights (by version: a step, a
+  loaded checkpoint or any other write in place makes copies old), or gets one now. The device waits for the copy.
+* Leave: the forward has returned. Queued kernels may still read the slot; a later copy into it starts after them (see
+  [Note: Copies and streams]), so the host need not wait.
+* In backward the recompute of an offloaded unit enters it again, and it stays entered, because its gradients are
+  computed from views of the slot, until the recompute of another unit starts or `release` is called.
+* Ahead: what was entered after this unit the last time is fetched while this one computes. A wrong guess costs a
+  copy, never a result.
+* A slot that an entered unit shows is busy and is not taken away. With all of them busy a unit cannot be entered.
+
+A unit whose forward must be differentiated without a recompute keeps views of the slot in its graph, which would show
+other weights later. That is refused.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.streaming.slots import Slot, SlotRing
+from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.transfer.engine import TransferEngine
+
+MIN_SLOTS = 2
+
+
+class ParamStreamer:
+    """Brings the weights of units to the device when they compute. See [Note: Residency of a unit].
+
+    Args:
+        engine: copies to the device.
+        units: attached at once.
+        phase: says why a unit's forward runs: ``"recompute"``, ``"forward"`` (which a recompute will repeat), or None.
+        num_slots: pieces of device memory, each as large as the largest unit.
+
+    Raises:
+        ConfigError: fewer than two slots, or a unit that is attached already.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        units: Sequence[UnitWeights],
+        phase: Callable[[], str | None],
+        *,
+        num_slots: int = 3,
+    ) -> None:
+        if num_slots < MIN_SLOTS:
+            raise ConfigError(f"{num_slots} slots: one unit computes while another is fetched, so give at least 2")
+        self.phase = phase
+        self.num_fetches = self.num_late = 0
+        """Copies started; and those of them that were not asked for before their unit was entered."""
+        self._ring = SlotRing(engine, num_slots, max(unit.nbytes for unit in units))
+        self._entered: dict[int, tuple[UnitWeights, Slot]] = {}  # by id of the unit
+        self._next: dict[tuple[int, bool], UnitWeights] = {}  # what followed, by id of the unit and whether in backward
+        self._latest: tuple[int, bool] | None = None
+        self._attached = [_StreamedForward(self, unit) for unit in units]
+
+    def enter(self, unit: UnitWeights) -> None:
+        """Let the unit's parameters show weights on the device.
+
+        Raises:
+            UnsupportedError: every slot is busy.
+        """
+        in_backward = self.phase() == "recompute"
+        if in_backward:
+            self.release(keep=unit)
+        if id(unit) not in self._entered:
+            slot = self._ring.find(unit)
+            if slot is None:
+                slot = self._fetch(unit)
+                self.num_late += 1
+            if slot is None:
+                names = ", ".join(f"`{other.name}`" for other, _ in self._entered.values())
+                raise UnsupportedError(
+                    f"no slot for the weights of unit `{unit.name}`: {names} compute already. Units that compute "
+                    "inside each other need more slots"
+                )
+            assert slot.transfer is not None
+            slot.transfer.wait()
+            unit.enter(slot.memory)
+            self._entered[id(unit)] = unit, slot
+        self._look_ahead(unit, in_backward)
+
+    def leave(self, unit: UnitWeights) -> None:
+        """Let the unit's parameters show their home again.
+
+        Raises:
+            UnsupportedError: the unit wrote to its weights, which would be lost.
+        """
+        entered = self._entered.pop(id(unit), None)
+        if entered is None:
+            return
+        unit.leave()
+        if not entered[1].is_image_of(unit):
+            raise UnsupportedError(
+                f"unit `{unit.name}` wrote to its weights in its forward or backward: they visit the device as a copy, "
+                "so the change would be lost. Leave the unit out of `units`, or write between steps."
+            )
+
+    def release(self, keep: UnitWeights | None = None) -> None:
+        """Leave every unit but one: their backward is over."""
+        for unit, _ in list(self._entered.values()):
+            if unit is not keep:
+                self.leave(unit)
+
+    def detach(self) -> None:
+        """Give the units their own forward back, with all weights at home. Idempotent."""
+        self.release()
+        while self._attached:
+            self._attached.pop().remove()
+
+    def _fetch(self, unit: UnitWeights) -> Slot | None:
+        slot = self._ring.fetch(unit, [slot for _, slot in self._entered.values()])
+        self.num_fetches += slot is not None
+        return slot
+
+    def _look_ahead(self, unit: UnitWeights, in_backward: bool) -> None:
+        """Learn what follows what, and fetch what followed this unit the last time."""
+        if self._latest is not None:
+            self._next[self._latest] = unit
+        self._latest = (id(unit), in_backward)
+        follower = self._next.get(self._latest)
+        if follower is not None and id(follower) not in self._entered and self._ring.find(follower) is None:
+            self._fetch(follower)
+
+
+class _StreamedForward:
+    """Stands in for the forward of one unit; a copy of the model gets the plain forward."""
+
+    def __init__(self, streamer: ParamStreamer, unit: UnitWeights) -> None:
+        forward = unit.module.__dict__.get("forward")
+        if isinstance(forward, _StreamedForward):
+            raise ConfigError(f"unit `{unit.name}` is attached already: detach it first")
+        self._streamer = streamer
+        self._unit = unit
+        self._had_own = forward
+        self._is_removed = False
+        self.original: Callable[..., Any] = unit.module.forward
+        functools.update_wrapper(self, self.original, updated=())
+        unit.module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_removed:
+            return self.original(*args, **kwargs)
+        streamer, unit = self._streamer, self._unit
+        phase = streamer.phase()
+        streamer.enter(unit)
+        try:
+            output = self.original(*args, **kwargs)
+        finally:  # a recompute may end in an exception of checkpoint(), which has all it needs then
+            if phase != "recompute":
+                streamer.leave(unit)
+        if phase is None and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+            raise UnsupportedError(
+                f"the forward of unit `{unit.name}` would be differentiated without a recompute, after its weights "
+                "have left the device: attach offloaded activations to the same units, after this"
+            )
+        return output
+
+    def remove(self) -> None:
+        """Undo the wrapping; where someone has wrapped this object meanwhile, pass calls through."""
+        self._is_removed = True
+        module = self._unit.module
+        if module.__dict__.get("forward") is not self:
+            return
+        if self._had_own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self._had_own
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        """Copy and pickle as the plain forward."""
+        return _same_object, (self.original,)
+
+
+def _same_object(value: Any) -> Any:
+    return value

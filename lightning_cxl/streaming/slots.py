@@ -1,0 +1,60 @@
+"""`SlotRing`: a few pieces of device memory that the weights of units take turns in."""
+
+from collections.abc import Collection
+
+import torch
+
+from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.transfer.engine import Transfer, TransferEngine
+
+
+class Slot:
+    """One piece of device memory, and whose weights it has."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.unit: UnitWeights | None = None
+        self.transfer: Transfer | None = None
+        self._versions: tuple[int, ...] = ()
+
+    def fetch(self, unit: UnitWeights, engine: TransferEngine) -> None:
+        """Start copying the weights of `unit` here."""
+        self.unit, self._versions = unit, unit.versions()
+        self.transfer = engine.h2d(unit.flat, self.memory[: unit.nbytes])
+
+    def is_image_of(self, unit: UnitWeights) -> bool:
+        """Whether this has, or gets, the weights of `unit` as they are now."""
+        return self.unit is unit and self._versions == unit.versions()
+
+
+class SlotRing:
+    """Hands out slots; the one that was asked for longest ago is the first to be taken away.
+
+    Args:
+        engine: copies into them.
+        num_slots: at least 2: one computes while the other is filled.
+        nbytes: of the largest unit.
+    """
+
+    def __init__(self, engine: TransferEngine, num_slots: int, nbytes: int) -> None:
+        self._engine = engine
+        self._slots = [Slot(torch.empty(nbytes, dtype=torch.uint8, device=engine.device)) for _ in range(num_slots)]
+
+    def find(self, unit: UnitWeights) -> Slot | None:
+        """Return the slot that has or gets the present weights of `unit`."""
+        slot = next((slot for slot in self._slots if slot.is_image_of(unit)), None)
+        if slot is not None:
+            self._touch(slot)
+        return slot
+
+    def fetch(self, unit: UnitWeights, busy: Collection[Slot]) -> Slot | None:
+        """Start bringing the weights of `unit` into a slot that is not busy; None where all are."""
+        slot = next((slot for slot in self._slots if slot not in busy), None)
+        if slot is not None:
+            slot.fetch(unit, self._engine)
+            self._touch(slot)
+        return slot
+
+    def _touch(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        self._slots.append(slot)

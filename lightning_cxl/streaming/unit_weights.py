@@ -1,0 +1,128 @@
+"""`UnitWeights`: the parameters of one unit in one piece of host memory, and in a piece of a slot while it computes."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.streaming.units import NamedUnits
+
+_ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
+
+
+class AllocateWeights(Protocol):
+    """Gives host memory that the policy placed for the weights of a unit."""
+
+    def __call__(self, nbytes: int, unit: str) -> Buffer:
+        """Return `nbytes` bytes."""
+
+
+class Place(NamedTuple):
+    """Where one parameter lies in the piece of its unit."""
+
+    parameter: nn.Parameter
+    offset: int
+    home: torch.Tensor  # on the host; its storage is its own, so that saving one parameter saves just that
+
+
+class UnitWeights:
+    """Moves a unit's parameters to a piece of host memory of their own; `enter` and `leave` exchange their data.
+
+    A parameter keeps its identity, shape, strides and values.
+
+    Args:
+        name: of the unit.
+        module: the unit.
+        parameters: of the unit, dense, on the host. INOUT.
+        allocate: gives the piece.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter], allocate: AllocateWeights
+    ) -> None:
+        self.name = name
+        self.module = module
+        offsets, end = [], 0
+        for parameter in parameters:
+            offsets.append(end)
+            end += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = end
+        piece = allocate(end, name)
+        self.flat = piece.tensor((end,), torch.uint8)
+        """The whole piece, for one transfer."""
+        self.places: list[Place] = []
+        with torch.no_grad():
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                nbytes = parameter.numel() * parameter.element_size()
+                flat = piece.slice(offset, nbytes).tensor((parameter.numel(),), parameter.dtype)
+                home = laid_out_as(flat, parameter)
+                home.copy_(parameter.detach())
+                parameter.data = home
+                self.places.append(Place(parameter, offset, home))
+
+    def versions(self) -> tuple[int, ...]:
+        """Return what changes whenever someone writes to a parameter, except through ``.data``."""
+        return tuple(place.parameter._version for place in self.places)
+
+    def enter(self, slot: torch.Tensor) -> None:
+        """Let the parameters show a copy of the piece.
+
+        Args:
+            slot: uint8, at least `nbytes`, aligned as the piece is.
+        """
+        for parameter, offset, home in self.places:
+            flat = slot[offset : offset + home.nbytes].view(home.dtype)
+            parameter.data = flat.as_strided(home.shape, home.stride())
+
+    def leave(self) -> None:
+        """Let the parameters show the piece on the host again."""
+        for parameter, _, home in self.places:
+            parameter.data = home
+
+
+def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Yield every unit with the parameters that can stream: its alone, dense, plain memory of this host.
+
+    Others (tied to a module outside of the unit, lazy, tensor subclasses, views of shared storage) stay where they are.
+    """
+    owners = _owners(model, units)
+    storages = _shared_storages(model)
+    for name, unit in units:
+        own = [p for p in unit.parameters() if owners[id(p)] == {name} and _is_plain(p)]
+        chosen = [p for p in own if p.untyped_storage().data_ptr() not in storages]
+        if chosen:
+            yield name, unit, chosen
+
+
+def _owners(model: nn.Module, units: NamedUnits) -> dict[int, set[str]]:
+    """Return the names of the units that use each parameter, by its id; ``""`` stands for the rest of the model."""
+    unit_of = {id(module): name for name, unit in units for module in unit.modules()}
+    owners: dict[int, set[str]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), ""))
+    return owners
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    plain = not is_lazy(parameter) and type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
+    return plain and parameter.numel() > 0 and parameter.layout is torch.strided and is_dense(parameter)
+
+
+def _shared_storages(model: nn.Module) -> set[int]:
+    """Return the addresses of storages that several tensors of the model lie in."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for tensor in _distinct([*model.parameters(), *model.buffers()]):
+        if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel():
+            address = tensor.untyped_storage().data_ptr()
+            (shared if address in seen else seen).add(address)
+    return shared
+
+
+def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return iter({id(tensor): tensor for tensor in tensors}.values())

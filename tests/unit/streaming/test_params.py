@@ -1,0 +1,293 @@
+"""Streamed weights: the same results, few slots, and nothing stale or lost."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.memory.resource import Buffer, Span
+from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.params import ParamStreamer
+from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
+from lightning_cxl.transfer.engine import HostEngine
+from tests.fakes import DelayingEngine, RecyclingMemory, poison
+
+WIDTH = 24
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, depth=5):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, order=None):
+        x = self.first(x)
+        for index in range(len(self.blocks)) if order is None else order:
+            x = self.blocks[index](x)
+        return self.last(x).square().mean()
+
+
+class Held:
+    """Keeps the memory of a buffer alive and recognisable."""
+
+    def __init__(self, nbytes):
+        self.memory = torch.empty(nbytes + 64, dtype=torch.uint8)
+
+
+def allocate(nbytes, unit):
+    held = Held(nbytes)
+    start = held.memory.data_ptr()
+    return Buffer(start + -start % 64, nbytes, (Span("dram", 0, 0, nbytes),), None, held)
+
+
+def make(depth=5):
+    torch.manual_seed(0)
+    return Net(depth)
+
+
+class Streamed:
+    """A model whose blocks stream and are recomputed."""
+
+    def __init__(self, engine, model, num_slots=3):
+        self.model = model
+        named = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        self.offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
+        self.units = [UnitWeights(*unit, allocate) for unit in streamable(model, named)]
+        self.streamer = ParamStreamer(engine, self.units, lambda: self.offload.phase, num_slots=num_slots)
+        self.offload.attach(named)
+
+    def train(self, steps=3, lr=0.1, orders=(None,)):
+        losses = []
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            loss = self.model(torch.randn(8, WIDTH, generator=generator), orders[step % len(orders)])
+            loss.backward()
+            self.streamer.release()
+            losses.append(loss.item())
+            descend(self.model, lr)
+        return losses
+
+    def close(self):
+        self.offload.detach()
+        self.streamer.detach()
+
+
+def descend(model, lr=0.1):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(lr * parameter.grad)
+                parameter.grad = None
+
+
+def plain(model, steps=3, orders=(None,)):
+    losses = []
+    for step in range(steps):
+        loss = model(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)), orders[step % len(orders)])
+        loss.backward()
+        losses.append(loss.item())
+        descend(model)
+    return losses
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 7])
+@pytest.mark.parametrize(
+    "orders",
+    [(None,), ([0, 2, 4], [4, 3, 1, 0]), ([0, 1, 0, 1], None), ([3], [2, 2])],
+    ids=["all", "some", "twice", "few"],
+)
+def test_losses_and_weights_are_those_of_the_plain_run(engine, num_slots, orders):
+    ours, theirs = make(), make()
+    streamed = Streamed(engine, ours, num_slots)
+    assert streamed.train(5, orders=orders) == plain(theirs, 5, orders)
+    streamed.close()
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_outside_of_their_computation_parameters_show_the_host(engine):
+    model = make()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    strides = {name: p.stride() for name, p in model.named_parameters()}
+    streamed = Streamed(engine, model)
+    homes = {id(place.parameter): place.home.data_ptr() for unit in streamed.units for place in unit.places}
+    assert len(homes) == 5 * 5
+    model(torch.randn(4, WIDTH)).backward()
+    streamed.streamer.release()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) and parameter.stride() == strides[name]
+        assert parameter.data_ptr() == homes.get(id(parameter), parameter.data_ptr())
+        assert parameter.data_ptr() % 64 == 0 or name.startswith(("first", "last"))
+    streamed.close()
+
+
+def test_a_home_is_a_storage_of_its_own():
+    streamed = Streamed(HostEngine(), make())
+    weight = streamed.model.blocks[1].up.weight
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    streamed.close()
+
+
+def test_slots_hold_as_much_as_the_ring_says_and_backward_reuses_the_last_ones():
+    engine = DelayingEngine(0.0, computes_on_host=False)
+    streamed = Streamed(engine, make(6), num_slots=3)
+    for _ in range(3):
+        streamed.train(1)
+    engine.log.clear()
+    fetches = streamed.streamer.num_fetches
+    late = streamed.streamer.num_late
+    streamed.train(1)
+    # 6 on the way there; on the way back 3 are still in their slots
+    assert streamed.streamer.num_fetches - fetches <= 6 + 6 - 3 + 1
+    assert streamed.streamer.num_late - late <= 1, "after the first step the next unit is known"
+    streamed.close()
+    engine.close()
+
+
+def test_weights_that_changed_are_fetched_again(engine):
+    model = make(1)
+    streamed = Streamed(engine, model)
+    x = torch.randn(4, WIDTH)
+    with torch.no_grad():
+        first = model(x)
+        fetches = streamed.streamer.num_fetches
+        assert torch.equal(model(x), first) and streamed.streamer.num_fetches == fetches, "its slot is still good"
+        model.blocks[0].up.weight.mul_(2)
+        changed = model(x)
+    assert streamed.streamer.num_fetches == fetches + 1
+    streamed.close()
+    with torch.no_grad():
+        assert torch.equal(model(x), changed) and not torch.equal(first, changed)
+
+
+def test_a_unit_that_writes_to_its_weights_is_refused():
+    model = make(2)
+    streamed = Streamed(HostEngine(), model)
+
+    def write(module, _):
+        with torch.no_grad():
+            module.up.weight.mul_(0.5)
+
+    model.blocks[1].norm.register_forward_pre_hook(lambda *_: write(model.blocks[1], None))
+    with pytest.raises(UnsupportedError, match=r"unit `blocks.1` wrote to its weights"):
+        model(torch.randn(4, WIDTH))
+    streamed.close()
+
+
+def test_a_forward_that_keeps_views_of_the_slot_is_refused():
+    model = make(2)
+    streamed = Streamed(HostEngine(), model)
+    streamed.offload.detach()
+    with pytest.raises(UnsupportedError, match="differentiated without a recompute"):
+        model(torch.randn(4, WIDTH))
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    streamed.close()
+
+
+def test_an_exception_in_a_forward_brings_the_weights_home(engine):
+    model = make(3)
+    streamed = Streamed(engine, model)
+    handle = model.blocks[1].up.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(4, WIDTH))
+    for unit in streamed.units:
+        assert all(place.parameter.data_ptr() == place.home.data_ptr() for place in unit.places)
+    handle.remove()
+    assert streamed.train(2) == plain(make(3), 2)
+    streamed.close()
+
+
+def test_what_cannot_stream_stays():
+    model = make(3)
+    model.blocks[1].up.weight = model.blocks[0].up.weight  # tied across units
+    base = torch.randn(2, WIDTH)
+    model.blocks[2].norm.weight.data = base[0]  # two views of one storage
+    model.blocks[2].norm.bias.data = base[1]
+    named = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+    chosen = {name: len(parameters) for name, _, parameters in streamable(model, named)}
+    assert chosen == {"blocks.0": 4, "blocks.1": 4, "blocks.2": 3}
+    theirs = copy.deepcopy(model)
+    streamed = Streamed(HostEngine(), model)
+    assert streamed.train(3) == plain(theirs, 3)
+    streamed.close()
+
+
+def test_frozen_parts_stream_and_get_no_gradient(engine):
+    models = make(), make()
+    for model in models:
+        for block in model.blocks[:3]:
+            block.requires_grad_(False)
+        model.blocks[4].up.requires_grad_(False)
+    streamed = Streamed(engine, models[0])
+    assert streamed.train(4) == plain(models[1], 4)
+    streamed.close()
+
+
+def test_gradients_add_up_over_micro_batches(engine):
+    ours, theirs = make(), make()
+    streamed = Streamed(engine, ours)
+    for step in range(3):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        ours(x).backward()
+        theirs(x).backward()
+    streamed.streamer.release()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+    streamed.close()
+
+
+def test_bad_numbers_of_slots_and_double_attachment():
+    model = make(2)
+    with pytest.raises(ConfigError, match="at least 2"):
+        Streamed(HostEngine(), model, num_slots=1)
+    model = make(2)
+    streamed = Streamed(HostEngine(), model)
+    streamed.offload.detach()
+    with pytest.raises(ConfigError, match="attached already"):
+        ParamStreamer(HostEngine(), streamed.units, lambda: None)
+    streamed.close()
+    assert all("forward" not in vars(block) for block in model.blocks)
+
+
+def test_copies_of_the_model_run_on_their_own(engine):
+    model = make(2)
+    x = torch.randn(4, WIDTH)
+    expected = model(x).item()
+    streamed = Streamed(engine, model)
+    twin, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    streamed.close()
+    assert twin(x).item() == pickled(x).item() == expected
+
+
+def test_slots_are_let_go_and_weights_stay():
+    engine = DelayingEngine(0.0, computes_on_host=False)
+    model = make(3)
+    streamed = Streamed(engine, model)
+    streamed.train(2)
+    expected = model(torch.ones(2, WIDTH)).item()
+    streamed.close()
+    ring = streamed.streamer._ring
+    for slot in ring._slots:
+        poison(slot.memory)
+    del ring, streamed
+    gc.collect()
+    assert model(torch.ones(2, WIDTH)).item() == expected
+    engine.close()
