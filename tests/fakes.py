@@ -1,8 +1,10 @@
 """Doubles for hardware: a transfer engine that is late, and host memory that reuses and poisons what dies."""
 
 import queue
+import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,9 +14,16 @@ from lightning_cxl.transfer.engine import Transfer, check_copy
 
 
 class DelayedTransfer:
-    """A copy that a worker reads late, and whose destination is poison until it is waited for."""
+    """A copy that a worker reads late, and whose destination is poison until it is waited for.
 
-    def __init__(self, source: torch.Tensor, destination: torch.Tensor, after: Transfer | None, to_host: bool) -> None:
+    Args:
+        number: counts the copies of an engine; an index into its `log`.
+    """
+
+    def __init__(
+        self, source: torch.Tensor, destination: torch.Tensor, after: Transfer | None, *, to_host: bool, number: int
+    ) -> None:
+        self.number = number
         self._source: torch.Tensor | None = source
         self._destination: torch.Tensor | None = destination
         self._after = after
@@ -32,6 +41,10 @@ class DelayedTransfer:
             self._staged = self._source.clone(memory_format=torch.contiguous_format)
         self._source = self._after = None
         self._read.set()
+
+    def is_free(self) -> bool:
+        """Return whether nothing has to be done before this one."""
+        return self._after is None or self._after.done()
 
     def wait(self) -> None:
         """From here on the source may change; only a copy to the device is also delivered to its reader."""
@@ -70,7 +83,8 @@ class DelayingEngine:
         self.log: list[tuple[str, int]] = []  # direction and bytes of every started copy
         self._delay_s = delay_s
         self._jobs: queue.SimpleQueue[DelayedTransfer | None] = queue.SimpleQueue()
-        self._last: DelayedTransfer | None = None
+        self._started: weakref.WeakSet[DelayedTransfer] = weakref.WeakSet()
+        self._lock = threading.Lock()
         self._worker: threading.Thread | None = threading.Thread(target=self._work, daemon=True)
         self._worker.start()
 
@@ -82,10 +96,14 @@ class DelayingEngine:
 
     def _start(self, direction, source, destination, after) -> DelayedTransfer:
         check_copy(source, destination, self.device, self.device)
-        self.log.append((direction, source.numel() * source.element_size()))
-        transfer = DelayedTransfer(source.detach(), destination.detach(), after, direction == "d2h")
-        self._last = transfer
-        self._jobs.put(transfer)
+        with self._lock:
+            number = len(self.log)
+            self.log.append((direction, source.numel() * source.element_size()))
+            transfer = DelayedTransfer(
+                source.detach(), destination.detach(), after, to_host=direction == "d2h", number=number
+            )
+            self._started.add(transfer)
+            self._jobs.put(transfer)
         return transfer
 
     def _work(self) -> None:
@@ -95,16 +113,56 @@ class DelayingEngine:
             del transfer
 
     def synchronize(self) -> None:
-        if self._last is not None:
-            self._last.wait_host()  # the worker is in order
+        with self._lock:
+            started = list(self._started)
+        for transfer in started:
+            transfer.wait_host()
 
     def close(self) -> None:
         self.synchronize()
-        self._last = None
         if self._worker is not None:
             self._jobs.put(None)
             self._worker.join()
             self._worker = None
+
+
+class ReorderingEngine(DelayingEngine):
+    """Copies that are in flight together finish in a random order, except that none finishes before its `after`.
+
+    Whoever waits for the last of several copies, instead of each, or forgets `after`, sees NaN or an old value.
+
+    Args:
+        seed: of the order; the same copies, once they are in flight together, finish in the same order.
+        delay_s: how long the worker lets copies gather before it picks the next one.
+        computes_on_host: False makes the CPU play a device with memory of its own.
+    """
+
+    def __init__(self, seed: int, delay_s: float = 0.002, *, computes_on_host: bool = True) -> None:
+        self.finished: list[int] = []  # indices into `log`
+        self._random = random.Random(seed)
+        super().__init__(delay_s, computes_on_host=computes_on_host)
+
+    def _work(self) -> None:
+        in_flight: list[DelayedTransfer | None] = []
+        while self._gather(in_flight):
+            transfer = in_flight.pop(self._pick(in_flight))
+            transfer.run()
+            self.finished.append(transfer.number)
+            del transfer
+
+    def _gather(self, in_flight: list[DelayedTransfer | None]) -> bool:
+        """Add what has been started, waiting for the first; return whether there is anything but the end (None)."""
+        if not in_flight:
+            in_flight.append(self._jobs.get())
+        time.sleep(self._delay_s)
+        while not self._jobs.empty():
+            in_flight.append(self._jobs.get())
+        return in_flight[0] is not None
+
+    def _pick(self, in_flight: list[DelayedTransfer | None]) -> int:
+        """Return the index of any copy that waits for no other one."""
+        free = [index for index, each in enumerate(in_flight) if each is not None and each.is_free()]
+        return self._random.choice(free or [0])
 
 
 def poison(tensor: torch.Tensor) -> None:

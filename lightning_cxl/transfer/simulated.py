@@ -1,0 +1,226 @@
+"""A device played by the CPU, whose copies take as long as links of given speeds would let them.
+
+[Note: Simulated copies]
+A copy exists twice: as a `Flow` of the `LinkClock`, which says when it begins and ends, and as a job of the worker of
+its direction, which moves the bytes. The clock knows the order of each direction and `after`, and computes with exact
+times. So a worker that wakes up late delays its own copy, but not the beginning of the next one: delays of a busy
+machine do not add up.
+
+* A worker sleeps until its flow begins, waits until the bytes of `after` have landed, moves all bytes but the last few,
+  sleeps until the flow ends, and moves the rest. So who reads without waiting finds old bytes at the end.
+* All threads tell the clock the time under one lock. Every sleeper wakes up at the next event of any flow; only a new
+  flow can bring that forward, and notifies them.
+* The CPU computes at once, so `wait` blocks like `wait_host`. The rest is as in [Note: Copies and streams]: jobs hold
+  the memory of both sides until the bytes have landed. The version of a destination goes up when its copy is asked
+  for, not when it lands, so that versions do not depend on time.
+"""
+
+import ctypes
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from lightning_cxl.transfer.clock import Flow, LinkClock
+from lightning_cxl.transfer.engine import Transfer, check_copy
+from lightning_cxl.transfer.links import Direction, Links
+from lightning_cxl.transfer.trace import Trace
+
+TiersOf = Callable[[int, int], str | Mapping[str, float]]
+"""Address and size of host memory to the name of its tier, or to tier names and fractions where it is striped."""
+
+_LAST_BYTES = 1 << 18
+"""Moved when the time is up: enough to be missed, and soon done."""
+
+
+class SimulatedTransfer:
+    """One copy: its flow, and both sides until the bytes have landed. See [Note: Simulated copies]."""
+
+    def __init__(
+        self, source: torch.Tensor, destination: torch.Tensor, tier: str, flow: Flow, after: "SimulatedTransfer | None"
+    ) -> None:
+        self.flow = flow
+        self.tier = tier
+        self.nbytes = nbytes_of(source)
+        self._sides: tuple[torch.Tensor, torch.Tensor] | None = (source.detach(), destination.data)
+        self._after = after
+        self._landed = threading.Event()
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Block until the copy is done: the device that the CPU plays computes at once."""
+        self.wait_host()
+
+    def wait_host(self) -> None:
+        """Block until the copy is done."""
+        self._landed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Return whether the copy is done, without waiting."""
+        return self._landed.is_set()
+
+    def move(self, *, last: bool) -> None:
+        """Move all bytes but the last ones, or those; strided tensors go at the end (on the worker)."""
+        assert self._sides is not None
+        source, destination = self._sides
+        if self._after is not None:
+            self._after.wait_host()
+            self._after = None
+        if not (_is_plain(source) and _is_plain(destination)):
+            if last:
+                destination.copy_(source)
+            return
+        split = max(0, self.nbytes - _LAST_BYTES)
+        begin, end = (split, self.nbytes) if last else (0, split)
+        # one thread, without the GIL, and no pool of threads that spins beside the computation as with copy_
+        ctypes.memmove(destination.data_ptr() + begin, source.data_ptr() + begin, end - begin)
+
+    def land(self, error: Exception | None = None) -> None:
+        """Let go of both sides, then of those who wait (on the worker)."""
+        self._sides = self._after = None
+        self._error = error
+        self._landed.set()
+
+
+class SimulatedEngine:
+    """Copies between two kinds of CPU memory at the speed of simulated links. See [Note: Simulated copies].
+
+    Args:
+        links: how fast the device's link and the tiers are.
+        tiers_of: says on which tier host memory lies; called once per copy, by the thread that asks for it.
+    """
+
+    device = torch.device("cpu")
+    computes_on_host = False
+
+    def __init__(self, links: Links, tiers_of: TiersOf) -> None:
+        self.trace = Trace()
+        """Every copy that is done, on the lanes ``h2d`` and ``d2h``; others may add lanes of their own."""
+        self.max_lag_s = 0.0
+        """The most that a copy was done after its time: large where this machine cannot keep up with the links."""
+        self._links = links
+        self._tiers_of = tiers_of
+        self._clock = LinkClock()
+        self._changed = threading.Condition()  # guards the clock, the workers and what is handed to them
+        self._workers: dict[Direction, _Worker] = {}
+        self._latest: dict[Direction, SimulatedTransfer] = {}
+
+    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        """Start copying to the host; see `TransferEngine.d2h`."""
+        return self._start("d2h", source, destination, destination, after)
+
+    def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        """Start copying to the device; see `TransferEngine.h2d`."""
+        return self._start("h2d", source, destination, source, after)
+
+    def _start(
+        self,
+        direction: Direction,
+        source: torch.Tensor,
+        destination: torch.Tensor,
+        on_host: torch.Tensor,
+        after: Transfer | None,
+    ) -> Transfer:
+        check_copy(source, destination, self.device, self.device)
+        nbytes = nbytes_of(on_host)
+        shares = self._tiers_of(on_host.data_ptr(), nbytes) if nbytes else {}
+        if isinstance(shares, str):
+            shares = {shares: 1.0}
+        route = self._links.route(direction, shares)
+        if not isinstance(after, SimulatedTransfer | None):
+            after.wait_host()  # the clock does not know other engines' copies
+            after = None
+        torch.autograd.graph.increment_version(destination)
+        with self._changed:
+            behind = None if after is None else after.flow
+            flow = self._clock.submit(direction, nbytes, route, now_s=time.perf_counter(), after=behind)
+            transfer = SimulatedTransfer(source, destination, " + ".join(shares), flow, after)
+            if direction not in self._workers:
+                self._workers[direction] = _Worker(self, direction)
+            self._workers[direction].jobs.put(transfer)
+            self._latest[direction] = transfer
+            self._changed.notify_all()
+        return transfer
+
+    def sleep_until(self, has_come: Callable[[], bool]) -> None:
+        """Keep the clock going until it has made something true (on a worker)."""
+        with self._changed:
+            while True:
+                now_s = time.perf_counter()
+                self._clock.advance(now_s)
+                if has_come():
+                    return
+                event_s = self._clock.next_event_s()
+                assert event_s < math.inf, "every flow waits for one that runs"
+                self._changed.wait(event_s - now_s)
+
+    def note_lag(self, lag_s: float) -> None:
+        """Note how late a copy was done (on a worker)."""
+        with self._changed:
+            self.max_lag_s = max(self.max_lag_s, lag_s)
+
+    def synchronize(self) -> None:
+        """Block until every copy started so far is done."""
+        with self._changed:
+            latest = list(self._latest.values())
+        for transfer in latest:
+            transfer.wait_host()  # each direction is in order
+
+    def close(self) -> None:
+        """Finish all copies, let go of their buffers, and end the workers; another copy would start them again."""
+        with self._changed:
+            workers = list(self._workers.values())
+            self._workers.clear()
+        for worker in workers:
+            worker.jobs.put(None)
+        for worker in workers:
+            worker.join()
+        self._latest.clear()
+
+
+class _Worker(threading.Thread):
+    """Moves the bytes of one direction, in order."""
+
+    def __init__(self, engine: SimulatedEngine, direction: Direction) -> None:
+        super().__init__(name=f"simulated {direction}", daemon=True)
+        self.jobs: queue.SimpleQueue[SimulatedTransfer | None] = queue.SimpleQueue()
+        self._engine = engine
+        self._lane = direction
+        self._free_s = -math.inf  # since when this worker has had nothing to do
+        self.start()
+
+    def run(self) -> None:
+        """Carry out jobs until there is a None."""
+        while (transfer := self.jobs.get()) is not None:
+            try:
+                self._carry_out(transfer)
+            except Exception as error:  # raised where the copy is waited for
+                transfer.land(error)
+            del transfer
+
+    def _carry_out(self, transfer: SimulatedTransfer) -> None:
+        engine, flow = self._engine, transfer.flow
+        engine.sleep_until(flow.has_started)
+        transfer.move(last=False)
+        engine.sleep_until(flow.has_ended)
+        transfer.move(last=True)
+        assert flow.start_s is not None and flow.end_s is not None
+        start_s, self._free_s = max(flow.start_s, self._free_s), time.perf_counter()
+        engine.trace.add(self._lane, transfer.tier, start_s, self._free_s, transfer.nbytes)
+        engine.note_lag(self._free_s - flow.end_s)
+        transfer.land()
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return how many bytes the elements of a tensor take."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a tensor are its bytes in order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
