@@ -48,28 +48,36 @@ CXL_TARGET static inline __attribute__((always_inline)) CXL_NAME(blockwise_encod
     return by;
 }
 
-/* Code V_WIDTH elements. */
-CXL_TARGET static inline __attribute__((always_inline)) void CXL_NAME(blockwise_encode)(
-    const V_FLOAT value, uint8_t *codes, const CXL_NAME(blockwise_encoder) *by, const int is_unsigned)
-{
-    const V_FLOAT magnitude = is_unsigned ? value : v_float(v_bits(value) & 0x7fffffff);
-    const V_FLOAT share = v_fma(magnitude, by->inverse, v_set(BLOCKWISE_SHIFT));
-    const V_FLOAT limit = v_lookup_long(by->threshold, v_bits(share) >> 23);
-    const V_INT class_index = v_count_greater(v_bits(limit), share, limit);
-    const V_FLOAT line = v_fma(share, v_lookup(by->slope, class_index), v_lookup(by->offset, class_index));
-    const V_FLOAT number = v_min(line, v_lookup(by->last, class_index));
-    if (is_unsigned)
-        v_store_bytes(codes, v_truncate(number));
-    else
-        v_store_reversed(codes, v_truncate(v_with_sign(number, ~v_bits(value))));
-}
-
+/* Code one block. Several vectors take each step of the way together: the chain from a value to its code is long, and a
+ * CPU that waits for one after the other has not enough of them in view to stay busy. */
 CXL_TARGET static inline __attribute__((always_inline)) void CXL_NAME(blockwise_encode_block)(
     const float *values, uint8_t *codes, const float scale, const struct blockwise_map *map, const int is_unsigned)
 {
     const CXL_NAME(blockwise_encoder) by = CXL_NAME(blockwise_encoder_of)(scale, map);
-    for (int i = 0; i < BLOCKWISE_SIZE; i += V_WIDTH)
-        CXL_NAME(blockwise_encode)(v_load(values + i), codes + i, &by, is_unsigned);
+    for (int begin = 0; begin < BLOCKWISE_SIZE; begin += V_ABREAST * V_WIDTH) {
+        V_FLOAT value[V_ABREAST], share[V_ABREAST], limit[V_ABREAST], number[V_ABREAST];
+        V_INT class_index[V_ABREAST];
+        for (int i = 0; i < V_ABREAST; i++) {
+            value[i] = v_load(values + begin + i * V_WIDTH);
+            share[i] = v_fma(
+                is_unsigned ? value[i] : v_float(v_bits(value[i]) & 0x7fffffff), by.inverse, v_set(BLOCKWISE_SHIFT));
+        }
+        for (int i = 0; i < V_ABREAST; i++)
+            limit[i] = v_lookup_long(by.threshold, v_bits(share[i]) >> 23);
+        for (int i = 0; i < V_ABREAST; i++)
+            class_index[i] = v_count_greater(v_bits(limit[i]), share[i], limit[i]);
+        for (int i = 0; i < V_ABREAST; i++)
+            number[i] = v_fma(share[i], v_lookup(by.slope, class_index[i]), v_lookup(by.offset, class_index[i]));
+        for (int i = 0; i < V_ABREAST; i++)
+            number[i] = v_min(number[i], v_lookup(by.last, class_index[i]));
+        for (int i = 0; i < V_ABREAST; i++) {
+            uint8_t *code = codes + begin + i * V_WIDTH;
+            if (is_unsigned)
+                v_store_bytes(code, v_truncate(number[i]));
+            else
+                v_store_reversed(code, v_truncate(v_with_sign(number[i], ~v_bits(value[i]))));
+        }
+    }
 }
 
 CXL_TARGET static void CXL_NAME(blockwise_encode_all)(
@@ -85,9 +93,7 @@ CXL_TARGET static void CXL_NAME(blockwise_encode_all)(
         for (int k = 0; k < BLOCKWISE_SIZE; k += V_WIDTH)
             largest = CXL_NAME(blockwise_larger)(largest, v_load(block + k), is_unsigned);
         const float scale = scales[i / BLOCKWISE_SIZE] = v_largest_float(largest);
-        const CXL_NAME(blockwise_encoder) by = CXL_NAME(blockwise_encoder_of)(scale, map);
-        for (int k = 0; k < BLOCKWISE_SIZE; k += V_WIDTH)
-            CXL_NAME(blockwise_encode)(v_load(block + k), coded + k, &by, is_unsigned);
+        CXL_NAME(blockwise_encode_block)(block, coded, scale, map, is_unsigned);
         memcpy(codes + i, coded, count);
     }
 }

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #define V_WIDTH 8
+#define V_ABREAST 2
 typedef float v8_float __attribute__((vector_size(32)));
 typedef int32_t v8_int __attribute__((vector_size(32)));
 typedef uint32_t v8_uint __attribute__((vector_size(32)));

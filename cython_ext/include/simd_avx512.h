@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #define V_WIDTH 16
+#define V_ABREAST 4
 typedef float v16_float __attribute__((vector_size(64)));
 typedef int32_t v16_int __attribute__((vector_size(64)));
 typedef uint32_t v16_uint __attribute__((vector_size(64)));

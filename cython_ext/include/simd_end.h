@@ -37,3 +37,4 @@
 #undef v_where_zero
 #undef v_largest_float
 #undef v_max_uint
+#undef V_ABREAST

@@ -1,6 +1,7 @@
 /* What adam_body.h and blockwise_body.h need of vectors, without any: one element at a time. See simd_avx512.h. */
 
 #define V_WIDTH 1
+#define V_ABREAST 1
 #define V_FLOAT float
 #define V_INT int32_t
 #define V_UINT uint32_t
