@@ -13,6 +13,9 @@ the number of micro-batches, backwards per step, or uses of a module.
 * Separate master: the gradient is copied into host memory that becomes ``master.grad``, or added to it, and
   ``compute.grad`` is dropped. ``master.grad`` alone says whether a step is accumulating. A master whose
   ``requires_grad`` was turned off (Lightning's `toggle_optimizer`) takes no gradient.
+* Streamed parameter (compute is master, but visits the device): autograd finds ``p.grad`` None, as the one so far is on
+  the host, and delivers on the device. The gradient is copied to the host and added there to the one so far, which
+  becomes ``p.grad`` again at the end of the backward, when the parameter is home.
 * For `CPUAdam` a 16-bit gradient stays 16-bit: its kernel reads it as it is. What is added up becomes float32 at the
   second gradient, or stays bfloat16, stochastically rounded (``accumulate="bf16"``). Other optimizers get float32.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
@@ -22,7 +25,7 @@ the number of micro-batches, backwards per step, or uses of a module.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -48,15 +51,26 @@ class GradientSink:
         allocate: gives host memory for a role.
         meter: copies, adds and measures.
         half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
+        streamed: ids of the parameters whose weights visit the device; see [Note: Life of a gradient].
+        bring_home: lets all of them show their home; called before they get their gradients.
     """
 
     def __init__(
-        self, engine: TransferEngine, allocate: AllocateFor, meter: GradientMeter, *, half_sums: bool = False
+        self,
+        engine: TransferEngine,
+        allocate: AllocateFor,
+        meter: GradientMeter,
+        *,
+        half_sums: bool = False,
+        streamed: Container[int] = frozenset(),
+        bring_home: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._allocate = allocate
         self._meter = meter
         self._half_sums = half_sums
+        self._streamed = streamed
+        self._bring_home = bring_home
         self.num_sums = 0
         """Additions so far: makes every stochastic rounding another one."""
         self._watched: dict[int, tuple[HostParameter, GradientHooks]] = {}  # by id of the compute parameter
@@ -76,7 +90,11 @@ class GradientSink:
             half = host.master.dtype in _HALF or host.grad_dtype in _HALF
             if half:
                 _allow_any_dtype(host.master)
-            if host.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
+            if host.is_shared and id(host.compute) in self._streamed:
+                hooks = GradientHooks(
+                    host.compute, partial(self._receive_streamed, host), partial(self._take_away, host)
+                )
+            elif host.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
                 before = partial(self._take_away, host) if half else None
                 hooks = GradientHooks(host.compute, partial(self._receive_shared, host), before, first=True)
             else:
@@ -120,7 +138,15 @@ class GradientSink:
         grad = grad.detach()
         if self._engine.computes_on_host:
             self._fold(host, grad)
-            return
+        else:
+            self._fetch(host, grad)
+
+    def _receive_streamed(self, host: HostParameter) -> None:
+        grad, host.compute.grad = host.compute.grad, None
+        if grad is not None:
+            self._fetch(host, (grad if grad.layout is torch.strided else grad.to_dense()).detach())
+
+    def _fetch(self, host: HostParameter, grad: torch.Tensor) -> None:
         if not self._pending:
             # so that `loss.backward()` returns with complete gradients, whoever called it
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
@@ -136,7 +162,11 @@ class GradientSink:
 
     def _fold(self, host: HostParameter, grad: torch.Tensor) -> None:
         """Copy the first gradient of a step, add the others."""
-        if host.master.grad is None:
+        if id(host.compute) in self._streamed:
+            before = self._taken.get(id(host))
+            dtype = host.grad_dtype if before is None else before.dtype
+            self._taken[id(host)] = self._first(host, grad, dtype) if before is None else self._add(host, before, grad)
+        elif host.master.grad is None:
             host.master.grad = self._first(host, grad, host.grad_dtype)
         else:
             host.master.grad = self._add(host, host.master.grad, grad)
@@ -164,6 +194,11 @@ class GradientSink:
         with torch.no_grad():
             while self._pending:
                 self._fold_oldest()
+        streamed = [host for host, _ in self._watched.values() if id(host) in self._taken]
+        if streamed:
+            self._bring_home()
+            for host in streamed:
+                host.compute.grad = self._taken.pop(id(host))
 
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget the gradients of separate masters, as `zero_grad` on a module does for shared ones."""

@@ -1,0 +1,101 @@
+"""Streamed weights, gradients copied out and the host's optimizer together: bit for bit the plain training loop."""
+
+import pytest
+import torch
+
+from lightning_cxl.memory.host_tensors import mirror
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.grads import GradientSink
+from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.optim.meter import GradientMeter
+from tests.fakes import DelayingEngine, ReorderingEngine
+from tests.unit.streaming.test_params import WIDTH, Streamed, make
+
+
+def allocate(parameter, role, dtype):
+    return mirror(parameter, dtype, lambda count, dt: torch.full((count,), 77, dtype=dt))
+
+
+def batches(step, num, dtype):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(8, WIDTH, generator=generator).to(dtype) for _ in range(num)]
+
+
+def train(model, optimizer, sink=None, *, accumulate, steps=6, orders=(None,)):
+    losses = []
+    for step in range(steps):
+        for x in batches(step, accumulate, next(model.parameters()).dtype):
+            loss = model(x, orders[step % len(orders)])
+            loss.backward()
+            losses.append(loss.item())
+        norm = optimizer.clip_grad_norm_(0.5)
+        losses.append(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.fixture(params=[DelayingEngine, ReorderingEngine])
+def device(request):
+    engine = (
+        DelayingEngine(0.001, computes_on_host=False)
+        if request.param is DelayingEngine
+        else ReorderingEngine(3, delay_s=0.001, computes_on_host=False)
+    )
+    yield engine
+    engine.close()
+
+
+def run(model, engine, *, streams, frozen=(), **options):
+    for index in frozen:
+        model.blocks[index].requires_grad_(False)
+    streamed = Streamed(engine, model) if streams else None
+    ids = {id(place.parameter) for unit in streamed.units for place in unit.places} if streams else set()
+    masters, meter = MasterWeights({}, allocate), GradientMeter(1)
+    sink = GradientSink(
+        engine, allocate, meter, streamed=ids, bring_home=streamed.streamer.release if streams else lambda: None
+    )
+    hosts = [masters.adopt(p, "split") for p in model.parameters()]
+    assert all(host.is_shared for host in hosts)
+    sink.watch(hosts)
+    optimizer = CPUAdam(model.parameters(), lr=1e-2, num_threads=1)
+    optimizer.meter = meter
+    losses = train(model, optimizer, sink, **options)
+    sink.close()
+    if streams:
+        streamed.close()
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("case", ["all", "units skipped and repeated", "frozen"])
+def test_is_the_plain_run(device, dtype, accumulate, case):
+    options = {"accumulate": accumulate}
+    if case == "frozen":
+        options["frozen"] = (0, 3)
+    if case == "units skipped and repeated":
+        options["orders"] = ([0, 2, 4], [4, 3, 1, 1, 0], None)
+    ours, theirs = make().to(dtype), make().to(dtype)
+    expected = run(theirs, device, streams=False, **options)
+    assert run(ours, device, streams=True, **options) == expected
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other) and mine.isfinite().all(), name
+
+
+def test_gradients_are_on_the_host_when_backward_returns(device):
+    model = make()
+    streamed = Streamed(device, model)
+    ids = {id(place.parameter) for unit in streamed.units for place in unit.places}
+    masters = MasterWeights({}, allocate)
+    sink = GradientSink(device, allocate, GradientMeter(1), streamed=ids, bring_home=streamed.streamer.release)
+    sink.watch([masters.adopt(p, "split") for p in model.parameters()])
+    twin = make()
+    for x in batches(0, 2, torch.float32):
+        model(x).backward()
+        twin(x).backward()
+        for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad), name
+            assert id(mine) not in ids or mine.grad.data_ptr() != other.grad.data_ptr()
+    sink.close()
+    streamed.close()
