@@ -70,8 +70,11 @@ def exact_adam(
     denominator, d_denominator = _denominator(new_v, d_v, math.sqrt(bias2), options.eps)
     smallest = denominator - d_denominator
     change = step_size * new_m / denominator
-    # step size, product and quotient: 3 U; and what the error of the denominator makes of it
-    d_change = 3 * U * change.abs() + (step_size * d_m + TINY + change.abs() * d_denominator) / smallest + TINY
+    # step size, product and quotient: 3 U; with 16- and 8-bit state numerator and denominator are both multiplied by
+    # the root of bias2 first, which rounds twice more and makes a denormal error in them count for more; and what the
+    # error of the denominator makes of it
+    d_tiny = TINY * (1 + new_m.abs()) / math.sqrt(bias2)
+    d_change = 5 * U * change.abs() + (step_size * d_m + d_tiny + change.abs() * d_denominator) / smallest + TINY
     new_w = w * decay - change
     # decay and its product: 2 U; the sum: U
     d_w = 2 * U * (w * decay).abs() + d_change + U * new_w.abs() + TINY
@@ -95,10 +98,10 @@ def _denominator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     root = new_v.sqrt()
     d_root = torch.maximum((new_v + d_v).sqrt() - root, root - (new_v - d_v).clamp(min=0).sqrt()) + U * root
-    # bias2_sqrt rounds, and so does the quotient; with 8-bit state its reciprocal and a product, which makes 3 U
-    d_corrected = (d_root + 3 * U * root) / bias2_sqrt + TINY
+    # bias2_sqrt rounds, and so does the quotient; or, with 16- and 8-bit state, the product of eps and bias2_sqrt
+    d_corrected = (d_root + 2 * U * root + TINY) / bias2_sqrt
     denominator = root / bias2_sqrt + eps
-    return denominator, d_corrected + U * eps + U * denominator
+    return denominator, d_corrected + 3 * U * eps + U * denominator
 
 
 def storage_error(
