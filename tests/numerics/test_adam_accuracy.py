@@ -27,7 +27,7 @@ torch_options = st.fixed_dictionaries(
 
 
 def check_against_double(start: Case, options: Options, isa: str) -> None:
-    expected = exact_adam(start.master(), start["grads"], *start.state(), options)
+    expected = exact_adam(start.master(), start["grads"], *start.state(), options, start.formats.state)
     new = start.clone().run(AdamScalars.at_step(**options._asdict()), isa)
     momentum, variance = new.state()
     scales = new.scales or (None, None)
