@@ -25,8 +25,8 @@ cdef extern from "grads_isa.h" nogil:
     double grads_piece(grads_isa isa, int operation, int source_format, int destination_format, const char* source,
                        char* destination, int64_t n, uint64_t random_key, uint64_t offset) noexcept
     double grads_result(double total) noexcept
-    uint32_t grads_float_mode() noexcept
-    void grads_set_float_mode(uint32_t mode) noexcept
+    uint32_t cxl_float_mode() noexcept
+    void cxl_set_float_mode(uint32_t mode) noexcept
 
 SPAN_FIELDS = 6
 
@@ -169,7 +169,7 @@ cdef void _sweep(const uint64_t* spans, int64_t num_spans, int operation, grads_
     """
     cdef int64_t i, k, share, num_shares
     cdef double total
-    cdef uint32_t mode = grads_float_mode(), own_mode = mode
+    cdef uint32_t mode = cxl_float_mode(), own_mode = mode
     starts[0] = firsts[0] = 0
     for i in range(num_spans):
         starts[i + 1] = starts[i] + (<int64_t> spans[i * FIELDS + 2] + SHARE - 1) // SHARE * SHARE
@@ -178,11 +178,11 @@ cdef void _sweep(const uint64_t* spans, int64_t num_spans, int operation, grads_
     if num_shares < num_threads:
         num_threads = <int> num_shares if num_shares else 1
     with parallel(num_threads=num_threads):
-        own_mode = grads_float_mode()
-        grads_set_float_mode(mode)
+        own_mode = cxl_float_mode()
+        cxl_set_float_mode(mode)
         for share in prange(num_shares, schedule="dynamic", chunksize=1):
             _sweep_share(spans, num_spans, operation, isa, starts, firsts, sums, share * GRADS_PIECE)
-        grads_set_float_mode(own_mode)
+        cxl_set_float_mode(own_mode)
     for i in range(num_spans):
         total = 0
         for k in range(firsts[i], firsts[i + 1]):

@@ -102,8 +102,4 @@ static void adam_update(
         adam_update(isa, span, offset + now, n - now, scalars);
 }
 
-/* Rounding and denormal mode of this thread (torch.set_flush_denormal): pool threads take over the caller's. */
-static inline uint32_t adam_float_mode(void) { return __builtin_ia32_stmxcsr(); }
-static inline void adam_set_float_mode(const uint32_t mode) { __builtin_ia32_ldmxcsr(mode); }
-
 #endif

@@ -132,13 +132,13 @@ static int adam_run(
         CPU_SET((size_t)cpus[2 * i + 1], &job.lines[cpus[2 * i]].cpus);
     adam_lay_out(&job, num_spans);
     num_threads = adam_divide_threads(&job, num_threads);
-    const uint32_t mode = adam_float_mode();
+    const uint32_t mode = cxl_float_mode();
 #pragma omp parallel num_threads(num_threads)
     {
-        const uint32_t own_mode = adam_float_mode();
-        adam_set_float_mode(mode);
+        const uint32_t own_mode = cxl_float_mode();
+        cxl_set_float_mode(mode);
         adam_work(&job, omp_get_thread_num());
-        adam_set_float_mode(own_mode);
+        cxl_set_float_mode(own_mode);
     }
     free(job.lines);
     free(job.order);

@@ -32,44 +32,30 @@ CXL_TARGET static inline __attribute__((always_inline)) V_UINT CXL_NAME(blockwis
     return v_max_uint(largest, (V_UINT)(is_unsigned ? v_bits(values) : v_bits(values) & 0x7fffffff));
 }
 
-/* What it takes to code one block. */
-typedef struct {
-    V_FLOAT inverse; /* of the scale */
-    V_TABLE slope, offset, last;
-    V_TABLE_LONG threshold;
-} CXL_NAME(blockwise_encoder);
-
-CXL_TARGET static inline __attribute__((always_inline)) CXL_NAME(blockwise_encoder) CXL_NAME(blockwise_encoder_of)(
-    const float scale, const struct blockwise_map *map)
-{
-    const float inverse = scale < 1e-38f ? 0.0f : 1.0f / scale; /* a smaller scale has no useful reciprocal: all zero */
-    const CXL_NAME(blockwise_encoder) by = {
-        v_set(inverse), v_table(map->slope), v_table(map->offset), v_table(map->last), v_table_long(map->threshold)};
-    return by;
-}
-
 /* Code one block. Several vectors take each step of the way together: the chain from a value to its code is long, and a
  * CPU that waits for one after the other has not enough of them in view to stay busy. */
 CXL_TARGET static inline __attribute__((always_inline)) void CXL_NAME(blockwise_encode_block)(
     const float *values, uint8_t *codes, const float scale, const struct blockwise_map *map, const int is_unsigned)
 {
-    const CXL_NAME(blockwise_encoder) by = CXL_NAME(blockwise_encoder_of)(scale, map);
+    const V_FLOAT inverse = v_set(scale < 1e-38f ? 0.0f : 1.0f / scale); /* no useful reciprocal below: all zero */
+    const V_TABLE slope = v_table(map->slope), offset = v_table(map->offset), last = v_table(map->last);
+    const V_TABLE_LONG threshold = v_table_long(map->threshold);
     for (int begin = 0; begin < BLOCKWISE_SIZE; begin += V_ABREAST * V_WIDTH) {
         V_FLOAT value[V_ABREAST], share[V_ABREAST], limit[V_ABREAST], number[V_ABREAST];
         V_INT class_index[V_ABREAST];
         for (int i = 0; i < V_ABREAST; i++) {
             value[i] = v_load(values + begin + i * V_WIDTH);
-            share[i] = v_fma(
-                is_unsigned ? value[i] : v_float(v_bits(value[i]) & 0x7fffffff), by.inverse, v_set(BLOCKWISE_SHIFT));
+            const V_FLOAT magnitude = is_unsigned ? value[i] : v_float(v_bits(value[i]) & 0x7fffffff);
+            share[i] = v_fma(magnitude, inverse, v_set(BLOCKWISE_SHIFT));
         }
         for (int i = 0; i < V_ABREAST; i++)
-            limit[i] = v_lookup_long(by.threshold, v_bits(share[i]) >> 23);
+            limit[i] = v_lookup_long(threshold, v_bits(share[i]) >> 23);
         for (int i = 0; i < V_ABREAST; i++)
             class_index[i] = v_count_greater(v_bits(limit[i]), share[i], limit[i]);
         for (int i = 0; i < V_ABREAST; i++)
-            number[i] = v_fma(share[i], v_lookup(by.slope, class_index[i]), v_lookup(by.offset, class_index[i]));
+            number[i] = v_fma(share[i], v_lookup(slope, class_index[i]), v_lookup(offset, class_index[i]));
         for (int i = 0; i < V_ABREAST; i++)
-            number[i] = v_min(number[i], v_lookup(by.last, class_index[i]));
+            number[i] = v_min(number[i], v_lookup(last, class_index[i]));
         for (int i = 0; i < V_ABREAST; i++) {
             uint8_t *code = codes + begin + i * V_WIDTH;
             if (is_unsigned)

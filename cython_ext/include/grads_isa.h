@@ -169,8 +169,4 @@ static double grads_piece(
 /* One NaN for all: which of several a CPU hands on depends on the order of operands. */
 static inline double grads_result(const double sum) { return sum == sum ? sum : __builtin_nan(""); }
 
-/* Rounding and denormal mode of this thread (torch.set_flush_denormal): pool threads take over the caller's. */
-static inline uint32_t grads_float_mode(void) { return __builtin_ia32_stmxcsr(); }
-static inline void grads_set_float_mode(const uint32_t mode) { __builtin_ia32_ldmxcsr(mode); }
-
 #endif

@@ -1,4 +1,4 @@
-/* Bits of numbers, float16 without instructions for it, and the key of random bits.
+/* Bits of numbers, float16 without instructions for it, the key of random bits, and the mode floats are rounded in.
  *
  * Plain C without a target and `always_inline`: each takes the target of the loop that calls it, and all ISAs give the
  * same bits. The other 16-bit formats are in pairs_body.h and grads_body.h.
@@ -58,5 +58,9 @@ struct cxl_random_key {
 
 /* How far the key moves every 2^32 elements: neighbouring keys would give related numbers. */
 #define CXL_FAR 0x9e3779b9u
+
+/* Rounding and denormal mode of this thread (torch.set_flush_denormal): pool threads take over the caller's. */
+static inline uint32_t cxl_float_mode(void) { return __builtin_ia32_stmxcsr(); }
+static inline void cxl_set_float_mode(const uint32_t mode) { __builtin_ia32_ldmxcsr(mode); }
 
 #endif

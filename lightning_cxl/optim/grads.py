@@ -101,6 +101,8 @@ class GradientSink:
                 hooks = GradientHooks(host.compute, partial(self._receive_separate, host))
             self._watched[id(host.compute)] = (host, hooks)
         del reserved  # back to the pool, which keeps the pages for the first backward
+        for host in new:
+            host.grad_address = 0  # whoever gets these bytes next, it is not a gradient of ours
 
     def _new_slot(self, host: HostParameter, dtype: torch.dtype) -> torch.Tensor:
         role = TensorRole.COMPUTE_GRADS if host.is_shared else TensorRole.MASTER_GRADS

@@ -35,14 +35,14 @@ def check_options(group: Mapping[str, Any]) -> None:
 def check_ranges(group: Mapping[str, Any]) -> None:
     """Refuse hyper-parameters that torch refuses too. Cheap enough for every step: anyone may write into a group."""
     for name in ("lr", "eps", "weight_decay"):
-        if not _number(group[name]) >= 0.0:
+        if not as_number(group[name]) >= 0.0:
             raise ConfigError(f"`{name}` must be one number, at least 0, got {group[name]!r}")
     betas = group["betas"]
-    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0.0 <= _number(beta) < 1.0 for beta in betas):
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0.0 <= as_number(beta) < 1.0 for beta in betas):
         raise ConfigError(f"`betas` must be two numbers in [0, 1), got {betas!r}")
 
 
-def _number(value: object) -> float:
+def as_number(value: object) -> float:
     """Return a number or one-element tensor as float; NaN, which is in no range, for anything else."""
     if isinstance(value, (int, float)):
         return value

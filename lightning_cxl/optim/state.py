@@ -9,7 +9,7 @@ import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.optim.blockwise import num_blocks
-from lightning_cxl.optim.hyper import check_options, check_ranges
+from lightning_cxl.optim.hyper import as_number, check_options, check_ranges
 from lightning_cxl.optim.moment import check_map
 from lightning_cxl.optim.slot import REMAINDER
 
@@ -173,11 +173,7 @@ def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) 
 def _check_step(name: str, step: object) -> None:
     if isinstance(step, torch.Tensor) and step.numel() != 1:
         raise CheckpointError(f"the saved step of {name} has shape {tuple(step.shape)}, it must be one number")
-    try:
-        count = float(step)  # type: ignore[arg-type]  # what cannot be converted says so
-    except (TypeError, ValueError, RuntimeError):
-        count = math.nan
-    if not 0 <= count < math.inf:
+    if not 0 <= as_number(step) < math.inf:
         raise CheckpointError(f"the saved step of {name} is {step!r}, it must be a number of steps, 0 or more")
 
 

@@ -46,11 +46,18 @@ class Result(NamedTuple):
 
 
 def exact_adam(
-    master: torch.Tensor, grads: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, options: Options
+    master: torch.Tensor,
+    grads: torch.Tensor,
+    momentum: torch.Tensor,
+    variance: torch.Tensor,
+    options: Options,
+    state: StatePrecision = "fp32",
 ) -> Result:
     """Return one step and its error bounds, first order in `U` with every operation of the kernel counted once.
 
     In the comments, d(x) is the bound of the error of x. A hyper-parameter is rounded to float32: U of itself.
+    With 16- and 8-bit `state` the kernel multiplies numerator and denominator of the change by the root of bias2, which
+    saves a division, rounds step size and eps twice more, and makes a denormal error in them count for more.
     """
     w, g, m, v = (t.double() for t in (master, grads, momentum, variance))
     decay, l2 = (1 - options.lr * options.weight_decay, 0.0) if options.decoupled else (1.0, options.weight_decay)
@@ -66,12 +73,15 @@ def exact_adam(
     d_v = 3 * U * new_v + (1 - beta2) * (2 * grad.abs() * d_grad + d_grad * d_grad) + 3 * TINY * (1 + grad.abs())
 
     bias1, bias2 = (-math.expm1(options.step * math.log(beta)) if beta else 1.0 for beta in options.betas)
+    bias2_sqrt, scaled = math.sqrt(bias2), state != "fp32"
     step_size = options.lr / bias1
-    denominator, d_denominator = _denominator(new_v, d_v, math.sqrt(bias2), options.eps)
+    denominator, d_denominator = _denominator(new_v, d_v, bias2_sqrt, options.eps, scaled)
     smallest = denominator - d_denominator
     change = step_size * new_m / denominator
-    # step size, product and quotient: 3 U; and what the error of the denominator makes of it
-    d_change = 3 * U * change.abs() + (step_size * d_m + TINY + change.abs() * d_denominator) / smallest + TINY
+    d_tiny = TINY * (1 + new_m.abs()) / bias2_sqrt if scaled else TINY
+    # step size, product and quotient: 3 U, scaled 5 U; and what the error of the denominator makes of it
+    rounding = (5 if scaled else 3) * U * change.abs()
+    d_change = rounding + (step_size * d_m + d_tiny + change.abs() * d_denominator) / smallest + TINY
     new_w = w * decay - change
     # decay and its product: 2 U; the sum: U
     d_w = 2 * U * (w * decay).abs() + d_change + U * new_w.abs() + TINY
@@ -91,14 +101,15 @@ def _momentum_error(beta1: float, d_grad: torch.Tensor, spread: torch.Tensor) ->
 
 
 def _denominator(
-    new_v: torch.Tensor, d_v: torch.Tensor, bias2_sqrt: float, eps: float
+    new_v: torch.Tensor, d_v: torch.Tensor, bias2_sqrt: float, eps: float, scaled: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     root = new_v.sqrt()
     d_root = torch.maximum((new_v + d_v).sqrt() - root, root - (new_v - d_v).clamp(min=0).sqrt()) + U * root
-    # bias2_sqrt rounds, and so does the quotient; with 8-bit state its reciprocal and a product, which makes 3 U
-    d_corrected = (d_root + 3 * U * root) / bias2_sqrt + TINY
     denominator = root / bias2_sqrt + eps
-    return denominator, d_corrected + U * eps + U * denominator
+    if scaled:  # eps, bias2_sqrt and their product round; the root is divided by nothing
+        return denominator, (d_root + TINY) / bias2_sqrt + 3 * U * eps + U * denominator
+    # bias2_sqrt rounds, and so does the quotient
+    return denominator, (d_root + 2 * U * root) / bias2_sqrt + TINY + U * eps + U * denominator
 
 
 def storage_error(

@@ -105,6 +105,14 @@ def test_float32_parameters_are_added_by_autograd_itself():
     assert sink.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)] * 2, "reserved, and the first gradient"
 
 
+def test_memory_that_was_only_reserved_is_not_taken_for_a_gradient_of_ours():
+    """The allocator may give the reserved bytes to autograd: its gradient must still move into our memory."""
+    sink = Sink((7,), dtype=torch.float32)
+    assert [host.grad_address for host in sink.hosts] == [0]
+    sink.backward(0)
+    assert [host.grad_address for host in sink.hosts] == [p.grad.data_ptr() for p in sink.params]
+
+
 def test_another_optimizers_gradients_are_float32():
     sink = Sink((7,), form=None)
     made = sink.backward(0)[0]
