@@ -18,10 +18,10 @@ cdef extern from "grads_isa.h" nogil:
         GRADS_ACCUMULATE
     cdef enum:
         GRADS_PIECE  # elements, counted from the start of their span: what is summed before the sums of pieces are
-    cdef enum grads_format:
-        GRADS_FLOAT32
-        GRADS_BFLOAT16
-        GRADS_FLOAT16
+    cdef enum cxl_float_format:
+        CXL_FP32
+        CXL_BF16
+        CXL_FP16
     double grads_piece(grads_isa isa, int operation, int source_format, int destination_format, const char* source,
                        char* destination, int64_t n, uint64_t random_key, uint64_t offset) noexcept
     double grads_result(double total) noexcept
@@ -137,18 +137,18 @@ cdef int _check(const uint64_t* span, int64_t i, int operation) except -1:
     cdef uint64_t n = span[2], source_bytes, destination_bytes
     if n >> LOG2_MAX_ELEMENTS:
         raise ValueError(f"span {i} has {n} elements, more than there can be")
-    if span[3] > GRADS_FLOAT16:
+    if span[3] > CXL_FP16:
         raise ValueError(f"span {i} has the format {span[3]}, which does not exist")
     if operation == GRADS_MEASURE and span[1]:
         raise ValueError(f"span {i} has a destination, but measuring writes nothing")
-    if operation == GRADS_ACCUMULATE and span[4] != GRADS_FLOAT32 and span[4] != GRADS_BFLOAT16:
+    if operation == GRADS_ACCUMULATE and span[4] != CXL_FP32 and span[4] != CXL_BF16:
         raise ValueError(f"span {i} cannot be added to an accumulator of format {span[4]}")
-    if operation != GRADS_MEASURE and operation != GRADS_ACCUMULATE and span[4] != GRADS_FLOAT32 and span[4] != span[3]:
+    if operation != GRADS_MEASURE and operation != GRADS_ACCUMULATE and span[4] != CXL_FP32 and span[4] != span[3]:
         raise ValueError(f"span {i} has the format {span[3]}: it cannot be copied to format {span[4]}")
     if n and not (span[0] and (span[1] or operation == GRADS_MEASURE)):
         raise ValueError(f"span {i} of {n} elements has a null address")
-    source_bytes = 4 if span[3] == GRADS_FLOAT32 else 2
-    destination_bytes = 4 if span[4] == GRADS_FLOAT32 else 2
+    source_bytes = 4 if span[3] == CXL_FP32 else 2
+    destination_bytes = 4 if span[4] == CXL_FP32 else 2
     if span[0] % source_bytes or span[1] % destination_bytes:
         raise ValueError(f"span {i} has an address that is not a multiple of the size of its elements")
     if span[0] < span[1] + n * destination_bytes and span[1] < span[0] + n * source_bytes and span[1]:
@@ -209,8 +209,8 @@ cdef void _sweep_share(const uint64_t* spans, int64_t num_spans, int operation, 
         if count > 0:
             sums[firsts[low] + number] = grads_piece(
                 isa, operation, <int> span[3], <int> span[4],
-                <const char*> <uintptr_t> span[0] + offset * (4 if span[3] == GRADS_FLOAT32 else 2),
-                <char*> <uintptr_t> span[1] + (offset * (4 if span[4] == GRADS_FLOAT32 else 2) if span[1] else 0),
+                <const char*> <uintptr_t> span[0] + offset * (4 if span[3] == CXL_FP32 else 2),
+                <char*> <uintptr_t> span[1] + (offset * (4 if span[4] == CXL_FP32 else 2) if span[1] else 0),
                 count, span[5], offset,
             )
         low += 1

@@ -28,7 +28,7 @@ static inline struct adam_span adam_pad(
     const size_t state_bytes = adam_state_bytes[s->formats >> 4];
     struct adam_span whole = *s;
     whole.weights = adam_fill(padded->weights, s->weights, n, size, 4);
-    whole.grads = adam_fill(padded->grads, s->grads, n, size, (s->formats & 3) == CXL_FP32 ? 4 : 2);
+    whole.grads = adam_fill(padded->grads, s->grads, n, size, (size_t)cxl_bytes((int)(s->formats & 3)));
     whole.compute = adam_fill(padded->compute, s->compute, n, size, 2);
     whole.rest = adam_fill(padded->rest, s->rest, n, size, 2);
     whole.momentum = adam_fill(padded->momentum, s->momentum, n, size, state_bytes);

@@ -40,7 +40,6 @@ static inline struct adam_factors adam_factors_of(const struct adam_scalars *s)
 }
 
 /* lightning_cxl/optim/formats.py has the same numbers */
-enum cxl_float_format { CXL_FP32, CXL_BF16, CXL_FP16 };
 enum adam_weights {
     ADAM_WEIGHTS_FP32,  /* float32 */
     ADAM_WEIGHTS_BF16,  /* float32 master weights, bfloat16 compute weights written beside them */
@@ -81,7 +80,7 @@ static inline struct adam_span adam_span_at(const struct adam_span *s, const int
     rest.weights += s->weights ? offset : 0;
     rest.compute += s->compute ? offset : 0;
     rest.rest += s->rest ? offset : 0;
-    rest.grads = (const char *)s->grads + offset * ((s->formats & 3) == CXL_FP32 ? 4 : 2);
+    rest.grads = (const char *)s->grads + offset * cxl_bytes((int)(s->formats & 3));
     rest.momentum = (char *)s->momentum + state_offset;
     rest.variance = (char *)s->variance + state_offset;
     rest.momentum_scale += s->momentum_scale ? offset / BLOCKWISE_SIZE : 0;

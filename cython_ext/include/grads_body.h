@@ -19,10 +19,10 @@
 GRADS_LOCAL grads_floats GRADS_NAME(grads_load)(const char *source, const int format)
 {
     grads_floats values;
-    if (format == GRADS_FLOAT32)
+    if (format == CXL_FP32)
         memcpy(&values, source, sizeof values);
     else
-        values = format == GRADS_BFLOAT16 ? GRADS_FROM_BFLOAT16(source) : GRADS_FROM_FLOAT16(source);
+        values = format == CXL_BF16 ? GRADS_FROM_BFLOAT16(source) : GRADS_FROM_FLOAT16(source);
     return values;
 }
 
@@ -31,14 +31,14 @@ GRADS_LOCAL grads_floats GRADS_NAME(grads_load)(const char *source, const int fo
 GRADS_LOCAL void GRADS_NAME(grads_load_pairs)(
     grads_floats *even, grads_floats *odd, const char *source, const int format)
 {
-    if (format == GRADS_BFLOAT16) {
+    if (format == CXL_BF16) {
         grads_bits pairs;
         memcpy(&pairs, source, sizeof pairs);
         *even = (grads_floats)(pairs << 16);
         *odd = (grads_floats)(pairs & 0xffff0000u);
     } else {
         const grads_floats low = GRADS_NAME(grads_load)(source, format);
-        const grads_floats high = GRADS_NAME(grads_load)(source + 8 * grads_bytes(format), format);
+        const grads_floats high = GRADS_NAME(grads_load)(source + 8 * cxl_bytes(format), format);
         *even = GRADS_EVERY_OTHER(low, high, 0);
         *odd = GRADS_EVERY_OTHER(low, high, 1);
     }
@@ -69,7 +69,7 @@ GRADS_LOCAL void GRADS_NAME(grads_random)(
  * random bits could carry out of its fraction, but not where the lower half is zero, as in a sum of bfloat16. */
 GRADS_LOCAL grads_bits GRADS_NAME(grads_round)(const grads_floats sums, const grads_bits random, const int from)
 {
-    const grads_bits added = from == GRADS_BFLOAT16 ? random : random & (grads_bits)(sums == sums);
+    const grads_bits added = from == CXL_BF16 ? random : random & (grads_bits)(sums == sums);
     return ((grads_bits)sums + added) & 0xffff0000u;
 }
 
@@ -80,7 +80,7 @@ GRADS_LOCAL void GRADS_NAME(grads_eight)(
     grads_floats values = GRADS_NAME(grads_load)(source, from);
     if (operation == GRADS_ACCUMULATE)
         values = GRADS_NAME(grads_load)(destination, to) + values;
-    if (operation != GRADS_MEASURE && to == GRADS_FLOAT32)
+    if (operation != GRADS_MEASURE && to == CXL_FP32)
         memcpy(destination, &values, sizeof values);
     else if (operation == GRADS_COPY)
         memcpy(destination, source, sizeof(grads_halves));
@@ -98,7 +98,7 @@ GRADS_LOCAL void GRADS_NAME(grads_sixteen)(
         grads_floats even_sums, odd_sums;
         grads_bits even_random, odd_random;
         GRADS_NAME(grads_random)(&even_random, &odd_random, random, first);
-        GRADS_NAME(grads_load_pairs)(&even_sums, &odd_sums, destination, GRADS_BFLOAT16);
+        GRADS_NAME(grads_load_pairs)(&even_sums, &odd_sums, destination, CXL_BF16);
         even = (grads_floats)GRADS_NAME(grads_round)(even_sums + even, even_random, from);
         odd = (grads_floats)GRADS_NAME(grads_round)(odd_sums + odd, odd_random, from);
         pairs = (grads_floats)((grads_bits)even >> 16 | (grads_bits)odd);
@@ -115,7 +115,7 @@ GRADS_LOCAL void GRADS_NAME(grads_block)(
     GRADS_LANES *lanes, const char *source, char *destination, const int operation, const int from, const int to,
     const struct grads_random *random, const uint32_t first)
 {
-    const int64_t read = grads_bytes(from), write = operation == GRADS_MEASURE ? 0 : grads_bytes(to);
+    const int64_t read = cxl_bytes(from), write = operation == GRADS_MEASURE ? 0 : cxl_bytes(to);
     if (GRADS_PAIRED(operation, from, to)) {
         GRADS_NAME(grads_sixteen)(lanes, lanes + 1, source, destination, operation, from, random, first);
         GRADS_NAME(grads_sixteen)(
@@ -134,7 +134,7 @@ GRADS_LOCAL double GRADS_NAME(grads_loop)(
     const char *restrict source, char *restrict destination, const int64_t n, const int operation, const int from,
     const int to, const struct cxl_random_key key, const uint32_t first)
 {
-    const int64_t read = grads_bytes(from), write = operation == GRADS_MEASURE ? 0 : grads_bytes(to);
+    const int64_t read = cxl_bytes(from), write = operation == GRADS_MEASURE ? 0 : cxl_bytes(to);
     GRADS_LANES lanes[GRADS_QUARTERS][4] = {0};
     double total = 0.0;
     for (int64_t step = 0; step < GRADS_QUARTER && step < n; step += GRADS_STEP(operation))
@@ -177,21 +177,21 @@ GRADS_TARGET static double GRADS_NAME(grads_piece)(
 {
 #define GRADS_CASE(o, f, t) \
     case GRADS_VARIANT(o, f, t): return GRADS_NAME(grads_loop)(source, destination, n, o, f, t, key, first)
-    switch (GRADS_VARIANT(operation, from, operation == GRADS_MEASURE ? GRADS_FLOAT32 : to)) {
-        GRADS_CASE(GRADS_MEASURE, GRADS_FLOAT32, GRADS_FLOAT32);
-        GRADS_CASE(GRADS_MEASURE, GRADS_BFLOAT16, GRADS_FLOAT32);
-        GRADS_CASE(GRADS_MEASURE, GRADS_FLOAT16, GRADS_FLOAT32);
-        GRADS_CASE(GRADS_COPY, GRADS_FLOAT32, GRADS_FLOAT32);
-        GRADS_CASE(GRADS_COPY, GRADS_BFLOAT16, GRADS_FLOAT32);
-        GRADS_CASE(GRADS_COPY, GRADS_BFLOAT16, GRADS_BFLOAT16);
-        GRADS_CASE(GRADS_COPY, GRADS_FLOAT16, GRADS_FLOAT32);
-        GRADS_CASE(GRADS_COPY, GRADS_FLOAT16, GRADS_FLOAT16);
-        GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT32, GRADS_FLOAT32);
-        GRADS_CASE(GRADS_ACCUMULATE, GRADS_BFLOAT16, GRADS_FLOAT32);
-        GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT16, GRADS_FLOAT32);
-        GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT32, GRADS_BFLOAT16);
-        GRADS_CASE(GRADS_ACCUMULATE, GRADS_BFLOAT16, GRADS_BFLOAT16);
-        GRADS_CASE(GRADS_ACCUMULATE, GRADS_FLOAT16, GRADS_BFLOAT16);
+    switch (GRADS_VARIANT(operation, from, operation == GRADS_MEASURE ? CXL_FP32 : to)) {
+        GRADS_CASE(GRADS_MEASURE, CXL_FP32, CXL_FP32);
+        GRADS_CASE(GRADS_MEASURE, CXL_BF16, CXL_FP32);
+        GRADS_CASE(GRADS_MEASURE, CXL_FP16, CXL_FP32);
+        GRADS_CASE(GRADS_COPY, CXL_FP32, CXL_FP32);
+        GRADS_CASE(GRADS_COPY, CXL_BF16, CXL_FP32);
+        GRADS_CASE(GRADS_COPY, CXL_BF16, CXL_BF16);
+        GRADS_CASE(GRADS_COPY, CXL_FP16, CXL_FP32);
+        GRADS_CASE(GRADS_COPY, CXL_FP16, CXL_FP16);
+        GRADS_CASE(GRADS_ACCUMULATE, CXL_FP32, CXL_FP32);
+        GRADS_CASE(GRADS_ACCUMULATE, CXL_BF16, CXL_FP32);
+        GRADS_CASE(GRADS_ACCUMULATE, CXL_FP16, CXL_FP32);
+        GRADS_CASE(GRADS_ACCUMULATE, CXL_FP32, CXL_BF16);
+        GRADS_CASE(GRADS_ACCUMULATE, CXL_BF16, CXL_BF16);
+        GRADS_CASE(GRADS_ACCUMULATE, CXL_FP16, CXL_BF16);
     }
 #undef GRADS_CASE
     return __builtin_nan(""); /* the caller has refused every other combination */

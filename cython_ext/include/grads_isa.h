@@ -10,7 +10,6 @@
 
 enum grads_isa { GRADS_BASELINE, GRADS_AVX2, GRADS_AVX512 };
 enum grads_operation { GRADS_MEASURE, GRADS_COPY, GRADS_ACCUMULATE };
-enum grads_format { GRADS_FLOAT32, GRADS_BFLOAT16, GRADS_FLOAT16 };
 enum { GRADS_BLOCK = 32 };
 /* A thread that reads one place after the other leaves up to a third of the memory's bandwidth unused: the quarters of
  * a piece are walked side by side, a step of each in turn (measured: 128 KiB and more apart, or it gains nothing).
@@ -20,7 +19,7 @@ enum { GRADS_PIECE = 262144, GRADS_QUARTERS = 4, GRADS_QUARTER = GRADS_PIECE / G
 
 #define GRADS_VARIANT(operation, from, to) (((operation) * 3 + (from)) * 3 + (to))
 /* What is measured is bfloat16: its even and odd elements are in different vectors. */
-#define GRADS_PAIRED(operation, from, to) (((operation) == GRADS_MEASURE ? (from) : (to)) == GRADS_BFLOAT16)
+#define GRADS_PAIRED(operation, from, to) (((operation) == GRADS_MEASURE ? (from) : (to)) == CXL_BF16)
 
 /* eight elements; without AVX the compiler makes two registers of one */
 typedef float grads_floats __attribute__((vector_size(32)));
@@ -39,8 +38,6 @@ struct grads_random {
 #define GRADS_EVERY_OTHER(low, high, i) \
     __builtin_shuffle(low, high, (grads_bits){i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, i + 14})
 #endif
-
-CXL_INLINE int64_t grads_bytes(const int format) { return format == GRADS_FLOAT32 ? 4 : 2; }
 
 /* Sum 32 lanes pairwise: lane i and lane i + 16, then i and i + 8, and so on. */
 static double grads_total(const double *vectors, const int paired)

@@ -25,6 +25,11 @@ CXL_INLINE float cxl_float(const uint32_t bits)
     return value;
 }
 
+/* lightning_cxl/optim/formats.py has the same numbers */
+enum cxl_float_format { CXL_FP32, CXL_BF16, CXL_FP16 };
+
+CXL_INLINE int64_t cxl_bytes(const int format) { return format == CXL_FP32 ? 4 : 2; }
+
 /* ---- float16: integer arithmetic for what is normal, one exact float operation for what is not ---- */
 
 CXL_INLINE float cxl_from_float16(const uint16_t half)
