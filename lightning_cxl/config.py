@@ -11,6 +11,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.units import parse_bytes
 
 Origin = Literal["argument", "environment", "default"]
+OnTierFull = Literal["spill", "error"]
 _PREFIX = "LIGHTNING_CXL_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -33,6 +34,9 @@ class OffloadConfig:
     units: str | Sequence[str] = "auto"
     """The modules that are offloaded as one: ``"auto"`` (the model's repeated blocks), or module name patterns or
     class names."""
+    stream_weights: bool | Literal["auto"] = "auto"
+    """Keep the weights of units in host memory and bring each unit to the device when it computes; needs
+    `activation_offload`. ``"auto"`` does so when the device is apart from the host."""
     cpu_adam: bool = True
     """Replace ``torch.optim.Adam`` and ``AdamW`` by the compiled `CPUAdam`."""
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
@@ -52,7 +56,7 @@ class OffloadConfig:
     """Threads of the optimizer's kernels; None uses every CPU that this process may use."""
     on_missing_tier: Literal["fallback", "error"] = "fallback"
     """Without CXL memory in the machine: back tier ``cxl`` by DRAM with one warning, or refuse."""
-    on_tier_full: Literal["spill", "error"] = "spill"
+    on_tier_full: OnTierFull = "spill"
     """When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse."""
     pin_memory: bool | Literal["auto"] = "auto"
     """Page-lock host memory that a device copies to or from; ``"auto"`` does so when the device is a CUDA device."""
@@ -66,6 +70,12 @@ class OffloadConfig:
             _check_rule(pattern, wanted)
         for name in ("activation_offload", "cpu_adam"):
             _check_choice(name, getattr(self, name), (True, False))
+        _check_choice("stream_weights", self.stream_weights, (True, False, "auto"))
+        if self.stream_weights is True and not self.activation_offload:
+            raise ConfigError(
+                "stream_weights=True needs activation_offload=True: a unit whose weights have left the device must be "
+                "recomputed in backward"
+            )
         _check_choice("state", self.state, ("fp32", "bf16", "8bit"))
         _check_choice("master", self.master, ("split", "fp32"))
         _check_choice("accumulate", self.accumulate, ("fp32", "bf16"))

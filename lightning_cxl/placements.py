@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.tiers.annotate import TierSpec
@@ -52,6 +53,14 @@ class ModelPlacements:
             name = self.names.get(id(parameter), "")
             self._decided[key] = self._decide(self._owners.get(id(parameter), [""]), role, nbytes, name)
         return self._decided[key]
+
+    def grouped(self, parameters: Iterable[Parameter], role: TensorRole) -> list[list[Parameter]]:
+        """Return parameters in groups that the same tier, or none, is asked for."""
+        groups: dict[str | None, list[Parameter]] = {}
+        for parameter in parameters:
+            tier, _ = self._asked(self._owners.get(id(parameter), [""]), role)
+            groups.setdefault(tier, []).append(parameter)
+        return list(groups.values())
 
     def spec_of(self, parameter: object) -> TierSpec | None:
         """Return what was asked for the module that owns a parameter; None for anything that is not one."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,9 +22,8 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.memory.host_tensors import is_ordinary, mirror
+from lightning_cxl.memory.host_tensors import is_ordinary
 from lightning_cxl.memory.lineage import ParameterOwners
-from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer
@@ -35,19 +34,20 @@ from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.overflow import OverflowGuard
 from lightning_cxl.optim.sensitive import sensitive_parameters
-from lightning_cxl.optim.wanted import Wanted, wanted_tensors
+from lightning_cxl.optim.wanted import wanted_tensors
 from lightning_cxl.optim.zero_grad import attach_zero_grad, detach_zero_grad
+from lightning_cxl.placed_memory import PlacedMemory
 from lightning_cxl.placements import ModelPlacements
-from lightning_cxl.planner.report import Plan, check_fits
+from lightning_cxl.planner.report import Plan
+from lightning_cxl.residence import Residence
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
-from lightning_cxl.streaming.units import find_units
-from lightning_cxl.streaming.weights import place_weights
-from lightning_cxl.tiers.placement import Placement, TensorRole
+from lightning_cxl.streaming.units import NamedUnits, find_units
+from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.placer import Placer
 from lightning_cxl.tiers.policy import PlacementPolicy, RoleHomePolicy
 from lightning_cxl.tiers.rules import resolve
 from lightning_cxl.tiers.topology import Topology
-from lightning_cxl.transfer.engine import make_engine
+from lightning_cxl.transfer.engine import TransferEngine, make_engine
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class OffloadRuntime:
         device: where the model computes.
         topology: this machine's tiers; detected when None.
         policy: places what no decorator or rule asks for; by role when None.
+        engine: copies between host and device; the device's own when None. Closed with the run.
     """
 
     min_activation_bytes = DEFAULT_MIN_BYTES
@@ -71,6 +72,7 @@ class OffloadRuntime:
         device: torch.device,
         topology: Topology | None = None,
         policy: PlacementPolicy | None = None,
+        engine: TransferEngine | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -81,16 +83,16 @@ class OffloadRuntime:
         self._heap: HeapTrimmer | None = None  # only where the user trades time for memory anyway
         self._owners = ParameterOwners()
         self.placer = Placer(self.topology, policy, self.memory.free_bytes, self._owners)
-        self.engine = make_engine(device)
+        self.engine = make_engine(device) if engine is None else engine
         self.meter = GradientMeter(config.num_threads)
         self.accumulates = False
         """Whether several micro-batches are added up before a step: what is planned then holds their sums."""
         self.plan = Plan()
         self.units: tuple[str, ...] = ()
         self.optimizers: list[Optimizer] = []
-        self.unplaced: tuple[str, ...] = ()
         self._model: nn.Module | None = None
-        self._placements: ModelPlacements | None = None
+        self._placed: PlacedMemory | None = None
+        self._residence: Residence | None = None
         self._masters: MasterWeights | None = None
         self._grads: GradientSink | None = None
         self._adoption: Adoption | None = None
@@ -119,33 +121,42 @@ class OffloadRuntime:
                 f"{type(model).__name__} has no parameters, so there is nothing to place or train. Create its layers "
                 "in `__init__` or `configure_model`."
             )
-        self._model = model
-        self._placements = ModelPlacements(model, tiers, self.placer)
-        self._masters = MasterWeights(self._placements.names, self._allocate_like)
-        half_sums = self.config.accumulate == "bf16"
-        self._grads = GradientSink(self.engine, self._allocate_like, self.meter, half_sums=half_sums)
-        if self.device.type == "cpu":
-            weights = TensorRole.COMPUTE_WEIGHTS
-            self._reserve([Wanted(p, weights, p.numel() * p.element_size()) for p in _ready(model)])
-            self.unplaced = place_weights(model, self._place_weights)
-        else:
-            model.to(self.device)
-        if self.config.activation_offload:
-            self._attach_activations(model)
-
-    def _attach_activations(self, model: nn.Module) -> None:
-        units = find_units(model, self.config.units)
-        self.units = tuple(name for name, _ in units)
-        if not units:
+        units = find_units(model, self.config.units) if self.config.activation_offload else []
+        if self.config.activation_offload and not units:
             log.info(
                 "no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some"
             )
-            return
-        self._heap = HeapTrimmer()
-        self._activations = ActivationOffload(
-            self.engine, self._allocate_activation, min_bytes=self.min_activation_bytes
+        self._model = model
+        placements = ModelPlacements(model, tiers, self.placer)
+        self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._trim_heap)
+        self._masters = MasterWeights(placements.names, self._placed.like)
+        self._residence = Residence(model, self._placed, self.engine, units if self._streams_weights else [])
+        self._grads = GradientSink(
+            self.engine,
+            self._placed.like,
+            self.meter,
+            half_sums=self.config.accumulate == "bf16",
+            streamed=self._residence.streamed_ids,
+            bring_home=self._residence.bring_home,
         )
+        if units:
+            self._attach(units)
+
+    @property
+    def _streams_weights(self) -> bool:
+        choice = self.config.stream_weights
+        return not self.engine.computes_on_host if choice == "auto" else choice
+
+    def _attach(self, units: NamedUnits) -> None:
+        assert self._placed is not None and self._residence is not None
+        self.units = tuple(name for name, _ in units)
+        self._heap = HeapTrimmer()
+        self._activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
+        self._residence.stream(self._phase)
         self._activations.attach(units)
+
+    def _phase(self) -> Literal["forward", "recompute"] | None:
+        return None if self._activations is None else self._activations.phase
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption].
@@ -155,7 +166,7 @@ class OffloadRuntime:
             UnsupportedError: an Adam option that `CPUAdam` does not have.
         """
         assert self._masters is not None and self._grads is not None, "setup_model comes first"
-        assert self._model is not None
+        assert self._model is not None and self._placed is not None
         self._adoption = Adoption(
             self._masters,
             self._grads,
@@ -165,7 +176,7 @@ class OffloadRuntime:
                 state=self.config.state,
                 master=self.config.master,
                 is_sensitive=sensitive_parameters(self._model).__contains__,
-                allocate_state=self._allocate_flat,
+                allocate_state=self._placed.flat,
                 scope=partial(self.allocation, TensorRole.MOMENTUM),
                 adopted=self._adopted,
                 place_state=self.rehome_state,
@@ -174,7 +185,7 @@ class OffloadRuntime:
             ),
         )
         self._adoption.consider(optimizers)
-        self._reserve(wanted_tensors(optimizers, self._adoption, self.config, accumulates=self.accumulates))
+        self._placed.reserve(wanted_tensors(optimizers, self._adoption, self.config, accumulates=self.accumulates))
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         except BaseException:
@@ -200,14 +211,15 @@ class OffloadRuntime:
         return self._guard
 
     def _adopted(self, hosts: list[HostParameter]) -> None:
-        assert self._placements is not None
+        assert self._placed is not None
         for host in hosts:
-            self._owners.add(host.master, self._placements.spec_of(host.compute))
+            self._owners.add(host.master, self._placed.placements.spec_of(host.compute))
 
     def rehome_state(self, optimizer: Optimizer) -> None:
         """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given
+        assert self._placed is not None
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
@@ -215,7 +227,8 @@ class OffloadRuntime:
                 if self.memory.tier_at(value.data_ptr()) is not None:
                     continue
                 nbytes = value.numel() * value.element_size()
-                placement = self._placements_of(parameter, TensorRole.MOMENTUM, nbytes)
+                compute = self.masters.compute_of(parameter)
+                placement = self._placed.placements.for_parameter(compute, TensorRole.MOMENTUM, nbytes)
                 home = self.memory.tensor(value.shape, value.dtype, placement, TensorRole.MOMENTUM)
                 state[key] = home.copy_(value)
 
@@ -265,6 +278,8 @@ class OffloadRuntime:
             cleanup.callback(self.engine.close)
             if self._grads is not None:
                 cleanup.callback(self._grads.close)
+            if self._residence is not None:
+                cleanup.callback(self._residence.close)
             if self._activations is not None:
                 cleanup.callback(self._activations.detach)
             if self._adoption is not None:
@@ -272,65 +287,15 @@ class OffloadRuntime:
             if self._model is not None:
                 cleanup.callback(detach_zero_grad, self._model)
 
-    # -- memory ------------------------------------------------------------------------------------------------------
-
-    def _allocate_like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
-        assert self._placements is not None
-        if role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
-            self._trim_heap()  # in backward, where the C library's heap grows most
-        nbytes = parameter.numel() * dtype.itemsize
-        placement = self._placements.for_parameter(parameter, role, nbytes)
-        return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
-
-    def _allocate_flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        assert self._placements is not None
-        placement = self._placements.for_parameter(parameter, role, numel * dtype.itemsize)
-        return self.memory.tensor((numel,), dtype, placement, role)
-
-    def _place_weights(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        assert self._placements is not None
-        nbytes = parameter.numel() * parameter.element_size()
-        placement = self._placements.for_parameter(parameter, TensorRole.COMPUTE_WEIGHTS, nbytes)
-        if self._is_at_home(parameter, placement):
-            return None
-        return self._allocate_like(parameter, TensorRole.COMPUTE_WEIGHTS, parameter.dtype)
-
-    def _allocate_activation(self, nbytes: int, unit: str) -> Buffer:
-        assert self._placements is not None
-        placement = self._placements.for_unit(unit, TensorRole.ACTIVATIONS, nbytes)
-        return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
-
-    def _placements_of(self, parameter: torch.Tensor, role: TensorRole, nbytes: int) -> Placement:
-        assert self._placements is not None and self._masters is not None
-        host = self._masters.find(parameter)
-        return self._placements.for_parameter(parameter if host is None else host.compute, role, nbytes)
-
-    def _reserve(self, wanted: Sequence[Wanted]) -> None:
-        """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit."""
-        assert self._placements is not None
-        requests = []
-        for parameter, role, nbytes in wanted:
-            placement = self._placements.for_parameter(parameter, role, nbytes)
-            self.plan.add(role, nbytes, placement)
-            if role is not TensorRole.COMPUTE_WEIGHTS or not self._is_at_home(parameter, placement):
-                requests.append((role, nbytes, placement))
-        check_fits(requests, self.memory.free_bytes(), self.config.on_tier_full)
-
-    def _is_at_home(self, parameter: torch.Tensor, placement: Placement) -> bool:
-        """Whether weights lie already where they should, because they were created there."""
-        tier = self.memory.tier_at(parameter.data_ptr()) if is_ordinary(parameter) else None
-        return tier is not None and tier.name == placement.tiers[0]
-
     # -- report ------------------------------------------------------------------------------------------------------
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
         parameters = [] if self._model is None else [p for p in self._model.parameters() if not is_lazy(p)]
         notes = list(self.topology.notes)
-        if self.unplaced:
-            notes.append(
-                f"{len(self.unplaced)} parameters stay in ordinary memory, e.g. `{self.unplaced[0]}` (shared storage)"
-            )
+        unplaced = () if self._residence is None else self._residence.unplaced
+        if unplaced:
+            notes.append(f"{len(unplaced)} parameters stay in ordinary memory, e.g. `{unplaced[0]}` (shared storage)")
         return {
             "state": state,
             "device": str(self.device),

@@ -10,3 +10,12 @@ def _one_torch_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--engine",
+        choices=("host", "delaying", "reordering"),
+        default="host",
+        help="what copies in tests/integration; all but host make the CPU play a device with memory of its own",
+    )

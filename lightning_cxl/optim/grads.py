@@ -90,7 +90,7 @@ class GradientSink:
             half = host.master.dtype in _HALF or host.grad_dtype in _HALF
             if half:
                 _allow_any_dtype(host.master)
-            if host.is_shared and id(host.compute) in self._streamed:
+            if self._visits_device(host):
                 hooks = GradientHooks(
                     host.compute, partial(self._receive_streamed, host), partial(self._take_away, host)
                 )
@@ -103,6 +103,9 @@ class GradientSink:
         del reserved  # back to the pool, which keeps the pages for the first backward
         for host in new:
             host.grad_address = 0  # whoever gets these bytes next, it is not a gradient of ours
+
+    def _visits_device(self, host: HostParameter) -> bool:
+        return host.is_shared and id(host.compute) in self._streamed
 
     def _new_slot(self, host: HostParameter, dtype: torch.dtype) -> torch.Tensor:
         role = TensorRole.COMPUTE_GRADS if host.is_shared else TensorRole.MASTER_GRADS
@@ -164,7 +167,7 @@ class GradientSink:
 
     def _fold(self, host: HostParameter, grad: torch.Tensor) -> None:
         """Copy the first gradient of a step, add the others."""
-        if id(host.compute) in self._streamed:
+        if self._visits_device(host):
             before = self._taken.get(id(host))
             dtype = host.grad_dtype if before is None else before.dtype
             self._taken[id(host)] = self._first(host, grad, dtype) if before is None else self._add(host, before, grad)

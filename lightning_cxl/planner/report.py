@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_cxl.config import OnTierFull
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.tiers.placement import Placement, TensorRole
 from lightning_cxl.units import format_bytes
@@ -31,7 +32,7 @@ class Plan:
 
 
 def check_fits(
-    requests: Sequence[tuple[TensorRole, int, Placement]], free: Mapping[str, int], on_tier_full: str
+    requests: Sequence[tuple[TensorRole, int, Placement]], free: Mapping[str, int], on_tier_full: OnTierFull
 ) -> None:
     """Refuse a list of (role, bytes, placement) that the tiers cannot hold, before anything is allocated.
 

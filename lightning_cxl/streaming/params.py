@@ -86,8 +86,7 @@ class ParamStreamer:
                     f"no slot for the weights of unit `{unit.name}`: {names} compute already. Units that compute "
                     "inside each other need more slots"
                 )
-            assert slot.transfer is not None
-            slot.transfer.wait()
+            slot.wait()
             unit.enter(slot.memory)
             self._entered[id(unit)] = unit, slot
         self._look_ahead(unit, in_backward)

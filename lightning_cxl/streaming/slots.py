@@ -14,13 +14,20 @@ class Slot:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.unit: UnitWeights | None = None
-        self.transfer: Transfer | None = None
+        self._transfers: list[Transfer] = []
         self._versions: tuple[int, ...] = ()
 
     def fetch(self, unit: UnitWeights, engine: TransferEngine) -> None:
         """Start copying the weights of `unit` here."""
         self.unit, self._versions = unit, unit.versions()
-        self.transfer = engine.h2d(unit.flat, self.memory[: unit.nbytes])
+        self._transfers = [
+            engine.h2d(flat, self.memory[offset : offset + flat.numel()]) for offset, flat in unit.pieces
+        ]
+
+    def wait(self) -> None:
+        """Let device work queued from here on read the weights."""
+        for transfer in self._transfers:
+            transfer.wait()
 
     def is_image_of(self, unit: UnitWeights) -> bool:
         """Whether this has, or gets, the weights of `unit` as they are now."""

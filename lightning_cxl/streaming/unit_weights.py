@@ -15,54 +15,66 @@ _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type s
 
 
 class AllocateWeights(Protocol):
-    """Gives host memory that the policy placed for the weights of a unit."""
+    """Gives host memory that the policy placed for the weights of one piece."""
 
-    def __call__(self, nbytes: int, unit: str) -> Buffer:
+    def __call__(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
         """Return `nbytes` bytes."""
 
 
 class Place(NamedTuple):
-    """Where one parameter lies in the piece of its unit."""
+    """Where one parameter lies among the weights of its unit."""
 
     parameter: nn.Parameter
     offset: int
     home: torch.Tensor  # on the host; its storage is its own, so that saving one parameter saves just that
 
 
+class Piece(NamedTuple):
+    """Host memory of parameters that belong on the same tier: what one transfer moves."""
+
+    offset: int
+    flat: torch.Tensor
+
+
 class UnitWeights:
-    """Moves a unit's parameters to a piece of host memory of their own; `enter` and `leave` exchange their data.
+    """Moves a unit's parameters to host memory of their own, piece by piece; `enter` and `leave` exchange their data.
 
     A parameter keeps its identity, shape, strides and values.
 
     Args:
         name: of the unit.
         module: the unit.
-        parameters: of the unit, dense, on the host. INOUT.
-        allocate: gives the piece.
+        pieces: its parameters, dense, on the host; those that belong on the same tier together. INOUT.
+        allocate: gives the memory of a piece.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter], allocate: AllocateWeights
+        self, name: str, module: nn.Module, pieces: Iterable[Sequence[nn.Parameter]], allocate: AllocateWeights
     ) -> None:
         self.name = name
         self.module = module
+        self.nbytes = 0
+        self.pieces: list[Piece] = []
+        self.places: list[Place] = []
+        for parameters in pieces:
+            self._move(parameters, allocate)
+
+    @torch.no_grad()
+    def _move(self, parameters: Sequence[nn.Parameter], allocate: AllocateWeights) -> None:
         offsets, end = [], 0
         for parameter in parameters:
             offsets.append(end)
             end += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes = end
-        piece = allocate(end, name)
-        self.flat = piece.tensor((end,), torch.uint8)
-        """The whole piece, for one transfer."""
-        self.places: list[Place] = []
-        with torch.no_grad():
-            for parameter, offset in zip(parameters, offsets, strict=True):
-                nbytes = parameter.numel() * parameter.element_size()
-                flat = piece.slice(offset, nbytes).tensor((parameter.numel(),), parameter.dtype)
-                home = laid_out_as(flat, parameter)
-                home.copy_(parameter.detach())
-                parameter.data = home
-                self.places.append(Place(parameter, offset, home))
+        memory = allocate(end, parameters)
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            nbytes = parameter.numel() * parameter.element_size()
+            flat = memory.slice(offset, nbytes).tensor((parameter.numel(),), parameter.dtype)
+            home = laid_out_as(flat, parameter)
+            home.copy_(parameter.detach())
+            parameter.data = home
+            self.places.append(Place(parameter, self.nbytes + offset, home))
+        self.pieces.append(Piece(self.nbytes, memory.tensor((end,), torch.uint8)))
+        self.nbytes += end
 
     def versions(self) -> tuple[int, ...]:
         """Return what changes whenever someone writes to a parameter, except through ``.data``."""
@@ -85,7 +97,7 @@ class UnitWeights:
 
 
 def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Yield every unit with the parameters that can stream: its alone, dense, plain memory of this host.
+    """Yield every unit with the parameters that can stream: its alone, dense, in plain memory of this host.
 
     Others (tied to a module outside of the unit, lazy, tensor subclasses, views of shared storage) stay where they are.
     """

@@ -1,10 +1,30 @@
-"""The models of these tests are tiny: without this, none of their activations would be worth a move."""
+"""The models of these tests are tiny: without this, none of their activations would be worth a move.
+
+With ``--engine delaying`` or ``--engine reordering`` the CPU plays a device with memory of its own, whose copies are
+late or finish in another order, and whose memory is poisoned when it is let go: the same tests then look for races.
+"""
 
 import pytest
 
-from lightning_cxl.runtime import OffloadRuntime
+from lightning_cxl import runtime
+from tests.fakes import DelayingEngine, ReorderingEngine
 
 
 @pytest.fixture(autouse=True)
 def _offload_small_activations(monkeypatch):
-    monkeypatch.setattr(OffloadRuntime, "min_activation_bytes", 1)
+    monkeypatch.setattr(runtime.OffloadRuntime, "min_activation_bytes", 1)
+
+
+@pytest.fixture(autouse=True)
+def _engine(request, monkeypatch):
+    name = request.config.getoption("--engine")
+    if name != "host":
+        monkeypatch.setattr(runtime, "make_engine", {"delaying": _delaying, "reordering": _reordering}[name])
+
+
+def _delaying(_device):
+    return DelayingEngine(0.0005, computes_on_host=False)
+
+
+def _reordering(_device):
+    return ReorderingEngine(7, 0.0005, computes_on_host=False)

@@ -51,7 +51,7 @@ class Held:
         self.memory = torch.empty(nbytes + 64, dtype=torch.uint8)
 
 
-def allocate(nbytes, unit):
+def allocate(nbytes, parameters):
     held = Held(nbytes)
     start = held.memory.data_ptr()
     return Buffer(start + -start % 64, nbytes, (Span("dram", 0, 0, nbytes),), None, held)
@@ -69,7 +69,7 @@ class Streamed:
         self.model = model
         named = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
         self.offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
-        self.units = [UnitWeights(*unit, allocate) for unit in streamable(model, named)]
+        self.units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, named)]
         self.streamer = ParamStreamer(engine, self.units, lambda: self.offload.phase, num_slots=num_slots)
         self.offload.attach(named)
 

@@ -1,0 +1,90 @@
+"""`PlacedMemory`: host memory for the tensors of one model, each where its placement says, and the plan of it."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from lightning_cxl.config import OnTierFull
+from lightning_cxl.memory.host_tensors import is_ordinary, mirror
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.optim.wanted import Wanted
+from lightning_cxl.placements import ModelPlacements
+from lightning_cxl.planner.report import Plan, check_fits
+from lightning_cxl.tiers.placement import Placement, TensorRole
+
+
+class PlacedMemory:
+    """Gives memory for parameters and units by role.
+
+    Args:
+        memory: of the run.
+        placements: of the model.
+        plan: what is reserved is added to it.
+        on_tier_full: whether a full tier spills or refuses.
+        before_gradients: called before memory for a gradient is given.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        placements: ModelPlacements,
+        plan: Plan,
+        on_tier_full: OnTierFull,
+        before_gradients: Callable[[], None],
+    ) -> None:
+        self.memory = memory
+        self.placements = placements
+        self._plan = plan
+        self._on_tier_full = on_tier_full
+        self._before_gradients = before_gradients
+
+    def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor shaped and laid out as a parameter of the model."""
+        if role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
+            self._before_gradients()  # in backward, where the C library's heap grows most
+        placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
+        return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
+
+    def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return an uninitialised 1-D tensor for a parameter."""
+        placement = self.placements.for_parameter(parameter, role, numel * dtype.itemsize)
+        return self.memory.tensor((numel,), dtype, placement, role)
+
+    def activation(self, nbytes: int, unit: str) -> Buffer:
+        """Return memory for an input of a unit."""
+        placement = self.placements.for_unit(unit, TensorRole.ACTIVATIONS, nbytes)
+        return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
+
+    def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
+        """Return memory for the weights of several parameters that belong on the same tier."""
+        placement = self.placements.for_parameter(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
+        return self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
+
+    def weights(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return memory for the weights of a parameter; None if they are where they belong."""
+        nbytes = parameter.numel() * parameter.element_size()
+        placement = self.placements.for_parameter(parameter, TensorRole.COMPUTE_WEIGHTS, nbytes)
+        if self._is_at_home(parameter, placement):
+            return None
+        return self.like(parameter, TensorRole.COMPUTE_WEIGHTS, parameter.dtype)
+
+    def reserve(self, wanted: Iterable[Wanted]) -> None:
+        """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit.
+
+        Raises:
+            TierFullError: it does not fit.
+        """
+        requests = []
+        for parameter, role, nbytes in wanted:
+            placement = self.placements.for_parameter(parameter, role, nbytes)
+            self._plan.add(role, nbytes, placement)
+            if role is not TensorRole.COMPUTE_WEIGHTS or not self._is_at_home(parameter, placement):
+                requests.append((role, nbytes, placement))
+        check_fits(requests, self.memory.free_bytes(), self._on_tier_full)
+
+    def _is_at_home(self, parameter: torch.Tensor, placement: Placement) -> bool:
+        """Whether weights lie already where they should, because they were created there."""
+        tier = self.memory.tier_at(parameter.data_ptr()) if is_ordinary(parameter) else None
+        return tier is not None and tier.name == placement.tiers[0]

@@ -1,0 +1,96 @@
+"""`Residence`: where a model's compute weights live.
+
+[Note: Homes of compute weights]
+* The CPU computes: in host memory that the policy placed.
+* A device apart: on the device, except those that stream.
+* Streamed (`stream_weights`): the parameters of units, each unit in one piece of host memory per tier, and on the
+  device only while the unit computes ([Note: Residency of a unit]). What units share with others, and what lies outside
+  of them (embedding, final norm, head), does not stream.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_cxl.optim.wanted import Wanted
+from lightning_cxl.placed_memory import PlacedMemory
+from lightning_cxl.streaming.params import ParamStreamer
+from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
+from lightning_cxl.streaming.units import NamedUnits
+from lightning_cxl.streaming.weights import place_weights
+from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.transfer.engine import TransferEngine
+
+
+class Residence:
+    """Moves a model's weights to their homes, and brings those that stream to the device when their unit computes.
+
+    Args:
+        model: INOUT.
+        memory: gives the homes.
+        engine: copies streamed weights; its device is where the rest goes.
+        streamed: units whose weights stream; empty for none.
+
+    Raises:
+        TierFullError: the weights do not fit; nothing has been moved then.
+    """
+
+    def __init__(self, model: nn.Module, memory: PlacedMemory, engine: TransferEngine, streamed: NamedUnits) -> None:
+        self._engine = engine
+        chosen = list(streamable(model, streamed))
+        self.streamed_ids = frozenset(id(parameter) for _, _, own in chosen for parameter in own)
+        """Ids of the parameters that stream."""
+        on_host = engine.device.type == "cpu"
+        weights = TensorRole.COMPUTE_WEIGHTS
+        pieces = [(name, module, memory.placements.grouped(own, weights)) for name, module, own in chosen]
+        rest = [p for p in model.parameters() if on_host and not is_lazy(p) and id(p) not in self.streamed_ids]
+        memory.reserve(
+            [Wanted(group[0], weights, _nbytes(group)) for _, _, groups in pieces for group in groups]
+            + [Wanted(parameter, weights, _nbytes([parameter])) for parameter in rest]
+        )
+        self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in pieces]
+        self.unplaced: tuple[str, ...] = ()
+        """Names of parameters that stay in ordinary host memory."""
+        self._streamer: ParamStreamer | None = None
+        if on_host:
+            self.unplaced = place_weights(model, lambda p: None if id(p) in self.streamed_ids else memory.weights(p))
+        else:
+            self._move_rest(model, engine.device)
+
+    def stream(self, phase: Callable[[], Literal["forward", "recompute"] | None]) -> None:
+        """Let the weights of units come and go from now on; the forward of units is wrapped.
+
+        Args:
+            phase: as of `ActivationOffload`, which must be attached after this.
+        """
+        if self.units:
+            self._streamer = ParamStreamer(self._engine, self.units, phase)
+
+    def bring_home(self) -> None:
+        """Let every streamed parameter show its home."""
+        if self._streamer is not None:
+            self._streamer.release()
+
+    def close(self) -> None:
+        """Stop streaming. The weights stay where they are. Idempotent."""
+        if self._streamer is not None:
+            self._streamer.detach()
+
+    def _move_rest(self, model: nn.Module, device: torch.device) -> None:
+        """Move what does not stream, through the model's own `to`: modules may do more there than move tensors."""
+        before = [(module, module._parameters) for module in model.modules()]
+        for module, parameters in before:
+            module._parameters = {n: p for n, p in parameters.items() if p is None or id(p) not in self.streamed_ids}
+        try:
+            model.to(device)
+        finally:
+            for module, parameters in before:
+                moved = module._parameters
+                module._parameters = {name: moved.get(name, parameter) for name, parameter in parameters.items()}
+
+
+def _nbytes(parameters: list[nn.Parameter]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
