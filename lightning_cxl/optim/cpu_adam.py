@@ -1,23 +1,22 @@
 """`CPUAdam`: Adam and AdamW on host memory as a real torch optimizer, one pass over memory with all threads."""
 
-from array import array
 from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_cxl import _adam, _cpu
+from lightning_cxl import _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.optim.adam_step import AdamStep, note_writes
 from lightning_cxl.optim.clip_factor import GradScale, own_meter
-from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision, mix_key
+from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.homes import ThreadHomes
-from lightning_cxl.optim.hyper import check_options, check_ranges, chosen_isa, scalars_of, thread_count
-from lightning_cxl.optim.layout import check_compute_weights, check_parameter, usable_gradient
+from lightning_cxl.optim.hyper import check_options, check_ranges, chosen_isa, thread_count
+from lightning_cxl.optim.layout import check_parameter
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.slots import Slots
-from lightning_cxl.optim.spans import SpanTable, Update, is_as_before, signature_of
-from lightning_cxl.optim.state import check_moments, checked_entries, match_groups, merged_groups, parameter_name
+from lightning_cxl.optim.state import checked_entries, match_groups, merged_groups, parameter_name
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -89,7 +88,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.homes = ThreadHomes.detect()
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
-        self._slots = Slots(state, fp32_state, allocate_from_torch if allocate_state is None else allocate_state)
+        self.slots = Slots(state, fp32_state, allocate_from_torch if allocate_state is None else allocate_state)
         self.meter = own_meter(self.num_threads, self.isa)
         defaults = {
             "lr": lr,
@@ -150,11 +149,11 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     @property
     def fp32_state(self) -> Container[torch.Tensor]:
         """Parameters whose state stays float32 with ``state="8bit"``."""
-        return self._slots.fp32_state
+        return self.slots.fp32_state
 
     def leave_run(self) -> None:
         """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""
-        self._slots.allocate = allocate_from_torch
+        self.slots.allocate = allocate_from_torch
         self.meter = own_meter(self.num_threads, self.isa)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -170,11 +169,11 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             for index, parameter in enumerate(group["params"]):
                 check_parameter(parameter, parameter_name(group, index))
                 if parameter.requires_grad:
-                    slots[parameter] = self._slots.make(parameter)
+                    slots[parameter] = self.slots.make(parameter)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._slots.by_parameter.update(slots)
+        self.slots.by_parameter.update(slots)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
@@ -203,74 +202,12 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `step` itself keeps the scheduler's mark
 
     def _update(self) -> None:
-        work = self._collect()
-        steps, values = array("Q"), array("f", bytes(4 * len(work)))
-        for _, _, update in work:
-            slot = update.slot
-            if slot.known is None or slot.known.signature is not update.signature:
-                slot.bind(update.parameter, self.state[update.parameter])
-            steps.append(slot.step_address)
-        _adam.next_steps(steps, values)
-
+        step = AdamStep(self)
+        work = step.collect()
         self.drop_stale_scale()
-        rows: dict[tuple[int, float], list[Update]] = {}
-        for (group_index, ordinal, update), step in zip(work, values, strict=True):
-            if update.slot.precision == "bf16":
-                update = update._replace(key=mix_key(self.seed, ordinal, int(step)))
-            rows.setdefault((group_index, step), []).append(update)
-        table = SpanTable(self.homes)
-        for (group_index, step), updates in rows.items():
-            table.add(updates, scalars_of(self.param_groups[group_index], step, self.grad_scale))
-        table.run(self.num_threads, self.isa)
-        _adam.store_steps(steps, values)  # only now: a step that fails before has not been made
+        step.apply(work, self.grad_scale)
         self.grad_scale = 1.0
-        written = [update.parameter for _, _, update in work]
-        written += [update.compute for _, _, update in work if update.compute is not None]
-        torch.autograd.graph.increment_version(written)
-
-    def _collect(self) -> list[tuple[int, int, Update]]:
-        """Return group, number and update of every parameter with a gradient; refuses before any change."""
-        work = []
-        ordinal, slots, num_used = -1, self._slots.by_parameter, 0
-        num_slots = len(slots)
-        for group_index, group in enumerate(self.param_groups):
-            check_options(group)
-            check_ranges(group)
-            for index, parameter in enumerate(group["params"]):
-                ordinal += 1
-                slot = slots.get(parameter)
-                if slot is not None:
-                    num_used += 1
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                compute = self.compute_weights.get(parameter) if self.compute_weights else None
-                known = None if slot is None else slot.known
-                if (
-                    known is not None
-                    and slot is not None
-                    and is_as_before(known.signature, parameter, grad, compute)
-                    and slot.holds(self.state[parameter])
-                ):
-                    update = Update(parameter, grad, slot, compute, known.signature)
-                else:
-                    update = self._checked(parameter, compute, parameter_name(group, index))
-                work.append((group_index, ordinal, update))
-        if num_used < num_slots:
-            self._slots.drop_unused(self.param_groups, self.state)
-        return work
-
-    def _checked(self, parameter: torch.Tensor, compute: torch.Tensor | None, name: str) -> Update:
-        """Return the update of a parameter that has changed since the last step, or has had none."""
-        check_parameter(parameter, name)
-        slot = self._slots.of(parameter)
-        slot.check(parameter, name)
-        state = self.state.get(parameter)
-        if state and not slot.holds(state):
-            check_moments(name, parameter, state)
-        check_compute_weights(compute, parameter, name)
-        grad = usable_gradient(parameter, name)
-        return Update(parameter, grad, slot, compute, signature_of(parameter, grad, compute))
+        note_writes(work)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of CPUAdam, ``torch.optim.Adam`` or ``torch.optim.AdamW`` into the memory held already.
@@ -312,7 +249,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         for parameter, name, entry in checked_entries(sources, saved):
             if entry is not None:
                 check_parameter(parameter, name)
-                self._slots.of(parameter).check(parameter, name)
+                self.slots.of(parameter).check(parameter, name)
             found.append((parameter, entry))
         with torch.no_grad():
             for parameter, entry in found:
@@ -320,12 +257,12 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
                     self.state.pop(parameter, None)
                     continue
                 state = dict(entry)
-                self._slots.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
+                self.slots.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
                 self.state[parameter] = state
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: all but the allocator, which belongs to this process."""
-        own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "_scale", "_slots")
+        own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "_scale", "slots")
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in own},
