@@ -11,8 +11,9 @@ find the weights on the host, and only the home is ever written.
   [Note: Copies and streams]), so the host need not wait.
 * In backward the recompute of an offloaded unit enters it again, and it stays entered, because its gradients are
   computed from views of the slot, until the recompute of another unit starts or `release` is called.
-* Ahead: what was entered after this unit the last time is fetched while this one computes. A wrong guess costs a
-  copy, never a result.
+* Ahead: while a unit computes, those that came after it the last time are fetched, as many as there are slots. A wrong
+  guess costs a copy, never a result. A unit whose update still runs is fetched when that is done, by the thread that
+  ran it ([Note: Overlapped updates]); whoever enters it before waits.
 * A slot that an entered unit shows is busy and is not taken away. With all of them busy a unit cannot be entered.
 
 A unit whose forward must be differentiated without a recompute keeps views of the slot in its graph, which would show
@@ -20,8 +21,9 @@ other weights later. That is refused.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -58,12 +60,17 @@ class ParamStreamer:
         if num_slots < MIN_SLOTS:
             raise ConfigError(f"{num_slots} slots: one unit computes while another is fetched, so give at least 2")
         self.phase = phase
+        self.on_left: Callable[[UnitWeights], None] = _ignore
+        """Called with each unit whose backward is over, its weights at home."""
         self.num_fetches = self.num_late = 0
         """Copies started; and those of them that were not asked for before their unit was entered."""
+        self._engine = engine
+        self._num_ahead = num_slots - 1
         self._ring = SlotRing(engine, num_slots, max(unit.nbytes for unit in units))
+        self._lock = threading.Lock()  # guards the ring and all below; nobody waits for anything while holding it
         self._entered: dict[int, tuple[UnitWeights, Slot]] = {}  # by id of the unit
-        self._next: dict[tuple[int, bool], UnitWeights] = {}  # what followed, by id of the unit and whether in backward
-        self._latest: tuple[int, bool] | None = None
+        self._next: dict[_Visit, _Visit] = {}  # what followed what
+        self._latest: _Visit | None = None
         self._attached = [_StreamedForward(self, unit) for unit in units]
 
     def enter(self, unit: UnitWeights) -> None:
@@ -75,21 +82,17 @@ class ParamStreamer:
         in_backward = self.phase() == "recompute"
         if in_backward:
             self.release(keep=unit)
-        if id(unit) not in self._entered:
-            slot = self._ring.find(unit)
-            if slot is None:
-                slot = self._fetch(unit)
-                self.num_late += 1
-            if slot is None:
-                names = ", ".join(f"`{other.name}`" for other, _ in self._entered.values())
-                raise UnsupportedError(
-                    f"no slot for the weights of unit `{unit.name}`: {names} compute already. Units that compute "
-                    "inside each other need more slots"
-                )
+        unit.wait()
+        with self._lock:
+            slot = self._occupy(unit)
+            visit = _Visit(unit, in_backward)
+            if self._latest is not None:
+                self._next[self._latest] = visit
+            self._latest = visit
+        if slot is not None:
             slot.wait()
             unit.enter(slot.memory)
-            self._entered[id(unit)] = unit, slot
-        self._look_ahead(unit, in_backward)
+        self.fetch_ahead()
 
     def leave(self, unit: UnitWeights) -> None:
         """Let the unit's parameters show their home again.
@@ -97,9 +100,11 @@ class ParamStreamer:
         Raises:
             UnsupportedError: the unit wrote to its weights, which would be lost.
         """
-        entered = self._entered.pop(id(unit), None)
-        if entered is None:
-            return
+        with self._lock:
+            entered = self._entered.pop(id(unit), None)
+            if entered is None:
+                return
+            entered[1].leave(self._engine)
         unit.leave()
         if not entered[1].is_image_of(unit):
             raise UnsupportedError(
@@ -112,26 +117,67 @@ class ParamStreamer:
         for unit, _ in list(self._entered.values()):
             if unit is not keep:
                 self.leave(unit)
+                self.on_left(unit)
+
+    def fetch_ahead(self) -> None:
+        """Start bringing the units that are expected next, as far as there are slots. Safe from any thread."""
+        with self._lock:
+            keep = {slot for _, slot in self._entered.values()}
+            for unit in self._expected():
+                slot = self._ring.find(unit)
+                if slot is None:
+                    if unit.is_updating():
+                        return
+                    slot = self._ring.fetch(unit, keep)
+                    if slot is None:
+                        return
+                    self.num_fetches += 1
+                keep.add(slot)
 
     def detach(self) -> None:
         """Give the units their own forward back, with all weights at home. Idempotent."""
-        self.release()
+        for unit, _ in list(self._entered.values()):
+            self.leave(unit)
         while self._attached:
             self._attached.pop().remove()
 
-    def _fetch(self, unit: UnitWeights) -> Slot | None:
-        slot = self._ring.fetch(unit, [slot for _, slot in self._entered.values()])
-        self.num_fetches += slot is not None
+    def _occupy(self, unit: UnitWeights) -> Slot | None:
+        """Return the slot that the unit shows from now on; None if it shows one already."""
+        if id(unit) in self._entered:
+            return None
+        slot = self._ring.find(unit)
+        if slot is None:
+            slot = self._ring.fetch(unit, {slot for _, slot in self._entered.values()})
+            if slot is None:
+                names = ", ".join(f"`{other.name}`" for other, _ in self._entered.values())
+                raise UnsupportedError(
+                    f"no slot for the weights of unit `{unit.name}`: {names} compute already. Units that compute "
+                    "inside each other need more slots"
+                )
+            self.num_fetches += 1
+            self.num_late += 1
+        self._ring.touch(slot)
+        self._entered[id(unit)] = unit, slot
         return slot
 
-    def _look_ahead(self, unit: UnitWeights, in_backward: bool) -> None:
-        """Learn what follows what, and fetch what followed this unit the last time."""
-        if self._latest is not None:
-            self._next[self._latest] = unit
-        self._latest = (id(unit), in_backward)
-        follower = self._next.get(self._latest)
-        if follower is not None and id(follower) not in self._entered and self._ring.find(follower) is None:
-            self._fetch(follower)
+    def _expected(self) -> Iterator[UnitWeights]:
+        """Yield different units that came after the latest one, the next first."""
+        seen: set[int] = set()
+        visit = self._latest
+        for _ in range(2 * self._num_ahead):  # a unit may come twice, at the turn from forward to backward
+            visit = None if visit is None else self._next.get(visit)
+            if visit is None or len(seen) == self._num_ahead:
+                return
+            if id(visit.unit) not in seen:
+                seen.add(id(visit.unit))
+                yield visit.unit
+
+
+class _Visit(NamedTuple):
+    """A unit that computes, and in which direction."""
+
+    unit: UnitWeights
+    in_backward: bool
 
 
 class _StreamedForward:
@@ -181,6 +227,10 @@ class _StreamedForward:
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         """Copy and pickle as the plain forward."""
         return _same_object, (self.original,)
+
+
+def _ignore(_unit: UnitWeights) -> None:
+    """Do nothing."""
 
 
 def _same_object(value: Any) -> Any:

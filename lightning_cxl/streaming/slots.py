@@ -16,13 +16,19 @@ class Slot:
         self.unit: UnitWeights | None = None
         self._transfers: list[Transfer] = []
         self._versions: tuple[int, ...] = ()
+        self._readers: Transfer | None = None
 
     def fetch(self, unit: UnitWeights, engine: TransferEngine) -> None:
         """Start copying the weights of `unit` here."""
         self.unit, self._versions = unit, unit.versions()
         self._transfers = [
-            engine.h2d(flat, self.memory[offset : offset + flat.numel()]) for offset, flat in unit.pieces
+            engine.h2d(flat, self.memory[offset : offset + flat.numel()], after=self._readers)
+            for offset, flat in unit.pieces
         ]
+
+    def leave(self, engine: TransferEngine) -> None:
+        """Note that whoever reads the weights has been queued: the next copy, whoever starts it, comes after."""
+        self._readers = engine.mark()
 
     def wait(self) -> None:
         """Let device work queued from here on read the weights."""
@@ -35,7 +41,7 @@ class Slot:
 
 
 class SlotRing:
-    """Hands out slots; the one that was asked for longest ago is the first to be taken away.
+    """Hands out slots; the one that was touched longest ago is the first to be taken away.
 
     Args:
         engine: copies into them.
@@ -49,19 +55,17 @@ class SlotRing:
 
     def find(self, unit: UnitWeights) -> Slot | None:
         """Return the slot that has or gets the present weights of `unit`."""
-        slot = next((slot for slot in self._slots if slot.is_image_of(unit)), None)
-        if slot is not None:
-            self._touch(slot)
-        return slot
+        return next((slot for slot in self._slots if slot.is_image_of(unit)), None)
 
-    def fetch(self, unit: UnitWeights, busy: Collection[Slot]) -> Slot | None:
-        """Start bringing the weights of `unit` into a slot that is not busy; None where all are."""
-        slot = next((slot for slot in self._slots if slot not in busy), None)
+    def fetch(self, unit: UnitWeights, keep: Collection[Slot]) -> Slot | None:
+        """Start bringing the weights of `unit` into a slot that is not to be kept; None where all are."""
+        slot = next((slot for slot in self._slots if slot not in keep), None)
         if slot is not None:
             slot.fetch(unit, self._engine)
-            self._touch(slot)
+            self.touch(slot)
         return slot
 
-    def _touch(self, slot: Slot) -> None:
+    def touch(self, slot: Slot) -> None:
+        """Make this slot the last one to be taken away."""
         self._slots.remove(slot)
         self._slots.append(slot)

@@ -1,6 +1,7 @@
 """`UnitWeights`: the parameters of one unit in one piece of host memory, and in a piece of a slot while it computes."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.streaming.awaited import guard, unguard
 from lightning_cxl.streaming.units import NamedUnits
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -56,6 +58,7 @@ class UnitWeights:
         self.nbytes = 0
         self.pieces: list[Piece] = []
         self.places: list[Place] = []
+        self._update: Future[None] | None = None
         for parameters in pieces:
             self._move(parameters, allocate)
 
@@ -75,6 +78,32 @@ class UnitWeights:
             self.places.append(Place(parameter, self.nbytes + offset, home))
         self.pieces.append(Piece(self.nbytes, memory.tensor((end,), torch.uint8)))
         self.nbytes += end
+
+    def begin_update(self, update: "Future[None]") -> None:
+        """Let whoever needs the weights wait for an update of the homes. See [Note: Awaited parameters].
+
+        Args:
+            update: ends when the homes have been written; its error is raised where it is waited for.
+        """
+        self.wait()
+        self._update = update
+        for module in self.module.modules():
+            guard(module, self.wait)
+
+    def is_updating(self) -> bool:
+        """Return whether the homes are being written."""
+        return self._update is not None and not self._update.done()
+
+    def wait(self) -> None:
+        """Return when the homes have their new values."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        try:
+            update.result()
+        finally:
+            for module in self.module.modules():
+                unguard(module)
 
     def versions(self) -> tuple[int, ...]:
         """Return what changes whenever someone writes to a parameter, except through ``.data``."""

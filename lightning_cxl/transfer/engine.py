@@ -63,6 +63,12 @@ class TransferEngine(Protocol):
     def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         """Start copying a host tensor to a device tensor; as `d2h`, with the sides exchanged."""
 
+    def mark(self) -> Transfer:
+        """Return what is done when the device work is that the calling thread has queued so far.
+
+        For the `after` of a copy that another thread starts, whose own stream may be another one.
+        """
+
     def synchronize(self) -> None:
         """Block until every copy started so far is done."""
 
@@ -100,6 +106,10 @@ class HostEngine:
         return FinishedTransfer()
 
     h2d = d2h
+
+    def mark(self) -> Transfer:
+        """Return something done: what the CPU computes is done when the call returns."""
+        return FinishedTransfer()
 
     def synchronize(self) -> None:
         """Return at once: nothing is ever in flight."""
@@ -155,6 +165,10 @@ class CudaEngine:
         """Start copying to the device; see `TransferEngine.h2d`."""
         check_copy(source, destination, torch.device("cpu"), self.device)
         return self._start(self._h2d_stream, source, destination, destination, source, after)
+
+    def mark(self) -> Transfer:
+        """Record an event on the current stream."""
+        return CudaTransfer(torch.cuda.current_stream(self.device).record_event(), self.device)
 
     def _start(
         self,

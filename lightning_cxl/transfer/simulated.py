@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from lightning_cxl.transfer.clock import Flow, LinkClock
-from lightning_cxl.transfer.engine import Transfer, check_copy
+from lightning_cxl.transfer.engine import FinishedTransfer, Transfer, check_copy
 from lightning_cxl.transfer.links import Direction, Links
 from lightning_cxl.transfer.trace import Trace
 
@@ -118,6 +118,10 @@ class SimulatedEngine:
         """Start copying to the device; see `TransferEngine.h2d`."""
         return self._start("h2d", source, destination, source, after)
 
+    def mark(self) -> Transfer:
+        """Return something done: what the CPU computes is done when the call returns."""
+        return FinishedTransfer()
+
     def _start(
         self,
         direction: Direction,
@@ -133,7 +137,7 @@ class SimulatedEngine:
             shares = {shares: 1.0}
         route = self._links.route(direction, shares)
         if not isinstance(after, SimulatedTransfer | None):
-            after.wait_host()  # the clock does not know other engines' copies
+            after.wait_host()  # the clock does not know it
             after = None
         torch.autograd.graph.increment_version(destination)
         with self._changed:

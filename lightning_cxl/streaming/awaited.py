@@ -1,0 +1,97 @@
+"""`AwaitedParameters`: makes whoever looks at a module's parameters wait while they are being updated.
+
+[Note: Awaited parameters]
+Everything that reads a model through its modules, be it ``module.weight``, ``named_parameters``, ``state_dict``, a copy
+or a hook of the user, goes through the dict ``module._parameters``. While an update runs behind, that dict is replaced
+by one that waits for it first and puts the plain one back. Names can be read without waiting. A parameter that someone
+holds a reference to is read without waiting: optimizers do, which know about updates.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+class AwaitedParameters(dict[str, Any]):
+    """Stands in for ``module._parameters``. See [Note: Awaited parameters].
+
+    Args:
+        plain: the dict it stands in for.
+        settle: waits, and puts `plain` back.
+    """
+
+    def __init__(self, plain: dict[str, Any], settle: Callable[[], None]) -> None:
+        super().__init__(plain)
+        self.plain = plain
+        self._settle = settle
+
+    def _settled(self) -> dict[str, Any]:
+        self._settle()
+        return self.plain
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names; being defined here, it keeps ``dict(self)`` from reading values directly."""
+        return iter(self.plain)
+
+    def __getitem__(self, name: str) -> Any:
+        """Wait, then look up."""
+        return self._settled()[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Wait, then look up."""
+        return self._settled().get(name, default)
+
+    def items(self) -> Any:
+        """Wait, then return the items."""
+        return self._settled().items()
+
+    def values(self) -> Any:
+        """Wait, then return the values."""
+        return self._settled().values()
+
+    def copy(self) -> dict[str, Any]:
+        """Wait, then copy."""
+        return self._settled().copy()
+
+    def __setitem__(self, name: str, parameter: Any) -> None:
+        """Wait, then set."""
+        self._settled()[name] = parameter
+
+    def __delitem__(self, name: str) -> None:
+        """Wait, then delete."""
+        del self._settled()[name]
+
+    def pop(self, *args: Any) -> Any:
+        """Wait, then pop."""
+        return self._settled().pop(*args)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Wait, then update."""
+        self._settled().update(*args, **kwargs)
+
+    def clear(self) -> None:
+        """Wait, then clear."""
+        self._settled().clear()
+
+    def __eq__(self, other: object) -> bool:
+        """Wait, then compare."""
+        return self._settled() == other
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        """Copy and pickle as the plain dict, after waiting."""
+        return dict, (self._settled(),)
+
+
+def guard(module: nn.Module, settle: Callable[[], None]) -> None:
+    """Let whoever looks at the parameters of `module` (not of its children) call `settle` first."""
+    plain = module._parameters
+    if not isinstance(plain, AwaitedParameters):
+        module.__dict__["_parameters"] = AwaitedParameters(plain, settle)
+
+
+def unguard(module: nn.Module) -> None:
+    """Undo `guard`; nothing where it is undone already."""
+    awaited = module.__dict__["_parameters"]
+    if isinstance(awaited, AwaitedParameters):
+        module.__dict__["_parameters"] = awaited.plain
