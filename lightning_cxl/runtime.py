@@ -233,14 +233,14 @@ class OffloadRuntime:
                 state[key] = home.copy_(value)
 
     @property
-    def num_sums(self) -> int:
-        """Gradients added up so far, of which stochastic rounding depends: a checkpoint needs it."""
-        return 0 if self._grads is None else self._grads.num_sums
+    def num_received(self) -> int:
+        """Gradients received so far, on which stochastic rounding depends: a checkpoint needs it."""
+        return 0 if self._grads is None else self._grads.num_received
 
-    @num_sums.setter
-    def num_sums(self, value: int) -> None:
+    @num_received.setter
+    def num_received(self, value: int) -> None:
         assert self._grads is not None, "setup_model comes first"
-        self._grads.num_sums = value
+        self._grads.num_received = value
 
     def start_backward(self) -> None:
         """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""

@@ -82,7 +82,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
         self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
         self._last_report: dict[str, Any] | None = None
-        self._last_num_sums = 0
+        self._last_num_received = 0
 
     # -- one process, one device -------------------------------------------------------------------------------------
 
@@ -241,11 +241,11 @@ class CXLOffloadStrategy(ParallelStrategy):
             self._masters.absorb_changes()
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
             own = ckpt.describe_optimizers(optimizers, self._masters)
-            checkpoint = {**checkpoint, ckpt.KEY: {**own, "num_gradient_sums": self._num_sums()}}
+            checkpoint = {**checkpoint, ckpt.KEY: {**own, "num_gradients": self._num_received()}}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-    def _num_sums(self) -> int:
-        return self._last_num_sums if self._runtime is None else self._runtime.num_sums
+    def _num_received(self) -> int:
+        return self._last_num_received if self._runtime is None else self._runtime.num_received
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state into the host memory it has, by parameter name, then the master weights."""
@@ -267,7 +267,7 @@ class CXLOffloadStrategy(ParallelStrategy):
             else:
                 ckpt.load_plain(target, ordered, current)
                 self.runtime.rehome_state(target)
-        self.runtime.num_sums = own.get("num_gradient_sums", 0)
+        self.runtime.num_received = own.get("num_gradients", 0)
         ckpt.restore_masters(own.get("master_weights"), self._masters, map(unwrap, self.optimizers))
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class CXLOffloadStrategy(ParallelStrategy):
 
     def _close(self) -> None:
         self._active.close()
-        self._last_num_sums = self._num_sums()
+        self._last_num_received = self._num_received()
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             try:

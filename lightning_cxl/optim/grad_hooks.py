@@ -12,7 +12,7 @@ class GradientHooks:
 
     Args:
         parameter: a leaf.
-        received: called before hooks that the user has put on the parameter where `first`, else after them.
+        received: called before hooks that the user has put on the parameter so far where `first`, else after all hooks.
         before: called just before autograd adds to ``.grad``; not for gradients that `torch.autograd.grad` returns.
         first: see `received`.
     """
@@ -30,9 +30,12 @@ class GradientHooks:
         self._received = received
         self._before = before
         self._node: Any = torch.autograd.graph.get_gradient_edge(parameter).node  # lives as long as somebody holds it
-        handle = parameter.register_post_accumulate_grad_hook(self._after_hook)  # type: ignore[no-untyped-call]
-        self._handles: list[Any] = [handle]
-        if first:
+        self._handles: list[Any] = []
+        if not first:
+            self._handles.append(self._node.register_hook(self._after_node))  # runs when all hooks of the tensor have
+        else:
+            handle = parameter.register_post_accumulate_grad_hook(self._after_hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
             hooks: Any = parameter._post_accumulate_grad_hooks
             others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
             for key, hook in others:  # to the end, in their order
@@ -53,6 +56,10 @@ class GradientHooks:
         assert self._before is not None
         with torch.no_grad():
             self._before()
+
+    def _after_node(self, _inputs: tuple[torch.Tensor, ...], _outputs: tuple[torch.Tensor, ...]) -> None:
+        with torch.no_grad():
+            self._received()
 
     def _after_hook(self, _parameter: torch.Tensor) -> None:
         with torch.no_grad():

@@ -14,20 +14,24 @@ the number of micro-batches, backwards per step, or uses of a module.
   ``compute.grad`` is dropped. ``master.grad`` alone says whether a step is accumulating. A master whose
   ``requires_grad`` was turned off (Lightning's `toggle_optimizer`) takes no gradient.
 * Streamed parameter (compute is master, but visits the device): autograd finds ``p.grad`` None, as the one so far is on
-  the host, and delivers on the device. The gradient is copied to the host and added there to the one so far, which
-  becomes ``p.grad`` again at the end of the backward, when the parameter is home.
+  the host, and delivers on the device. The gradient is copied to the host, the first of a step to where it stays,
+  others to be added to the one so far, and becomes ``p.grad`` at the end of the backward, when the parameter is home;
+  or it is handed over to an update that runs behind, and never becomes ``p.grad`` ([Note: Overlapped updates]).
 * For `CPUAdam` a 16-bit gradient stays 16-bit: its kernel reads it as it is. What is added up becomes float32 at the
   second gradient, or stays bfloat16, stochastically rounded (``accumulate="bf16"``). Other optimizers get float32.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
   and ``zero_grad`` gives the bytes back to the pool, whose pages stay warm for the next step.
-* Copies from a device are started by the hook and folded in order, at the latest in `finish`, which autograd itself
-  calls at the end of that backward: nobody reads a gradient too early.
+* Copies from a device are started by the hook, and folded in order, measured where they landed or added: by the worker,
+  if there is one, else by the hooks that follow. `finish`, which autograd itself calls at the end of that backward,
+  waits for them: nobody reads a gradient too early.
+* Gradients are numbered as they come, in the order of autograd, which does not depend on when copies are done: the
+  random bits of a sum depend on that number.
 """
 
-from collections import deque
 from collections.abc import Callable, Container, Iterable
+from concurrent.futures import Executor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -43,6 +47,26 @@ _MAX_PENDING = 16
 _HALF = (torch.bfloat16, torch.float16)
 
 
+class _Fold(Protocol):
+    """A gradient on its way: done when it is where it stays."""
+
+    def done(self) -> bool: ...
+    def result(self) -> None: ...
+
+
+class _OwnFold(NamedTuple):
+    """Folded by whoever asks for the result."""
+
+    transfer: Transfer
+    fold: Callable[[], None]
+
+    def done(self) -> bool:
+        return self.transfer.done()
+
+    def result(self) -> None:
+        self.fold()
+
+
 class GradientSink:
     """Receives the gradients of adopted parameters.
 
@@ -52,7 +76,8 @@ class GradientSink:
         meter: copies, adds and measures.
         half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
         streamed: ids of the parameters whose weights visit the device; see [Note: Life of a gradient].
-        bring_home: lets all of them show their home; called before they get their gradients.
+        worker: folds what comes from the device, one after the other; None leaves it to the thread of the backward.
+        bring_home: lets all of them show their home; called when gradients have arrived.
     """
 
     def __init__(
@@ -64,6 +89,7 @@ class GradientSink:
         half_sums: bool = False,
         streamed: Container[int] = frozenset(),
         bring_home: Callable[[], None] = lambda: None,
+        worker: Executor | None = None,
     ) -> None:
         self._engine = engine
         self._allocate = allocate
@@ -71,12 +97,14 @@ class GradientSink:
         self._half_sums = half_sums
         self._streamed = streamed
         self._bring_home = bring_home
-        self.num_sums = 0
-        """Additions so far: makes every stochastic rounding another one."""
+        self._worker = worker
+        self.num_received = 0
+        """Gradients so far: makes every stochastic rounding another one."""
         self._watched: dict[int, tuple[HostParameter, GradientHooks]] = {}  # by id of the compute parameter
         # gradients so far, by id of the host parameter, while autograd delivers the next: state of one backward
         self._taken: dict[int, torch.Tensor] = {}
-        self._pending: deque[tuple[Transfer, torch.Tensor, HostParameter]] = deque()
+        self._arrived: dict[int, HostParameter] = {}  # in this backward, from the device; by id of the host parameter
+        self._pending: dict[int, _Fold] = {}  # of these, not known to be done
 
     def watch(self, hosts: list[HostParameter]) -> None:
         """Receive the gradients of these parameters from now on (each is watched once).
@@ -129,7 +157,7 @@ class GradientSink:
                     host.compute.grad = before if grad is None else before + grad
             return
         if before is not None:
-            host.compute.grad = self._add(host, before, grad)
+            host.compute.grad = self._add(host, before, grad, self._next_key())
         elif grad.data_ptr() != host.grad_address:  # else autograd added it in place
             host.compute.grad = self._first(host, grad, grad.dtype)
 
@@ -142,7 +170,7 @@ class GradientSink:
             grad = grad.to_dense()
         grad = grad.detach()
         if self._engine.computes_on_host:
-            self._fold(host, grad)
+            self._fold(host, grad, self._next_key())
         else:
             self._fetch(host, grad)
 
@@ -151,59 +179,98 @@ class GradientSink:
         if grad is not None:
             self._fetch(host, (grad if grad.layout is torch.strided else grad.to_dense()).detach())
 
+    def _next_key(self) -> int:
+        self.num_received += 1
+        return mix_key(self.num_received)
+
     def _fetch(self, host: HostParameter, grad: torch.Tensor) -> None:
-        if not self._pending:
-            # so that `loss.backward()` returns with complete gradients, whoever called it
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        staging = self._allocate(host.compute, TensorRole.STAGING, grad.dtype)
-        self._pending.append((self._engine.d2h(grad, staging), staging, host))
-        while self._pending and (self._pending[0][0].done() or len(self._pending) > _MAX_PENDING):
-            self._fold_oldest()
-
-    def _fold_oldest(self) -> None:
-        transfer, staging, host = self._pending.popleft()
-        transfer.wait_host()
-        self._fold(host, staging)
-
-    def _fold(self, host: HostParameter, grad: torch.Tensor) -> None:
-        """Copy the first gradient of a step, add the others."""
-        if self._visits_device(host):
-            before = self._taken.get(id(host))
-            dtype = host.grad_dtype if before is None else before.dtype
-            self._taken[id(host)] = self._first(host, grad, dtype) if before is None else self._add(host, before, grad)
-        elif host.master.grad is None:
-            host.master.grad = self._first(host, grad, host.grad_dtype)
+        # so that `loss.backward()` returns with complete gradients, whoever called it
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if self._visits_device(host) and id(host) not in self._taken and grad.dtype is host.grad_dtype:
+            destination = self._new_slot(host, grad.dtype)
         else:
-            host.master.grad = self._add(host, host.master.grad, grad)
+            destination = self._allocate(host.compute, TensorRole.STAGING, grad.dtype)
+        transfer = self._engine.d2h(grad, destination)
+        fold = partial(self._fold_landed, transfer, host, destination, self._next_key())
+        self._arrived[id(host)] = host
+        self._pending[id(host)] = _OwnFold(transfer, fold) if self._worker is None else self._worker.submit(fold)
+        while self._pending and (len(self._pending) > _MAX_PENDING or next(iter(self._pending.values())).done()):
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        self._pending.pop(next(iter(self._pending))).result()
+
+    @torch.no_grad()
+    def _fold_landed(self, transfer: Transfer, host: HostParameter, landed: torch.Tensor, key: int) -> None:
+        transfer.wait_host()
+        self._fold(host, landed, key)
+
+    def _fold(self, host: HostParameter, grad: torch.Tensor, key: int) -> None:
+        """Keep the first gradient of a step, add the others."""
+        before = self._taken.get(id(host)) if self._visits_device(host) else host.master.grad
+        if before is not None:
+            grad = self._add(host, before, grad, key)
+        elif grad.data_ptr() == host.grad_address:
+            self._meter.sums([grad])
+        else:
+            grad = self._first(host, grad, host.grad_dtype)
+        if self._visits_device(host):
+            self._taken[id(host)] = grad
+        else:
+            host.master.grad = grad
 
     def _first(self, host: HostParameter, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         slot = self._new_slot(host, dtype)
         self._meter.copy(grad, slot)
         return slot
 
-    def _add(self, host: HostParameter, accumulator: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def _add(self, host: HostParameter, accumulator: torch.Tensor, grad: torch.Tensor, key: int) -> torch.Tensor:
         """Add `grad` in place, or in wider memory if need be; returns the sum."""
         keeps_half = self._half_sums and accumulator.dtype is torch.bfloat16
         if accumulator.dtype in _HALF and not keeps_half:
             accumulator = self._first(host, accumulator, torch.float32)
-        self.num_sums += 1
-        self._meter.accumulate(grad, accumulator, mix_key(self.num_sums))
+        self._meter.accumulate(grad, accumulator, key)
         return accumulator
+
+    def hand_over(self, parameters: Iterable[torch.Tensor]) -> list[HostParameter]:
+        """Return those of the parameters whose gradients have come from the device in this backward, as they came.
+
+        Who calls this takes care of these gradients, with `take`; `finish` no longer does.
+        """
+        own = {id(host): host for host, _ in (self._watched[id(p)] for p in parameters if id(p) in self._watched)}
+        hosts = [host for key, host in self._arrived.items() if key in own]
+        for host in hosts:
+            del self._arrived[id(host)]
+            self._pending.pop(id(host), None)
+        return hosts
+
+    def take(self, host: HostParameter) -> torch.Tensor:
+        """Return a gradient that was handed over, on the worker: after it has been folded."""
+        if self._visits_device(host):
+            return self._taken.pop(id(host))
+        grad, host.master.grad = host.master.grad, None
+        assert grad is not None
+        return grad
 
     def start_backward(self) -> None:
         """Forget what a backward that failed left behind."""
+        self._settle()
         self._taken.clear()
+        self._arrived.clear()
 
     def finish(self) -> None:
         """Return when every gradient that has been produced is where the optimizer reads it."""
-        with torch.no_grad():
-            while self._pending:
-                self._fold_oldest()
-        streamed = [host for host, _ in self._watched.values() if id(host) in self._taken]
-        if streamed:
-            self._bring_home()
-            for host in streamed:
+        self._bring_home()
+        self._settle()
+        for host in self._arrived.values():
+            if self._visits_device(host):
                 host.compute.grad = self._taken.pop(id(host))
+        self._arrived.clear()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        while self._pending:
+            self._settle_oldest()
 
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget the gradients of separate masters, as `zero_grad` on a module does for shared ones."""
@@ -217,6 +284,7 @@ class GradientSink:
     def close(self) -> None:
         """Stop receiving and drop the gradients that live in our memory."""
         self._pending.clear()
+        self._arrived.clear()
         for host, hooks in self._watched.values():
             hooks.remove()
             grad = host.master.grad
