@@ -37,6 +37,10 @@ class OffloadConfig:
     stream_weights: bool | Literal["auto"] = "auto"
     """Keep the weights of units in host memory and bring each unit to the device when it computes; needs
     `activation_offload`. ``"auto"`` does so when the device is apart from the host."""
+    overlap_step: bool | Literal["auto"] = "auto"
+    """Run `CPUAdam` on streamed units behind the next forward, and behind the backward where nothing can call the step
+    off: ``on_overflow="ignore"``, no clipping, no loss scaling, no hook that looks at gradients. ``"auto"`` does so
+    when the device is apart from the host. Losses are the same."""
     cpu_adam: bool = True
     """Replace ``torch.optim.Adam`` and ``AdamW`` by the compiled `CPUAdam`."""
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
@@ -71,11 +75,14 @@ class OffloadConfig:
         for name in ("activation_offload", "cpu_adam"):
             _check_choice(name, getattr(self, name), (True, False))
         _check_choice("stream_weights", self.stream_weights, (True, False, "auto"))
+        _check_choice("overlap_step", self.overlap_step, (True, False, "auto"))
         if self.stream_weights is True and not self.activation_offload:
             raise ConfigError(
                 "stream_weights=True needs activation_offload=True: a unit whose weights have left the device must be "
                 "recomputed in backward"
             )
+        if self.overlap_step is True and (self.stream_weights is False or not self.cpu_adam):
+            raise ConfigError("overlap_step=True needs stream_weights and cpu_adam: it is for streamed units")
         _check_choice("state", self.state, ("fp32", "bf16", "8bit"))
         _check_choice("master", self.master, ("split", "fp32"))
         _check_choice("accumulate", self.accumulate, ("fp32", "bf16"))

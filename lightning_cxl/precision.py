@@ -39,6 +39,21 @@ def watch_for_edits(trainer: Trainer) -> GradientUse:
     return GradientUse(edits=manual or bool(edits), looks=bool(manual or looks or clips_values))
 
 
+def why_not_in_backward(trainer: Trainer, use: GradientUse, on_overflow: str) -> str | None:
+    """Return why updates must wait for the end of the backward; None if they need not."""
+    if not trainer.lightning_module.automatic_optimization:
+        return "the module optimizes manually"
+    if use.edits or use.looks:
+        return "a hook of the module, a callback or a plugin may look at gradients"
+    if trainer.gradient_clip_val:
+        return "gradient_clip_val needs the norm of all gradients first"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "the loss scaler looks at all gradients first"
+    if on_overflow != "ignore":
+        return f"on_overflow={on_overflow!r} may call the step off"
+    return None
+
+
 def attach_scaling(plugin: Precision, runtime: OffloadRuntime, active: ExitStack, use: GradientUse) -> None:
     """Let clipping and a loss scaler work on host gradients, without a pass of their own where `use` allows it.
 

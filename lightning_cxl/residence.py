@@ -60,14 +60,18 @@ class Residence:
         else:
             self._move_rest(model, engine.device)
 
-    def stream(self, phase: Callable[[], Literal["forward", "recompute"] | None]) -> None:
+    def stream(self, phase: Callable[[], Literal["forward", "recompute"] | None]) -> ParamStreamer | None:
         """Let the weights of units come and go from now on; the forward of units is wrapped.
 
         Args:
             phase: as of `ActivationOffload`, which must be attached after this.
+
+        Returns:
+            What brings them; None if nothing streams.
         """
         if self.units:
             self._streamer = ParamStreamer(self._engine, self.units, phase)
+        return self._streamer
 
     def bring_home(self) -> None:
         """Let every streamed parameter show its home."""

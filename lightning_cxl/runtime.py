@@ -9,6 +9,7 @@ with plain Lightning, so that a checkpoint can still be saved after a run); both
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Literal
@@ -48,6 +49,7 @@ from lightning_cxl.tiers.policy import PlacementPolicy, RoleHomePolicy
 from lightning_cxl.tiers.rules import resolve
 from lightning_cxl.tiers.topology import Topology
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
+from lightning_cxl.updates import UnitUpdates
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +100,8 @@ class OffloadRuntime:
         self._adoption: Adoption | None = None
         self._guard: OverflowGuard | None = None
         self._activations: ActivationOffload | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._updates: UnitUpdates | None = None
         self._closed = False
 
     def allocation(self, role: TensorRole | None = None) -> AbstractContextManager[Any]:
@@ -131,6 +135,8 @@ class OffloadRuntime:
         self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._trim_heap)
         self._masters = MasterWeights(placements.names, self._placed.like)
         self._residence = Residence(model, self._placed, self.engine, units if self._streams_weights else [])
+        if self._residence.units and self._overlaps:
+            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_cxl")
         self._grads = GradientSink(
             self.engine,
             self._placed.like,
@@ -138,6 +144,7 @@ class OffloadRuntime:
             half_sums=self.config.accumulate == "bf16",
             streamed=self._residence.streamed_ids,
             bring_home=self._residence.bring_home,
+            worker=self._worker,
         )
         if units:
             self._attach(units)
@@ -147,16 +154,37 @@ class OffloadRuntime:
         choice = self.config.stream_weights
         return not self.engine.computes_on_host if choice == "auto" else choice
 
+    @property
+    def _overlaps(self) -> bool:
+        choice = self.config.overlap_step
+        return self.config.cpu_adam and (not self.engine.computes_on_host if choice == "auto" else choice)
+
     def _attach(self, units: NamedUnits) -> None:
-        assert self._placed is not None and self._residence is not None
+        assert self._placed is not None and self._residence is not None and self._grads is not None
         self.units = tuple(name for name, _ in units)
         self._heap = HeapTrimmer()
         self._activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
-        self._residence.stream(self._phase)
+        streamer = self._residence.stream(self._phase)
         self._activations.attach(units)
+        if streamer is not None and self._worker is not None:
+            self._updates = UnitUpdates(
+                self._residence.units, self._worker, self.masters, self._grads, streamer.fetch_ahead
+            )
+            streamer.on_left = self._updates.unit_is_over
 
     def _phase(self) -> Literal["forward", "recompute"] | None:
         return None if self._activations is None else self._activations.phase
+
+    def allow_updates_in_backward(self, objection: str | None) -> None:
+        """Let the update of a unit run as soon as its backward is over, unless there is an objection.
+
+        Args:
+            objection: what may call a step off, or look at gradients, once its closure runs; None if nothing does.
+        """
+        if self._updates is not None:
+            self._updates.in_backward = objection is None
+            if objection is not None:
+                log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption].
@@ -182,10 +210,17 @@ class OffloadRuntime:
                 place_state=self.rehome_state,
                 guard=self.guard,
                 meter=self.meter,
+                overlap=self._updates,
             ),
         )
         self._adoption.consider(optimizers)
-        self._placed.reserve(wanted_tensors(optimizers, self._adoption, self.config, accumulates=self.accumulates))
+        wanted = wanted_tensors(optimizers, self._adoption, self.config, accumulates=self.accumulates)
+        if self._updates is not None:
+            self._updates.in_backward &= len(optimizers) == 1
+            if self._updates.in_backward and not self.accumulates:
+                self._grads.reserves_streamed = False
+                wanted = self._updates.at_most(wanted)
+        self._placed.reserve(wanted)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         except BaseException:
@@ -258,13 +293,18 @@ class OffloadRuntime:
         if self._heap is not None:
             self._heap.trim()
 
+    def wait_for_updates(self) -> None:
+        """Return when weights, masters and optimizer state are those of the last step."""
+        if self._updates is not None:
+            self._updates.wait()
+
     def end_step(self) -> None:
         """Tell the activation arenas that a training step is over."""
         self.memory.end_step()
 
     @property
     def masters(self) -> MasterWeights:
-        """The master weights of this run."""
+        """The master weights of this run; `wait_for_updates` before their values are read."""
         assert self._masters is not None, "setup_model comes first"
         return self._masters
 
@@ -284,6 +324,10 @@ class OffloadRuntime:
                 cleanup.callback(self._activations.detach)
             if self._adoption is not None:
                 cleanup.callback(self._adoption.release)
+            if self._worker is not None:
+                cleanup.callback(self._worker.shutdown)
+            if self._updates is not None:
+                cleanup.callback(self._updates.wait)
             if self._model is not None:
                 cleanup.callback(detach_zero_grad, self._model)
 

@@ -33,7 +33,7 @@ from lightning_cxl.optim.adopt import repoint_scheduler
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planner.report import format_report
-from lightning_cxl.precision import attach_scaling, unwrap, watch_for_edits
+from lightning_cxl.precision import attach_scaling, unwrap, watch_for_edits, why_not_in_backward
 from lightning_cxl.runtime import OffloadRuntime
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.policy import PlacementPolicy
@@ -166,11 +166,15 @@ class CXLOffloadStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
             if trainer.state.fn == "fit":
+                use = watch_for_edits(trainer)
                 self.runtime.accumulates = trainer.accumulate_grad_batches > 1
+                reason = why_not_in_backward(trainer, use, self.config.on_overflow)
+                self.runtime.allow_updates_in_backward(reason)
                 self.setup_optimizers(trainer)
-            self.setup_precision_plugin()
-            if trainer.state.fn == "fit":
-                attach_scaling(self.precision_plugin, self.runtime, self._active, watch_for_edits(trainer))
+                self.setup_precision_plugin()
+                attach_scaling(self.precision_plugin, self.runtime, self._active, use)
+            else:
+                self.setup_precision_plugin()
         except BaseException:
             self._close()
             raise
@@ -237,6 +241,8 @@ class CXLOffloadStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
+        if self._runtime is not None:
+            self._runtime.wait_for_updates()
         if self._masters is not None and checkpoint.get("optimizer_states"):
             self._masters.absorb_changes()
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]

@@ -1,7 +1,7 @@
 """`AdamStep`: one step of a `CPUAdam`, for all parameters at once or for some after others."""
 
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,11 +43,11 @@ class AdamStep:
             check_options(group)
             check_ranges(group)
 
-    def collect(self, only: Container[torch.Tensor] | None = None) -> list[Work]:
+    def collect(self, grads: Mapping[torch.Tensor, torch.Tensor] | None = None) -> list[Work]:
         """Return the updates of the parameters with a gradient; nothing is changed.
 
         Args:
-            only: of these parameters; None for all.
+            grads: gradients by parameter; None for those that parameters have.
 
         Raises:
             ConfigError, CheckpointError, UnsupportedError: see `CPUAdam.step`.
@@ -60,12 +60,10 @@ class AdamStep:
         for group_index, group in enumerate(self._groups):
             for index, parameter in enumerate(group["params"]):
                 ordinal += 1
-                if only is not None and parameter not in only:
-                    continue
                 slot = slots.get(parameter)
                 if slot is not None:
                     num_used += 1
-                grad = parameter.grad
+                grad = parameter.grad if grads is None else grads.get(parameter)
                 if grad is None:
                     continue
                 compute = optimizer.compute_weights.get(parameter) if optimizer.compute_weights else None
@@ -74,26 +72,26 @@ class AdamStep:
                     known is not None
                     and slot is not None
                     and is_as_before(known.signature, parameter, grad, compute)
-                    and slot.holds(optimizer.state[parameter])
+                    and slot.holds(optimizer.plain_state[parameter])
                 ):
                     update = Update(parameter, grad, slot, compute, known.signature)
                 else:
-                    update = self._checked(parameter, compute, parameter_name(group, index))
+                    update = self._checked(parameter, grad, compute, parameter_name(group, index))
                 work.append(Work(group_index, ordinal, update))
-        if only is None and num_used < num_slots:
-            optimizer.slots.drop_unused(optimizer.param_groups, optimizer.state)
+        if grads is None and num_used < num_slots:
+            optimizer.slots.drop_unused(optimizer.param_groups, optimizer.plain_state)
         return work
 
-    def _checked(self, parameter: torch.Tensor, compute: torch.Tensor | None, name: str) -> Update:
+    def _checked(self, parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None, name: str) -> Update:
         """Return the update of a parameter that has changed since the last step, or has had none."""
         check_parameter(parameter, name)
         slot = self._optimizer.slots.of(parameter)
         slot.check(parameter, name)
-        state = self._optimizer.state.get(parameter)
+        state = self._optimizer.plain_state.get(parameter)
         if state and not slot.holds(state):
             check_moments(name, parameter, state)
         check_compute_weights(compute, parameter, name)
-        grad = usable_gradient(parameter, name)
+        grad = usable_gradient(grad, parameter, name)
         return Update(parameter, grad, slot, compute, signature_of(parameter, grad, compute))
 
     def apply(self, work: Sequence[Work], scale: float) -> None:
@@ -108,7 +106,7 @@ class AdamStep:
         for _, _, update in work:
             slot = update.slot
             if slot.known is None or slot.known.signature is not update.signature:
-                slot.bind(update.parameter, optimizer.state[update.parameter])
+                slot.bind(update.parameter, optimizer.plain_state[update.parameter])
             steps.append(slot.step_address)
         _adam.next_steps(steps, values)
 
@@ -124,11 +122,10 @@ class AdamStep:
         _adam.store_steps(steps, values)  # only now: a step that fails before has not been made
 
 
-def note_writes(work: Sequence[Work]) -> None:
-    """Count a write to what updates change, as an operation of torch would."""
+def written_by(work: Sequence[Work]) -> list[torch.Tensor]:
+    """Return what updates write, of which versions must go up, as after an operation of torch."""
     written = [update.parameter for _, _, update in work]
-    written += [update.compute for _, _, update in work if update.compute is not None]
-    torch.autograd.graph.increment_version(written)
+    return written + [update.compute for _, _, update in work if update.compute is not None]
 
 
 def _as_now(group: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.formats import MasterForm, StatePrecision
 from lightning_cxl.optim.grads import GradientSink
-from lightning_cxl.optim.host_step import AllocationScope, HostStep, evaluates_closure_first
+from lightning_cxl.optim.host_step import AllocationScope, HostStep, Overlap, evaluates_closure_first
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.moment import AllocateState, choose_precision, moment_bytes
@@ -60,6 +60,8 @@ class AdoptionOptions:
     """Asked before every update."""
     meter: GradientMeter
     """Knows the gradients of this run."""
+    overlap: Overlap | None = None
+    """Makes the steps of `CPUAdam`, where that is not the optimizer itself."""
 
 
 class Adoption:
@@ -97,6 +99,8 @@ class Adoption:
         if self._becomes_cpu_adam(optimizer):
             current = self._make_cpu_adam(optimizer)
             current.meter = self._options.meter
+            if self._options.overlap is not None:
+                current.wait = self._options.overlap.wait
         else:
             self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         self._adopted[-1] = (optimizer, current)
@@ -233,6 +237,17 @@ class _Hooks:
 
     def scope(self) -> AbstractContextManager[Any]:
         return self._options.scope()
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        if self._options.overlap is not None and isinstance(optimizer, CPUAdam):
+            self._options.overlap.begin(optimizer)
+
+    def update(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
+        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        if self._options.overlap is None or not isinstance(optimizer, CPUAdam) or hooked:
+            step()
+        else:
+            self._options.overlap.update(optimizer)
 
     def before_update(self) -> None:
         self._grads.finish()

@@ -1,5 +1,6 @@
 """`CPUAdam`: Adam and AdamW on host memory as a real torch optimizer, one pass over memory with all threads."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_cxl import _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.optim.adam_step import AdamStep, note_writes
+from lightning_cxl.optim.adam_step import AdamStep, written_by
 from lightning_cxl.optim.clip_factor import GradScale, own_meter
 from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.homes import ThreadHomes
@@ -17,6 +18,11 @@ from lightning_cxl.optim.layout import check_parameter
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.slots import Slots
 from lightning_cxl.optim.state import checked_entries, match_groups, merged_groups, parameter_name
+
+
+def _nothing_runs() -> None:
+    """Return at once."""
+
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -85,6 +91,8 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.state_precision = state
         self.seed = seed
         self._scale = [1.0]
+        self.wait = _nothing_runs
+        """Returns when no update runs behind; a run sets it."""
         self.homes = ThreadHomes.detect()
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
@@ -141,6 +149,16 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         new._load_moments([(group, list(group["params"])) for group in new.param_groups], optimizer.state)
         return new
 
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """State by parameter, as of the last step: waits for updates that run behind."""
+        self.wait()
+        return self.plain_state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self.plain_state = value
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; a `grad_scale` that was for them goes, too."""
         super().zero_grad(set_to_none)
@@ -154,6 +172,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     def leave_run(self) -> None:
         """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""
         self.slots.allocate = allocate_from_torch
+        self.wait = _nothing_runs
         self.meter = own_meter(self.num_threads, self.isa)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -207,7 +226,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.drop_stale_scale()
         step.apply(work, self.grad_scale)
         self.grad_scale = 1.0
-        note_writes(work)
+        torch.autograd.graph.increment_version(written_by(work))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of CPUAdam, ``torch.optim.Adam`` or ``torch.optim.AdamW`` into the memory held already.
@@ -270,6 +289,8 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, perhaps on another machine."""
+        self.wait = _nothing_runs
+        self.plain_state = state.pop("state")
         super().__setstate__(state)
         self.homes = ThreadHomes.detect()
         if self.isa not in _cpu.supported_isas():

@@ -11,8 +11,9 @@ the number of micro-batches, backwards per step, or uses of a module.
   takes ``p.grad`` away, so that autograd delivers the new gradient alone. ``p.grad`` alone says whether a step is
   accumulating, so ``zero_grad``, ``p.grad = None`` and user code that edits gradients all keep their meaning.
 * Separate master: the gradient is copied into host memory that becomes ``master.grad``, or added to it, and
-  ``compute.grad`` is dropped. ``master.grad`` alone says whether a step is accumulating. A master whose
-  ``requires_grad`` was turned off (Lightning's `toggle_optimizer`) takes no gradient.
+  ``compute.grad`` is dropped. ``master.grad`` alone says whether a step is accumulating; it is None between the arrival
+  of a gradient from a device and the end of that backward. A master whose ``requires_grad`` was turned off
+  (Lightning's `toggle_optimizer`) takes no gradient.
 * Streamed parameter (compute is master, but visits the device): autograd finds ``p.grad`` None, as the one so far is on
   the host, and delivers on the device. The gradient is copied to the host, the first of a step to where it stays,
   others to be added to the one so far, and becomes ``p.grad`` at the end of the backward, when the parameter is home;
@@ -100,6 +101,8 @@ class GradientSink:
         self._worker = worker
         self.num_received = 0
         """Gradients so far: makes every stochastic rounding another one."""
+        self.reserves_streamed = True
+        """Whether `watch` makes sure that there is room for the gradients of all streamed parameters at once."""
         self._watched: dict[int, tuple[HostParameter, GradientHooks]] = {}  # by id of the compute parameter
         # gradients so far, by id of the host parameter, while autograd delivers the next: state of one backward
         self._taken: dict[int, torch.Tensor] = {}
@@ -113,7 +116,11 @@ class GradientSink:
             TierFullError: there is no room for their gradients; found out here, before any backward.
         """
         new = [host for host in hosts if id(host.compute) not in self._watched]
-        reserved = [self._new_slot(host, host.grad_dtype) for host in new if host.compute.requires_grad]
+        reserved = [
+            self._new_slot(host, host.grad_dtype)
+            for host in new
+            if host.compute.requires_grad and (self.reserves_streamed or id(host.compute) not in self._streamed)
+        ]
         for host in new:
             half = host.master.dtype in _HALF or host.grad_dtype in _HALF
             if half:
@@ -149,7 +156,7 @@ class GradientSink:
             self._taken[id(host)], host.compute.grad = grad, None
 
     def _receive_shared(self, host: HostParameter) -> None:
-        grad, before = host.compute.grad, self._taken.pop(id(host), None)
+        grad, before, key = host.compute.grad, self._taken.pop(id(host), None), self._next_key()
         if grad is None or grad.layout is not torch.strided or grad.requires_grad:
             # nothing, sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
             if before is not None:
@@ -157,7 +164,7 @@ class GradientSink:
                     host.compute.grad = before if grad is None else before + grad
             return
         if before is not None:
-            host.compute.grad = self._add(host, before, grad, self._next_key())
+            host.compute.grad = self._add(host, before, grad, key)
         elif grad.data_ptr() != host.grad_address:  # else autograd added it in place
             host.compute.grad = self._first(host, grad, grad.dtype)
 
@@ -170,8 +177,10 @@ class GradientSink:
             grad = grad.to_dense()
         grad = grad.detach()
         if self._engine.computes_on_host:
-            self._fold(host, grad, self._next_key())
+            host.master.grad = self._folded(host, host.master.grad, grad, self._next_key())
         else:
+            if host.master.grad is not None:
+                self._taken[id(host)], host.master.grad = host.master.grad, None
             self._fetch(host, grad)
 
     def _receive_streamed(self, host: HostParameter) -> None:
@@ -203,21 +212,16 @@ class GradientSink:
     @torch.no_grad()
     def _fold_landed(self, transfer: Transfer, host: HostParameter, landed: torch.Tensor, key: int) -> None:
         transfer.wait_host()
-        self._fold(host, landed, key)
+        self._taken[id(host)] = self._folded(host, self._taken.get(id(host)), landed, key)
 
-    def _fold(self, host: HostParameter, grad: torch.Tensor, key: int) -> None:
-        """Keep the first gradient of a step, add the others."""
-        before = self._taken.get(id(host)) if self._visits_device(host) else host.master.grad
+    def _folded(self, host: HostParameter, before: torch.Tensor | None, grad: torch.Tensor, key: int) -> torch.Tensor:
+        """Return the gradient so far: the first of a step is kept, others are added."""
         if before is not None:
-            grad = self._add(host, before, grad, key)
-        elif grad.data_ptr() == host.grad_address:
-            self._meter.sums([grad])
-        else:
-            grad = self._first(host, grad, host.grad_dtype)
-        if self._visits_device(host):
-            self._taken[id(host)] = grad
-        else:
-            host.master.grad = grad
+            return self._add(host, before, grad, key)
+        if grad.data_ptr() != host.grad_address:
+            return self._first(host, grad, host.grad_dtype)
+        self._meter.sums([grad])
+        return grad
 
     def _first(self, host: HostParameter, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         slot = self._new_slot(host, dtype)
@@ -246,11 +250,7 @@ class GradientSink:
 
     def take(self, host: HostParameter) -> torch.Tensor:
         """Return a gradient that was handed over, on the worker: after it has been folded."""
-        if self._visits_device(host):
-            return self._taken.pop(id(host))
-        grad, host.master.grad = host.master.grad, None
-        assert grad is not None
-        return grad
+        return self._taken.pop(id(host))
 
     def start_backward(self) -> None:
         """Forget what a backward that failed left behind."""
@@ -263,8 +263,7 @@ class GradientSink:
         self._bring_home()
         self._settle()
         for host in self._arrived.values():
-            if self._visits_device(host):
-                host.compute.grad = self._taken.pop(id(host))
+            host.master.grad = self._taken.pop(id(host))
         self._arrived.clear()
 
     @torch.no_grad()

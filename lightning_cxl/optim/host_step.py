@@ -16,7 +16,13 @@ _CLOSURE_FIRST = ("torch.optim.", "lightning_cxl.")  # whose `step` evaluates th
 
 
 class StepHooks(Protocol):
-    """What happens around an update."""
+    """What happens around an update, and the update itself."""
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Learn that the backward of a step of `optimizer` comes next."""
+
+    def update(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
+        """Make the step, by calling `step` or in parts."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return a region in which host tensors that torch creates are placed as optimizer state."""
@@ -32,6 +38,19 @@ class StepHooks(Protocol):
 
     def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
         """Write masters back for the parameters that had a gradient, and place state that is not placed yet."""
+
+
+class Overlap(Protocol):
+    """Makes the steps of CPUAdam in parts, behind what the device does."""
+
+    def begin(self, optimizer: CPUAdam) -> None:
+        """Note that the closure of a step of `optimizer` is about to be evaluated."""
+
+    def update(self, optimizer: CPUAdam) -> None:
+        """Make a step with the gradients that parameters have."""
+
+    def wait(self) -> None:
+        """Return when every update is done."""
 
 
 class HostStep:
@@ -68,17 +87,18 @@ class HostStep:
             return self._step_evaluating(closure)
         loss = None
         if closure is not None:
+            self._hooks.before_closure(optimizer)
             with torch.enable_grad():
                 loss = closure()
         self._hooks.before_update()
         active = [p for p in _parameters(optimizer) if p.grad is not None]
         if not self._accepts(active):
             return loss
-        if all(optimizer.state.get(p) for p in active):
-            self._step()
+        if isinstance(optimizer, CPUAdam) or all(optimizer.state.get(p) for p in active):
+            self._hooks.update(optimizer, self._step)
         else:
             with self._hooks.scope():
-                self._step()
+                self._hooks.update(optimizer, self._step)
         self._hooks.after_update(optimizer, active)
         return loss
 

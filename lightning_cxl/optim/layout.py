@@ -92,15 +92,13 @@ def is_usable(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
     return grad.dtype in GRAD_FORMATS and is_flat_like(grad, parameter)
 
 
-def usable_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the gradient as dense host memory in the order of `parameter`; a copy only where needed.
+def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a gradient as dense host memory in the order of `parameter`; a copy only where needed.
 
     Raises:
         UnsupportedError: it is sparse.
         ConfigError: it is on another device, or its memory was taken away.
     """
-    grad = parameter.grad
-    assert grad is not None
     if grad.layout is not torch.strided:
         raise UnsupportedError(
             f"the gradient of {name} is sparse ({grad.layout}): use `sparse=False` in the embedding, or "

@@ -79,7 +79,9 @@ class ParamStreamer:
         Raises:
             UnsupportedError: every slot is busy.
         """
-        in_backward = self.phase() == "recompute"
+        phase = self.phase()
+        in_backward = phase == "recompute"
+        unit.num_forwards += phase == "forward"
         if in_backward:
             self.release(keep=unit)
         unit.wait()

@@ -58,6 +58,8 @@ class UnitWeights:
         self.nbytes = 0
         self.pieces: list[Piece] = []
         self.places: list[Place] = []
+        self.num_forwards = 0
+        """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
         self._update: Future[None] | None = None
         for parameters in pieces:
             self._move(parameters, allocate)
@@ -96,12 +98,13 @@ class UnitWeights:
 
     def wait(self) -> None:
         """Return when the homes have their new values."""
-        update, self._update = self._update, None
+        update = self._update
         if update is None:
             return
         try:
             update.result()
-        finally:
+        finally:  # not earlier: until then nobody may take the weights for new
+            self._update = None
             for module in self.module.modules():
                 unguard(module)
 

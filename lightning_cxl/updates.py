@@ -1,0 +1,179 @@
+"""`UnitUpdates`: the optimizer updates streamed units one after the other, behind what the device does.
+
+[Note: Overlapped updates]
+One worker thread does what the host does with gradients: it adds and measures them as they land (`GradientSink`) and
+runs the update of one unit after the other. There are two schedules:
+
+* Behind the next forward, always possible: at the time of the step all gradients are there, checked and clipped. What
+  does not stream is updated at once, then each unit in the order of the forward, and the step returns.
+* Behind the backward as well, if nothing can call the step off and nobody looks at gradients (`in_backward`): a unit is
+  updated when its backward is over, with the gradients that have been started on their way. They never become
+  ``p.grad``, and a few units' worth of them exist at a time: whoever is too far ahead waits.
+
+A step reads hyper-parameters when it begins, so schedulers may go on. Versions of the weights go up when an update is
+started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
+*updating*: its forward waits (`ParamStreamer.enter`), whoever looks at its parameters through their modules waits
+([Note: Awaited parameters]), and so does whoever looks at the optimizer's state. When it is done, the worker has the
+unit fetched if it is expected next. An error in an update is raised where it is waited for.
+
+A unit that ran more than once since the step began, or part of which the worker cannot update, is left to the end of
+the backward. An exception in the middle of a backward leaves a step half made where updates ran behind it.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.grads import GradientSink
+from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.optim.wanted import Wanted
+from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.tiers.placement import TensorRole
+
+MAX_UNITS_IN_FLIGHT = 3
+"""Units whose gradients are on the host and wait for their update: one is updated, one lands, one is slack."""
+_GRADIENTS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
+
+
+class UnitUpdates:
+    """Starts the updates of units and keeps track of them. See [Note: Overlapped updates].
+
+    Args:
+        units: streamed ones, in the order of the forward.
+        worker: one thread; the sink folds gradients on it, too.
+        masters: of the run.
+        grads: hands gradients over.
+        fetch_ahead: called when a unit's weights are new.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitWeights],
+        worker: Executor,
+        masters: MasterWeights,
+        grads: GradientSink,
+        fetch_ahead: Callable[[], None],
+    ) -> None:
+        self.in_backward = False
+        """Whether updates may run behind the backward of a step's closure."""
+        self._units = units
+        self._unit_of = {id(place.parameter): unit for unit in units for place in unit.places}
+        self._worker = worker
+        self._masters = masters
+        self._grads = grads
+        self._fetch_ahead = fetch_ahead
+        self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
+        self._step: AdamStep | None = None  # of that closure, once a unit has been updated
+        self._started: deque[Future[None]] = deque()
+
+    def begin(self, optimizer: CPUAdam) -> None:
+        """Note that the closure of a step of `optimizer` is about to be evaluated."""
+        self._step = None
+        self._optimizer = optimizer if self.in_backward and not _is_watched(optimizer) else None
+        for unit in self._units:
+            unit.num_forwards = 0
+
+    def unit_is_over(self, unit: UnitWeights) -> None:
+        """Start the update of a unit whose backward is over, if it may start now."""
+        if self._optimizer is None or unit.num_forwards != 1:
+            return
+        hosts = self._grads.hand_over(place.parameter for place in unit.places if self._is_ready_for_worker(place))
+        if not hosts:
+            return
+        if self._step is None:
+            self._step = AdamStep(self._optimizer)
+        written: list[torch.Tensor] = [host.compute for host in hosts]
+        self._start(unit, written, partial(self._update_arrived, self._step, hosts, self._optimizer.grad_scale))
+        self._masters.write_back([host.master for host in hosts], kernel_wrote=True)
+        while len(self._started) > MAX_UNITS_IN_FLIGHT:
+            self._started.popleft().result()
+
+    def update(self, optimizer: CPUAdam) -> None:
+        """Make a step with the gradients that parameters have: of units on the worker, of the rest now."""
+        step = AdamStep(optimizer) if self._step is None else self._step
+        self._optimizer = self._step = None
+        work = step.collect()
+        optimizer.drop_stale_scale()
+        parts: dict[int, list[Work]] = {}
+        now: list[Work] = []
+        for each in work:
+            host = self._masters.find(each.update.parameter)
+            unit = None if host is None else self._unit_of.get(id(host.compute))
+            if host is None or unit is None or not (host.is_shared or each.update.compute is not None):
+                now.append(each)
+            else:
+                parts.setdefault(id(unit), []).append(each)
+        step.apply(now, optimizer.grad_scale)
+        torch.autograd.graph.increment_version(written_by(now))
+        for unit in self._units:
+            part = parts.get(id(unit))
+            if part is not None:
+                self._start(unit, written_by(part), partial(_apply, step, part, optimizer.grad_scale))
+        optimizer.grad_scale = 1.0
+
+    def wait(self) -> None:
+        """Return when every update is done, e.g. before an optimizer's state is read."""
+        for unit in self._units:
+            unit.wait()
+
+    def at_most(self, wanted: Iterable[Wanted]) -> list[Wanted]:
+        """Return what is wanted without the gradients that are updates' before others come."""
+        kept: list[Wanted] = []
+        of_unit: dict[int, list[Wanted]] = {}
+        for each in wanted:
+            unit = self._unit_of.get(id(each.parameter)) if each.role in _GRADIENTS else None
+            (kept if unit is None else of_unit.setdefault(id(unit), [])).append(each)
+        largest = heapq.nlargest(
+            MAX_UNITS_IN_FLIGHT + 1, of_unit.values(), key=lambda group: sum(each.nbytes for each in group)
+        )
+        return kept + [each for group in largest for each in group]
+
+    def _is_ready_for_worker(self, place: Any) -> bool:
+        host = self._masters.find(place.parameter)
+        return host is not None and (host.is_shared or host.master in self._masters.kernel_weights)
+
+    def _start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
+        update: Future[None] = Future()
+        unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
+        torch.autograd.graph.increment_version(written)
+        update.add_done_callback(self._after_update)
+        self._worker.submit(_run, job, update)
+        self._started.append(update)
+        while self._started and self._started[0].done():
+            self._started.popleft().result()
+
+    def _after_update(self, _update: "Future[None]") -> None:
+        self._fetch_ahead()
+
+    @torch.no_grad()
+    def _update_arrived(self, step: AdamStep, hosts: list[HostParameter], scale: float) -> None:
+        grads: dict[torch.Tensor, torch.Tensor] = {host.master: self._grads.take(host) for host in hosts}
+        step.apply(step.collect(grads), scale)
+
+
+def _run(job: Callable[[], None], update: "Future[None]") -> None:
+    try:
+        job()
+    except BaseException as error:
+        update.set_exception(error)
+    else:
+        update.set_result(None)
+
+
+@torch.no_grad()
+def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
+    step.apply(work, scale)
+
+
+def _is_watched(optimizer: CPUAdam) -> bool:
+    """Whether someone has put hooks around the step, which may look at gradients or weights."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))

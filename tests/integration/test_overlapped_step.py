@@ -1,0 +1,313 @@
+"""Updates that run behind the device: never a stale weight, whoever looks, and really behind."""
+
+import copy
+import logging
+import threading
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+
+from lightning_cxl import runtime, updates
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.optim.adam_step import AdamStep
+from tests.fakes import DelayingEngine, ReorderingEngine
+from tests.integration.training import make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+IGNORE = {"on_overflow": "ignore"}
+
+
+def delaying(_device):
+    return DelayingEngine(0.0005, computes_on_host=False)
+
+
+def reordering(_device):
+    return ReorderingEngine(3, 0.0005, computes_on_host=False)
+
+
+@pytest.fixture(autouse=True, params=[delaying, reordering])
+def _device_apart(request, monkeypatch):
+    monkeypatch.setattr(runtime, "make_engine", request.param)
+
+
+@pytest.fixture
+def slow_updates(monkeypatch):
+    """Let every update of a unit take longer than the device's work."""
+    apply = AdamStep.apply
+
+    def late(step, work, scale):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)
+        apply(step, work, scale)
+
+    monkeypatch.setattr(AdamStep, "apply", late)
+
+
+def fit(options, *, make_model=TinyTransformer, task=Task, steps=6, **trainer_args):
+    seed_everything(5, verbose=False)
+    module = task(make_model())
+    trainer = make_trainer(offload(**options), max_steps=steps, **trainer_args)
+    trainer.fit(module, token_data())
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    moments = {
+        (index, key): value.clone()
+        for index, entry in trainer.optimizers[0].state_dict()["state"].items()
+        for key, value in entry.items()
+    }
+    return module, trainer, state, moments
+
+
+def assert_same(one, other):
+    assert one[0].losses == other[0].losses and len(set(one[0].losses)) > 1
+    for mine, theirs in zip(one[2:], other[2:], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert torch.equal(mine[key], value), key
+
+
+def frozen():
+    model = TinyTransformer()
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].qkv.requires_grad_(False)
+    return model
+
+
+MODELS = {
+    "plain": TinyTransformer,
+    "tied": lambda: TinyTransformer(tied=True),
+    "block twice": lambda: TinyTransformer(twice=True),
+    "frozen": frozen,
+}
+FORMS = {
+    "fp32": {},
+    "split": {"precision": "bf16-true"},
+    "separate": {"precision": "bf16-true", "master": "fp32"},
+    "8bit": {"precision": "bf16-true", "state": "8bit"},
+}
+
+
+@pytest.mark.usefixtures("slow_updates")
+@pytest.mark.parametrize("schedule", ["behind the next forward", "behind the backward"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("model", "form"), [*((m, "fp32") for m in MODELS), *(("plain", f) for f in FORMS)])
+def test_is_the_plain_schedule(schedule, accumulate, model, form):
+    options = {**FORMS[form], **({} if schedule == "behind the next forward" else IGNORE)}
+    trainer_args = {"accumulate_grad_batches": accumulate, "precision": options.pop("precision", "32-true")}
+    arguments = {"make_model": MODELS[model], **trainer_args}
+    ours = fit(options, **arguments)
+    assert_same(ours, fit({**options, "overlap_step": False}, **arguments))
+
+
+@pytest.mark.usefixtures("slow_updates")
+def test_clipping_and_schedulers_are_those_of_the_plain_schedule():
+    arguments = {"gradient_clip_val": 0.3, "steps": 8}
+    assert_same(fit({}, **arguments), fit({"overlap_step": False}, **arguments))
+
+
+class Looks(Callback):
+    """Reads the model in every way, between the steps."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        way = len(self.seen) % 6
+        block = module.model.blocks[1]
+        if way == 0:
+            value = block.mlp[0].weight.norm().item()
+        elif way == 1:
+            value = sum(p.double().sum().item() for p in module.parameters())
+        elif way == 2:
+            value = module.state_dict()["model.blocks.2.qkv.weight"].sum().item()
+        elif way == 3:
+            value = copy.deepcopy(module.model).blocks[0].out.weight.sum().item()
+        elif way == 4:
+            value = dict(block.norm1._parameters)["weight"].sum().item()
+        else:
+            optimizer = trainer.optimizers[0]
+            value = sum(entry["exp_avg"].sum().item() for entry in optimizer.state.values())
+        self.seen.append(value)
+
+
+@pytest.mark.usefixtures("slow_updates")
+def test_whoever_looks_between_steps_sees_the_new_weights():
+    ours, plain = Looks(), Looks()
+    fit(IGNORE, callbacks=[ours], steps=12)
+    fit({"overlap_step": False}, callbacks=[plain], steps=12)
+    assert ours.seen == plain.seen and len(set(plain.seen)) == 12
+
+
+class LooksInTheForward(Task):
+    """A penalty on all weights, read beside the units."""
+
+    def loss(self, batch):
+        penalty = sum(p.detach().square().sum() for p in self.parameters())
+        return super().loss(batch) + 0 * penalty + 1e-3 * penalty.item()
+
+
+@pytest.mark.usefixtures("slow_updates")
+def test_weights_read_in_training_step_are_new():
+    arguments = {"task": LooksInTheForward}
+    assert_same(fit(IGNORE, **arguments), fit({"overlap_step": False}, **arguments))
+
+
+@pytest.mark.usefixtures("slow_updates")
+def test_validation_and_checkpoints_in_the_middle(tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.save_checkpoint(tmp_path / name / f"{trainer.global_step}.ckpt")
+
+    results = {}
+    for name, options in {"ours": IGNORE, "plain": {"overlap_step": False}}.items():
+        module, trainer, *_ = fit(options, callbacks=[Saves()], steps=4)
+        results[name] = trainer.validate(module, token_data(4), verbose=False)
+    assert results["ours"] == results["plain"]
+    for step in range(1, 5):
+        ours, plain = (torch.load(tmp_path / who / f"{step}.ckpt", weights_only=True) for who in results)
+        for key, value in plain["state_dict"].items():
+            assert torch.equal(ours["state_dict"][key], value)
+        for index, entry in plain["optimizer_states"][0]["state"].items():
+            for key, value in entry.items():
+                assert torch.equal(ours["optimizer_states"][0]["state"][index][key], value)
+
+
+# -- really behind -----------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds every update on the worker until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.is_open = threading.Event()
+        self.num_waiting = 0
+        apply = AdamStep.apply
+
+        def gated(step, work, scale):
+            if threading.current_thread() is not threading.main_thread():
+                self.num_waiting += 1
+                assert self.is_open.wait(30), "nobody opened the gate: the step waits for its updates"
+            apply(step, work, scale)
+
+        monkeypatch.setattr(AdamStep, "apply", gated)
+
+
+def test_a_step_returns_while_its_updates_run(monkeypatch):
+    gate = Gate(monkeypatch)
+
+    class Opens(Callback):
+        def on_train_batch_end(self, *_):
+            self.was_open = gate.is_open.is_set()
+            gate.is_open.set()
+
+    opens = Opens()
+    fit({}, callbacks=[opens], steps=1)
+    assert not opens.was_open and gate.num_waiting == 3
+
+
+def test_updates_run_behind_the_backward(monkeypatch):
+    gate = Gate(monkeypatch)
+
+    class Opens(TinyTransformer):
+        def forward(self, tokens):
+            x = super().forward(tokens)
+            self.embed.weight.register_hook(self.at_the_end) if self.training else None
+            return x
+
+        def at_the_end(self, grad):
+            """Runs when the gradient of the embedding is there, the last of all."""
+            deadline = time.monotonic() + 30
+            while not gate.num_waiting and time.monotonic() < deadline:
+                time.sleep(0.001)
+            gate.is_open.set()
+
+    fit(IGNORE, make_model=Opens, steps=1)
+    assert gate.is_open.is_set() and gate.num_waiting == 3
+
+
+def test_gradients_of_a_few_units_exist_at_a_time():
+    def deep():
+        return TinyTransformer(depth=12)
+
+    def peak(options):
+        _, trainer, *_ = fit(options, make_model=deep, steps=4)
+        report = trainer.strategy.report()
+        role = "compute_grads"
+        return sum(report["peak_roles"][role].values()), sum(report["planned_roles"][role].values())
+
+    (all_peak, all_planned), (few_peak, few_planned) = peak({}), peak(IGNORE)
+    assert all_planned > 2.5 * few_planned
+    assert all_peak > 1.5 * few_peak
+
+
+def test_an_error_in_an_update_reaches_the_user(monkeypatch):
+    apply = AdamStep.apply
+
+    def fails(step, work, scale):
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("no memory for an update")
+        apply(step, work, scale)
+
+    monkeypatch.setattr(AdamStep, "apply", fails)
+    with pytest.raises(MemoryError, match="no memory for an update"):
+        fit({}, steps=3)
+
+
+def test_no_thread_and_no_awaited_dict_is_left():
+    before = threading.active_count()
+    module, *_ = fit(IGNORE, steps=3)
+    assert threading.active_count() <= before
+    assert {type(m._parameters) for m in module.modules()} == {dict}
+
+
+# -- which schedule ----------------------------------------------------------------------------------------------------
+
+
+class Clips(Task):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "reason"),
+    [
+        ({}, {}, "on_overflow='skip' may call the step off"),
+        (IGNORE, {"gradient_clip_val": 1.0}, "gradient_clip_val needs the norm"),
+        (IGNORE, {"task": Clips}, "may look at gradients"),
+        (IGNORE, {}, None),
+    ],
+)
+def test_one_line_says_why_updates_wait_for_the_backward(options, arguments, reason, caplog, monkeypatch):
+    consumed = []
+    over = updates.UnitUpdates._update_arrived
+    monkeypatch.setattr(
+        updates.UnitUpdates, "_update_arrived", lambda self, *args: (consumed.append(1), over(self, *args))
+    )
+    with caplog.at_level(logging.INFO, "lightning_cxl"):
+        fit(options, steps=2, **arguments)
+    lines = [record.message for record in caplog.records if "behind the next forward" in record.message]
+    assert [reason in line for line in lines] == ([True] if reason else [])
+    assert bool(consumed) == (reason is None)
+
+
+def test_hooks_around_the_step_get_the_plain_schedule(monkeypatch):
+    seen = []
+
+    class Hooked(Task):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer["optimizer"].register_step_post_hook(
+                lambda opt, *_: seen.append(opt.param_groups[0]["params"][3].sum().item())
+            )
+            return optimizer
+
+    monkeypatch.setattr(updates.UnitUpdates, "_start", lambda *_: pytest.fail("an update ran behind"))
+    ours = fit(IGNORE, task=Hooked)
+    assert len(set(seen)) == 6
+    assert_same(ours, fit({"overlap_step": False}))
+
+
+def test_an_overlap_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="overlap_step=True needs stream_weights"):
+        offload(overlap_step=True, stream_weights=False)
