@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_cxl.config import OnTierFull
 from lightning_cxl.memory.host_tensors import is_ordinary, mirror
@@ -69,6 +70,24 @@ class PlacedMemory:
         if self._is_at_home(parameter, placement):
             return None
         return self.like(parameter, TensorRole.COMPUTE_WEIGHTS, parameter.dtype)
+
+    def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move an optimizer's state in ordinary memory to where the policy wants it.
+
+        Args:
+            optimizer: holds master weights. INOUT.
+            compute_of: the model's parameter of a master.
+        """
+        role = TensorRole.MOMENTUM
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
+                    continue
+                if self.memory.tier_at(value.data_ptr()) is not None:
+                    continue
+                nbytes = value.numel() * value.element_size()
+                placement = self.placements.for_parameter(compute_of(parameter), role, nbytes)
+                state[key] = self.memory.tensor(value.shape, value.dtype, placement, role).copy_(value)
 
     def reserve(self, wanted: Iterable[Wanted]) -> None:
         """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit.

@@ -23,7 +23,6 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.memory.host_tensors import is_ordinary
 from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
@@ -134,7 +133,7 @@ class OffloadRuntime:
         placements = ModelPlacements(model, tiers, self.placer)
         self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._trim_heap)
         self._masters = MasterWeights(placements.names, self._placed.like)
-        self._residence = Residence(model, self._placed, self.engine, units if self._streams_weights else [])
+        self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
         if self._residence.units and self._overlaps:
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_cxl")
         self._grads = GradientSink(
@@ -150,9 +149,12 @@ class OffloadRuntime:
             self._attach(units)
 
     @property
-    def _streams_weights(self) -> bool:
-        choice = self.config.stream_weights
-        return not self.engine.computes_on_host if choice == "auto" else choice
+    def streams_weights(self) -> bool:
+        """Whether the weights of units stream, if the model has units."""
+        choice = (
+            not self.engine.computes_on_host if self.config.stream_weights == "auto" else self.config.stream_weights
+        )
+        return choice and self.config.activation_offload
 
     @property
     def _overlaps(self) -> bool:
@@ -255,17 +257,7 @@ class OffloadRuntime:
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given
         assert self._placed is not None
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
-                    continue
-                if self.memory.tier_at(value.data_ptr()) is not None:
-                    continue
-                nbytes = value.numel() * value.element_size()
-                compute = self.masters.compute_of(parameter)
-                placement = self._placed.placements.for_parameter(compute, TensorRole.MOMENTUM, nbytes)
-                home = self.memory.tensor(value.shape, value.dtype, placement, TensorRole.MOMENTUM)
-                state[key] = home.copy_(value)
+        self._placed.rehome(optimizer, self.masters.compute_of)
 
     @property
     def num_received(self) -> int:
