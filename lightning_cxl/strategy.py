@@ -148,17 +148,11 @@ class CXLOffloadStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create weights where their tier is, from the first byte; on a GPU to which none stream, there, as Lightning does.
-
-        What does not stream to the GPU goes there in `setup`.
-        """
+        """Create weights where their tier is, from the first byte; on a GPU, on the GPU, unless they stream."""
         with super().tensor_init_context(empty_init=empty_init):
             if self.root_device.type == "cpu" or self.runtime.streams_weights:
-                with (
-                    torch.device("cpu"),
-                    self.runtime.activate(),
-                    self.runtime.allocation(TensorRole.COMPUTE_WEIGHTS),
-                ):
+                runtime = self.runtime
+                with torch.device("cpu"), runtime.activate(), runtime.allocation(TensorRole.COMPUTE_WEIGHTS):
                     yield
             else:
                 yield
