@@ -220,8 +220,7 @@ class OffloadRuntime:
         if self._updates is not None:
             self._updates.in_backward &= len(optimizers) == 1
             if self._updates.in_backward and not self.accumulates:
-                self._grads.reserves_streamed = False
-                wanted = self._updates.at_most(wanted)
+                self._grads.reserves_streamed, wanted = False, self._updates.at_most(wanted)
         self._placed.reserve(wanted)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
@@ -329,9 +328,8 @@ class OffloadRuntime:
         """Return measured and planned bytes and what runs, as JSON-able data."""
         parameters = [] if self._model is None else [p for p in self._model.parameters() if not is_lazy(p)]
         notes = list(self.topology.notes)
-        unplaced = () if self._residence is None else self._residence.unplaced
-        if unplaced:
-            notes.append(f"{len(unplaced)} parameters stay in ordinary memory, e.g. `{unplaced[0]}` (shared storage)")
+        if self._residence is not None and (kept := self._residence.unplaced):
+            notes.append(f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)")
         return {
             "state": state,
             "device": str(self.device),
