@@ -66,6 +66,19 @@ def test_the_step_benchmark_writes_rows(tmp_path):
         assert values[f"{name}: step"] > 0 and values[f"{name}: peak"] > 0
 
 
+def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
+    target = tmp_path / "rows.json"
+    command = [sys.executable, EXAMPLES / "bench" / "gpu.py", "--shape=tiny", "--seq=64", "--device=cpu", "--steps=3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    only = ["--only", "cxl_offload", "--json", target]
+    subprocess.run([*command, *only], env=environment, check=True, capture_output=True, timeout=200)
+    written = json.loads(target.read_text())
+    assert written["machine"]["device"] == "cpu"
+    values = {row["name"].removeprefix("cxl_offload: "): row["value"] for row in written["rows"]}
+    assert values["step"] > 0 and values["host peak"] > 0 and values["profiled: host step"] > 0
+    assert values["GPU peak"] is None and values["profiled: compute"] == 0 and "busy" not in values
+
+
 # -- code in the README ------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,185 @@
+"""One contender in a process of its own: trains a few steps, profiles one more, prints one line of JSON."""
+
+import argparse
+import json
+import os
+import random
+from typing import Any
+
+import torch
+
+from gpu_bench.job import batches, make_model
+from gpu_bench.meter import HostWork, StepClock, device_seconds, status_bytes
+
+LEARNING_RATE = 1e-5
+
+
+def run_cxl_offload(args: argparse.Namespace, clock: StepClock) -> dict[str, float]:
+    try:
+        import lightning.pytorch as pl
+    except ImportError:
+        import pytorch_lightning as pl
+
+    import lightning_cxl
+
+    class Job(pl.LightningModule):
+        def configure_model(self) -> None:
+            if not hasattr(self, "model"):
+                self.model = make_model(args.shape, args.seq)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.model(batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
+
+        def train_dataloader(self) -> Any:
+            return batches(args.shape, args.seq, args.batch)
+
+    host, profile = HostWork(), Profile(args, clock)
+
+    class Laps(pl.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            clock.start()
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            profile.before(trainer.global_step, host)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            clock.lap(float(outputs["loss"]))
+            profile.after(trainer.global_step, host)
+
+    strategy = lightning_cxl.CXLOffloadStrategy(
+        on_overflow="ignore", state=args.state, stream_weights=True, overlap_step=True
+    )
+    trainer = pl.Trainer(
+        accelerator="gpu" if args.device == "cuda" else "cpu", devices=1, strategy=strategy, max_steps=args.steps + 1,
+        precision="bf16-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[Laps()],
+    )  # fmt: skip
+    trainer.fit(Job())
+    return profile.seconds
+
+
+def run_fsdp2(args: argparse.Namespace, clock: StepClock) -> dict[str, float]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000)), "RANK": "0", "WORLD_SIZE": "1"
+    }  # fmt: skip
+    cuda = args.device == "cuda"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    mesh = init_device_mesh(args.device, (1,))
+    model = make_model(args.shape, args.seq)  # float32: the sharded parameters are the master weights
+    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy(pin_memory=cuda),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    }
+    for layer in model.model.model.layers:
+        fully_shard(layer, **options)
+    if model.model.lm_head.weight is not model.model.model.embed_tokens.weight:
+        fully_shard(model.model.lm_head, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    profile = Profile(args, clock)
+    tokens = next(batches(args.shape, args.seq, args.batch)).to(args.device)
+    clock.start()
+    for step in range(args.steps + 1):
+        profile.before(step, None)
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.lap(loss.item())
+        profile.after(step + 1, None)
+    dist.destroy_process_group()
+    return profile.seconds
+
+
+def run_deepspeed(args: argparse.Namespace, clock: StepClock) -> dict[str, float]:
+    import deepspeed
+
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000)), "RANK": "0", "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }  # fmt: skip
+    offload = {"device": "cpu", "pin_memory": args.device == "cuda"}
+    config = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = make_model(args.shape, args.seq)
+    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    profile = Profile(args, clock)
+    tokens = next(batches(args.shape, args.seq, args.batch)).to(engine.device)
+    clock.start()
+    for step in range(args.steps + 1):
+        profile.before(step, None)
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        clock.lap(loss.item())
+        profile.after(step + 1, None)
+    return profile.seconds
+
+
+CONTENDERS = {
+    "cxl_offload": run_cxl_offload,
+    "fsdp2 cpu offload": run_fsdp2,
+    "deepspeed zero-3 offload": run_deepspeed,
+}
+
+
+class Profile:
+    """Profiles the step after those that are timed."""
+
+    def __init__(self, args: argparse.Namespace, clock: StepClock) -> None:
+        self.seconds: dict[str, float] = {}
+        self._at = args.steps
+        self._clock = clock
+        self._profiler: Any = None
+        self._host_before = 0.0
+
+    def before(self, step: int, host: HostWork | None) -> None:
+        """Begin, if the step that begins is the one."""
+        if step == self._at:
+            self._host_before = 0.0 if host is None else host.seconds
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self._clock.device.type == "cuda":
+                activities = [torch.profiler.ProfilerActivity.CUDA]
+            self._profiler = torch.profiler.profile(activities=activities)
+            self._profiler.start()
+
+    def after(self, steps: int, host: HostWork | None) -> None:
+        """End, if the step that has ended was the one; its time is not one of the timed ones."""
+        if steps == self._at + 1:
+            self._profiler.stop()
+            self.seconds = device_seconds(self._profiler.events())
+            self.seconds["profiled step"] = self._clock.seconds.pop()
+            if host is not None:
+                self.seconds["host step"] = host.seconds - self._host_before
+
+
+def run(name: str, args: argparse.Namespace) -> None:
+    """Run one contender and print what it took."""
+    device = torch.device(args.device)
+    imports_bytes = status_bytes("VmRSS")
+    clock = StepClock(device)
+    profile = CONTENDERS[name](args, clock)
+    result = {
+        "seconds": clock.seconds,
+        "losses": clock.losses,
+        "profile": profile,
+        "host_peak_bytes": status_bytes("VmHWM") - imports_bytes,
+        "gpu_peak_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+    }
+    print(json.dumps(result), flush=True)

@@ -1,0 +1,91 @@
+"""What a child process measures: seconds, peaks, and what filled one step on the device, the links and the host."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def status_bytes(field: str) -> int:
+    """Return a field of this process's status, e.g. ``VmHWM``, its peak memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+class StepClock:
+    """Notes the end of every step, with the device's work done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self._start = 0.0
+
+    def start(self) -> None:
+        """Begin with the first step."""
+        self._synchronize()
+        self._start = time.perf_counter()
+
+    def lap(self, loss: float) -> None:
+        """End a step, begin the next. Host work that runs behind belongs to the step in which it is waited for."""
+        self._synchronize()
+        now = time.perf_counter()
+        self.seconds.append(now - self._start)
+        self.losses.append(loss)
+        self._start = now
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class HostWork:
+    """Adds up the seconds that the host spends on updates and gradients, on whichever thread."""
+
+    def __init__(self) -> None:
+        from lightning_cxl.optim.adam_step import AdamStep
+        from lightning_cxl.optim.meter import GradientMeter
+
+        self.seconds = 0.0
+        for owner, name in (
+            (AdamStep, "apply"), (GradientMeter, "copy"), (GradientMeter, "accumulate"), (GradientMeter, "sums"),
+        ):  # fmt: skip
+            setattr(owner, name, _timed(getattr(owner, name), self))
+
+
+def _timed(function: Any, work: HostWork) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            work.seconds += time.perf_counter() - start
+
+    return timed
+
+
+def device_seconds(events: Iterable[Any]) -> dict[str, float]:
+    """Return how long the device computed, and copied in each direction, from a profile's events.
+
+    Intervals of one kind that overlap count once.
+    """
+    kinds: dict[str, list[tuple[float, float]]] = {"compute": [], "h2d": [], "d2h": []}
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        kind = "h2d" if "HtoD" in event.name else "d2h" if "DtoH" in event.name else "compute"
+        kinds[kind].append((event.time_range.start, event.time_range.end))
+    return {kind: covered(intervals) / 1e6 for kind, intervals in kinds.items()}
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
