@@ -35,7 +35,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
     options = ["--shape", args.shape, "--seq", args.seq, "--batch", args.batch, "--steps", args.steps]
     options += ["--device", args.device, "--state", args.state]
     command = [sys.executable, "-W", "ignore", __file__, "--child", name, *map(str, options)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         print(f"{name} did not run: {(done.stderr.strip().splitlines() or ['no output'])[-1]}", flush=True)

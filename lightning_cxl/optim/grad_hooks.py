@@ -1,4 +1,10 @@
-"""Hooks around autograd's accumulation into one leaf parameter."""
+"""Hooks around autograd's accumulation into one leaf parameter.
+
+[Note: Which hooks stay]
+Autograd's node of a leaf is made anew whenever the leaf's data changes its device, and hooks on the old node are lost.
+Hooks on the tensor itself stay, but those before the accumulation also run when `torch.autograd.grad` asks for the
+leaf's gradient. So a parameter that stays where it is has its first hook on the node, others have both on the tensor.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +18,10 @@ class GradientHooks:
 
     Args:
         parameter: a leaf.
-        received: called before hooks that the user has put on the parameter so far where `first`, else after all hooks.
-        before: called just before autograd adds to ``.grad``; not for gradients that `torch.autograd.grad` returns.
-        first: see `received`.
+        received: called before hooks that the user has put on the parameter so far where it `stays`, else after all.
+        before: called just before autograd adds to ``.grad``; where the parameter does not stay, also for gradients
+            that `torch.autograd.grad` returns.
+        stays: whether the parameter never changes its device. See [Note: Which hooks stay].
     """
 
     def __init__(
@@ -23,26 +30,26 @@ class GradientHooks:
         received: Callable[[], None],
         before: Callable[[], None] | None = None,
         *,
-        first: bool = False,
+        stays: bool,
     ) -> None:
         was_trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # autograd accepts hooks on trainable tensors only
         self._received = received
         self._before = before
-        self._node: Any = torch.autograd.graph.get_gradient_edge(parameter).node  # lives as long as somebody holds it
-        self._handles: list[Any] = []
-        if not first:
-            self._handles.append(self._node.register_hook(self._after_node))  # runs when all hooks of the tensor have
-        else:
-            handle = parameter.register_post_accumulate_grad_hook(self._after_hook)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
-            for key, hook in others:  # to the end, in their order
-                del hooks[key]
-                hooks[key] = hook
-        if before is not None:
-            self._handles.append(self._node.register_prehook(self._before_hook))
+        self._stays = stays
+        handle = parameter.register_post_accumulate_grad_hook(self._after_hook)  # type: ignore[no-untyped-call]
+        self._handles: list[Any] = [handle]
+        self._key: int = handle.id
+        self._hooks: Any = parameter._post_accumulate_grad_hooks
+        self._node: Any = None
+        if stays:
+            for key in [key for key in self._hooks if key != self._key]:
+                self._hooks[key] = self._hooks.pop(key)  # to the end, in their order
+        if before is not None and stays:
+            self._node = torch.autograd.graph.get_gradient_edge(parameter).node  # lives as long as somebody holds it
+            self._handles.append(self._node.register_prehook(self._before_node))
+        elif not stays:
+            self._handles.append(parameter.register_hook(self._before_hook))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(was_trainable)
 
     def remove(self) -> None:
@@ -52,14 +59,16 @@ class GradientHooks:
         self._handles.clear()
         self._node = None
 
-    def _before_hook(self, _grads: tuple[torch.Tensor, ...]) -> None:
+    def _before_hook(self, _grad: torch.Tensor) -> None:
+        self._hooks[self._key] = self._hooks.pop(self._key)  # after those that have come since
+        if self._before is not None:
+            with torch.no_grad():
+                self._before()
+
+    def _before_node(self, _grads: tuple[torch.Tensor, ...]) -> None:
         assert self._before is not None
         with torch.no_grad():
             self._before()
-
-    def _after_node(self, _inputs: tuple[torch.Tensor, ...], _outputs: tuple[torch.Tensor, ...]) -> None:
-        with torch.no_grad():
-            self._received()
 
     def _after_hook(self, _parameter: torch.Tensor) -> None:
         with torch.no_grad():

@@ -106,7 +106,8 @@ class GradientSink:
         self._watched: dict[int, tuple[HostParameter, GradientHooks]] = {}  # by id of the compute parameter
         # gradients so far, by id of the host parameter, while autograd delivers the next: state of one backward
         self._taken: dict[int, torch.Tensor] = {}
-        self._arrived: dict[int, HostParameter] = {}  # in this backward, from the device; by id of the host parameter
+        # in this backward, by id of the host parameter: its gradient came from the device, or was taken away for it
+        self._arrived: dict[int, HostParameter] = {}
         self._pending: dict[int, _Fold] = {}  # of these, not known to be done
 
     def watch(self, hosts: list[HostParameter]) -> None:
@@ -126,14 +127,13 @@ class GradientSink:
             if half:
                 _allow_any_dtype(host.master)
             if self._visits_device(host):
-                hooks = GradientHooks(
-                    host.compute, partial(self._receive_streamed, host), partial(self._take_away, host)
-                )
+                receive, before = partial(self._receive_streamed, host), partial(self._take_away, host)
+                hooks = GradientHooks(host.compute, receive, before, stays=False)
             elif host.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
-                before = partial(self._take_away, host) if half else None
-                hooks = GradientHooks(host.compute, partial(self._receive_shared, host), before, first=True)
+                taking = partial(self._take_away, host) if half else None
+                hooks = GradientHooks(host.compute, partial(self._receive_shared, host), taking, stays=True)
             else:
-                hooks = GradientHooks(host.compute, partial(self._receive_separate, host))
+                hooks = GradientHooks(host.compute, partial(self._receive_separate, host), stays=False)
             self._watched[id(host.compute)] = (host, hooks)
         del reserved  # back to the pool, which keeps the pages for the first backward
         for host in new:
@@ -154,6 +154,9 @@ class GradientSink:
         grad = host.compute.grad
         if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
             self._taken[id(host)], host.compute.grad = grad, None
+            if self._visits_device(host):
+                self._arrived[id(host)] = host
+                self._finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
 
     def _receive_shared(self, host: HostParameter) -> None:
         grad, before, key = host.compute.grad, self._taken.pop(id(host), None), self._next_key()
@@ -193,8 +196,7 @@ class GradientSink:
         return mix_key(self.num_received)
 
     def _fetch(self, host: HostParameter, grad: torch.Tensor) -> None:
-        # so that `loss.backward()` returns with complete gradients, whoever called it
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self._finish_at_the_end()
         if self._visits_device(host) and id(host) not in self._taken and grad.dtype is host.grad_dtype:
             destination = self._new_slot(host, grad.dtype)
         else:
@@ -205,6 +207,10 @@ class GradientSink:
         self._pending[id(host)] = _OwnFold(transfer, fold) if self._worker is None else self._worker.submit(fold)
         while self._pending and (len(self._pending) > _MAX_PENDING or next(iter(self._pending.values())).done()):
             self._settle_oldest()
+
+    def _finish_at_the_end(self) -> None:
+        """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _settle_oldest(self) -> None:
         self._pending.pop(next(iter(self._pending))).result()

@@ -99,3 +99,47 @@ def test_gradients_are_on_the_host_when_backward_returns(device):
             assert id(mine) not in ids or mine.grad.data_ptr() != other.grad.data_ptr()
     sink.close()
     streamed.close()
+
+
+def test_gradients_asked_for_beside_leave_those_so_far_alone(device):
+    """`torch.autograd.grad` runs through the same leaves and recomputes the same units, but delivers nothing."""
+    model, twin = make(), make()
+    streamed = Streamed(device, model)
+    ids = {id(place.parameter) for unit in streamed.units for place in unit.places}
+    masters = MasterWeights({}, allocate)
+    sink = GradientSink(device, allocate, GradientMeter(1), streamed=ids, bring_home=streamed.streamer.release)
+    sink.watch([masters.adopt(p, "split") for p in model.parameters()])
+    for x in batches(0, 2, torch.float32):
+        model(x).backward()
+        twin(x).backward()
+        for _ in range(2):
+            ours = torch.autograd.grad(model(x), model.blocks[1].up.weight)[0]
+            assert torch.equal(ours, torch.autograd.grad(twin(x), twin.blocks[1].up.weight)[0])
+        for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad), name
+    sink.close()
+    streamed.close()
+
+
+def triple(parameter):
+    parameter.grad.mul_(3)
+
+
+def test_hooks_of_the_user_come_before_the_gradient_leaves(device):
+    model, twin = make(), make()
+    streamed = Streamed(device, model)
+    ids = {id(place.parameter) for unit in streamed.units for place in unit.places}
+    masters = MasterWeights({}, allocate)
+    sink = GradientSink(device, allocate, GradientMeter(1), streamed=ids, bring_home=streamed.streamer.release)
+    for step in range(2):  # put on before ours, then after it
+        for net in (model, twin):
+            net.blocks[step].up.weight.register_post_accumulate_grad_hook(triple)
+        if step == 0:
+            sink.watch([masters.adopt(p, "split") for p in model.parameters()])
+    x = batches(0, 1, torch.float32)[0]
+    model(x).backward()
+    twin(x).backward()
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad), name
+    sink.close()
+    streamed.close()

@@ -141,7 +141,7 @@ def test_a_copy_of_a_gradient_has_a_number_of_its_own():
 def test_where_hooks_of_the_user_run_nothing_is_taken_for_unchanged():
     meter, parameter = GradientMeter(), torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
-    hooks = GradientHooks(parameter, lambda: None)
+    hooks = GradientHooks(parameter, lambda: None, stays=False)
     assert meter.sums_of([parameter]) == [4.0]
     parameter.grad.data.mul_(2)
     assert meter.sums_of([parameter]) == [4.0], "as documented"
