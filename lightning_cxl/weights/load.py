@@ -1,0 +1,145 @@
+"""`load_weights`: from safetensors files straight into the memory that the weights will stay in.
+
+[Note: Loading straight]
+Headers decide everything first: what is missing, unexpected or of another shape is one error, with the model as it was.
+Then tensor by tensor, in the order of the files: memory is taken where the tensor belongs (only for one on the meta
+device), its bytes are read there, and it is put into the model. So memory grows by what has been loaded and nothing
+else; conversion to another dtype goes through a piece of bounded size. When reading fails in the middle, tensors that
+were on the meta device are there again; of those that existed, some have been overwritten, and the error says which.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.memory.hook import ordinary_memory
+from lightning_cxl.memory.weights import empty_weight
+from lightning_cxl.storage.pieces import Staging
+from lightning_cxl.storage.weight_folder import Source, open_weights
+from lightning_cxl.weights.plan import LoadPlan, Read, plan_load, refuse_mismatch
+from lightning_cxl.weights.slots import WeightSlot
+
+
+class LoadReport(NamedTuple):
+    """What `load_weights` did; the first two as `torch.nn.Module.load_state_dict` returns them."""
+
+    missing_keys: list[str]
+    """Weights that no file holds: as they were, or still on the meta device."""
+    unexpected_keys: list[str]
+    """Tensors of the files that the model does not have."""
+    num_tensors: int
+    """Tensors loaded."""
+    nbytes: int
+    """Bytes that they take in the model."""
+
+
+def load_weights(
+    model: nn.Module, source: Source, *, strict: bool = True, dtype: torch.dtype | None = None
+) -> LoadReport:
+    """Load safetensors files into a model, tensor by tensor; at no time is there a second copy in memory.
+
+    Parameters and persistent buffers on the ``meta`` device get memory: inside a run (`configure_model` under the
+    strategy) on the tier that decorators and the policy say, elsewhere as `host_allocation` says or ordinary. Others
+    are written in place and stay the same objects. Numbers are converted to the dtype that the model has, rounded to
+    nearest. Tied weights stay tied, and need to be in the files under one of their names only. Names may lack or have
+    the prefix of a transformers base model.
+
+    Args:
+        model: INOUT.
+        source: a safetensors file, a list of them, or a folder with `model.safetensors` or
+            `model.safetensors.index.json`.
+        strict: refuse when a weight is missing or a tensor of the files is not in the model; False: load what fits.
+        dtype: of floating-point parameters that are on the ``meta`` device; None: the one they have there.
+
+    Returns:
+        What was loaded and what was not.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or do not fit the model; or reading fails.
+        TierFullError: the weights do not fit in memory.
+
+    Example::
+
+        with lightning_cxl.empty_weights():
+            model = MyModel()
+        lightning_cxl.load_weights(model, "folder", dtype=torch.bfloat16)
+    """
+    return load_renamed(model, source, _same, strict=strict, dtype=dtype)
+
+
+def load_renamed(
+    model: nn.Module, source: Source, rename: Callable[[str], str], *, strict: bool, dtype: torch.dtype | None
+) -> LoadReport:
+    """Load as `load_weights` does, with names of the files translated by `rename` first."""
+    with open_weights(source) as files:
+        plan = plan_load(model, files, rename)
+        if strict:
+            refuse_mismatch(plan, model)
+        nbytes = _read_all(plan, dtype)
+    return LoadReport(plan.missing, plan.unexpected, len(plan.reads), nbytes)
+
+
+def _same(name: str) -> str:
+    return name
+
+
+def _read_all(plan: LoadPlan, dtype: torch.dtype | None) -> int:
+    """Read every tensor of a plan; return the bytes they take in the model. See [Note: Loading straight]."""
+    sources: dict[int, Read] = {}
+    made: list[tuple[WeightSlot, Tensor]] = []
+    staging = Staging()
+    nbytes = 0
+    try:
+        for read in plan.reads:
+            first = sources.setdefault(id(read.slot), read)
+            if first is not read:
+                _check_tied(first, read)
+                continue
+            before = read.slot.tensor
+            if before.is_meta:
+                made.append((read.slot, before))
+                _materialise(read, dtype, staging)
+            else:
+                with ordinary_memory():
+                    read.file.read_into(read.entry.name, before, staging)
+            nbytes += read.slot.tensor.nbytes
+    except BaseException as error:
+        for slot, before in made:
+            slot.put(before)
+        _note_overwritten(error, [read.slot for read in sources.values() if not read.slot.tensor.is_meta])
+        raise
+    return nbytes
+
+
+def _materialise(read: Read, dtype: torch.dtype | None, staging: Staging) -> None:
+    """Give a weight on the meta device its memory and its values."""
+    slot, meta = read.slot, read.slot.tensor
+    wanted = dtype if dtype is not None and slot.is_parameter and meta.is_floating_point() else meta.dtype
+    tensor = empty_weight(meta, wanted, slot.spec)
+    with ordinary_memory():
+        read.file.read_into(read.entry.name, tensor, staging)
+    if isinstance(meta, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
+    tensor.__dict__.update(meta.__dict__)
+    slot.put(tensor)
+
+
+def _check_tied(first: Read, read: Read) -> None:
+    """Raise where the files hold two different tensors for weights that are one in the model."""
+    with ordinary_memory():
+        if not read.file.holds(read.entry.name, read.slot.tensor):
+            raise CheckpointError(
+                f"`{first.entry.name}` and `{read.entry.name}` are tied in the model and differ in the files. Build "
+                "the model untied (of a transformers model: tie_word_embeddings=False in its config)."
+            )
+
+
+def _note_overwritten(error: BaseException, overwritten: list[WeightSlot]) -> None:
+    if overwritten:
+        error.add_note(
+            f"{len(overwritten)} weights of the model have been overwritten, the last of them perhaps in part: "
+            f"`{overwritten[0].names[0]}` to `{overwritten[-1].names[0]}`. Load again before you use it."
+        )
