@@ -19,8 +19,8 @@ from lightning_cxl.storage.tensor_file import NamedTensor
 from lightning_cxl.storage.weight_folder import open_weights
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.load import LoadReport, load_renamed
+from lightning_cxl.weights.model_weights import distinct, model_weights
 from lightning_cxl.weights.save import named_tensors, save_tensors
-from lightning_cxl.weights.slots import weight_slots
 
 _INITIALIZED = "_is_hf_initialized"  # how transformers marks what its initialisation must leave alone
 
@@ -56,16 +56,17 @@ def from_pretrained(
 
         model = lightning_cxl.from_pretrained(AutoModelForCausalLM, "folder", torch.bfloat16)
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype is {dtype!r}; give one of torch, such as torch.bfloat16, or None for the config's")
     path = Path(fspath(folder))
     config = _config(model_class, path, config_overrides)
     with empty_weights():
         model = _build(model_class, config, dtype or _dtype(config, path))
     _keep_wide(model)
     names = _Names(model)
-    report = load_renamed(model, path, names, strict=strict, dtype=None)
+    report = load_renamed(model, path, names, strict=strict)
     model._weight_conversions = names.used()  # so that it is saved under the names that it came with
-    if not strict:
-        _complete(model, report)
+    _complete(model, report)
     model.tie_weights()
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(path)
@@ -235,21 +236,24 @@ class _Names:
 
 def _complete(model: Any, report: LoadReport) -> None:
     """Initialise weights that no file holds as transformers does, and say what did not fit."""
-    if not report.missing_keys and not report.unexpected_keys:
+    if report.missing_keys or report.unexpected_keys:
+        warnings.warn(
+            f"{type(model).__name__}: newly initialised, because no file holds them: {report.missing_keys or 'none'}. "
+            f"In the files but not in the model: {report.unexpected_keys or 'none'}.",
+            LightningCXLWarning,
+            stacklevel=3,
+        )
+    weights = distinct(model_weights(model))
+    missing = set(report.missing_keys) | {weight.names[0] for weight in weights if weight.tensor.is_meta}
+    if not missing:
         return
-    warnings.warn(
-        f"{type(model).__name__}: newly initialised, because no file holds them: {report.missing_keys or 'none'}. "
-        f"In the files but not in the model: {report.unexpected_keys or 'none'}.",
-        LightningCXLWarning,
-        stacklevel=3,
-    )
-    missing = set(report.missing_keys)
-    for slot in {id(slot): slot for slot in weight_slots(model).values()}.values():
-        if slot.tensor.is_meta:
-            memory = empty_weight(slot.tensor, slot.tensor.dtype, slot.spec)
-            slot.put(nn.Parameter(memory, requires_grad=slot.tensor.requires_grad) if slot.is_parameter else memory)
-        if slot.names[0] not in missing:
-            setattr(slot.tensor, _INITIALIZED, True)
+    for weight in weights:
+        meta = weight.tensor
+        if meta.is_meta:
+            memory = empty_weight(meta, meta.dtype, weight.spec)
+            weight.put(nn.Parameter(memory, requires_grad=meta.requires_grad) if weight.is_parameter else memory)
+        if weight.names[0] not in missing:
+            setattr(weight.tensor, _INITIALIZED, True)
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         setattr(module, _INITIALIZED, not any(key.startswith(prefix) for key in missing))

@@ -19,8 +19,8 @@ from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.memory.weights import empty_weight
 from lightning_cxl.storage.pieces import Staging
 from lightning_cxl.storage.weight_folder import Source, open_weights
+from lightning_cxl.weights.model_weights import ModelWeight
 from lightning_cxl.weights.plan import LoadPlan, Read, plan_load, refuse_mismatch
-from lightning_cxl.weights.slots import WeightSlot
 
 
 class LoadReport(NamedTuple):
@@ -67,15 +67,21 @@ def load_weights(
             model = MyModel()
         lightning_cxl.load_weights(model, "folder", dtype=torch.bfloat16)
     """
-    return load_renamed(model, source, _same, strict=strict, dtype=dtype)
+    return load_renamed(model, source, _same, strict=strict, dtype=dtype, completes=False)
 
 
 def load_renamed(
-    model: nn.Module, source: Source, rename: Callable[[str], str], *, strict: bool, dtype: torch.dtype | None
+    model: nn.Module,
+    source: Source,
+    rename: Callable[[str], str],
+    *,
+    strict: bool,
+    dtype: torch.dtype | None = None,
+    completes: bool = True,
 ) -> LoadReport:
-    """Load as `load_weights` does, with names of the files translated by `rename` first."""
+    """Load as `load_weights` does, with names of the files translated first; see `plan_load` for `completes`."""
     with open_weights(source) as files:
-        plan = plan_load(model, files, rename)
+        plan = plan_load(model, files, rename, completes=completes)
         if strict:
             refuse_mismatch(plan, model)
         nbytes = _read_all(plan, dtype)
@@ -89,55 +95,55 @@ def _same(name: str) -> str:
 def _read_all(plan: LoadPlan, dtype: torch.dtype | None) -> int:
     """Read every tensor of a plan; return the bytes they take in the model. See [Note: Loading straight]."""
     sources: dict[int, Read] = {}
-    made: list[tuple[WeightSlot, Tensor]] = []
+    made: list[tuple[ModelWeight, Tensor]] = []
     staging = Staging()
     nbytes = 0
     try:
         for read in plan.reads:
-            first = sources.setdefault(id(read.slot), read)
+            first = sources.setdefault(id(read.weight), read)
             if first is not read:
                 _check_tied(first, read)
                 continue
-            before = read.slot.tensor
+            before = read.weight.tensor
             if before.is_meta:
-                made.append((read.slot, before))
+                made.append((read.weight, before))
                 _materialise(read, dtype, staging)
             else:
                 with ordinary_memory():
                     read.file.read_into(read.entry.name, before, staging)
-            nbytes += read.slot.tensor.nbytes
+            nbytes += read.weight.tensor.nbytes
     except BaseException as error:
-        for slot, before in made:
-            slot.put(before)
-        _note_overwritten(error, [read.slot for read in sources.values() if not read.slot.tensor.is_meta])
+        for weight, before in made:
+            weight.put(before)
+        _note_overwritten(error, [read.weight for read in sources.values() if not read.weight.tensor.is_meta])
         raise
     return nbytes
 
 
 def _materialise(read: Read, dtype: torch.dtype | None, staging: Staging) -> None:
     """Give a weight on the meta device its memory and its values."""
-    slot, meta = read.slot, read.slot.tensor
-    wanted = dtype if dtype is not None and slot.is_parameter and meta.is_floating_point() else meta.dtype
-    tensor = empty_weight(meta, wanted, slot.spec)
+    weight, meta = read.weight, read.weight.tensor
+    wanted = dtype if dtype is not None and weight.is_parameter and meta.is_floating_point() else meta.dtype
+    tensor = empty_weight(meta, wanted, weight.spec)
     with ordinary_memory():
         read.file.read_into(read.entry.name, tensor, staging)
     if isinstance(meta, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
     tensor.__dict__.update(meta.__dict__)
-    slot.put(tensor)
+    weight.put(tensor)
 
 
 def _check_tied(first: Read, read: Read) -> None:
     """Raise where the files hold two different tensors for weights that are one in the model."""
     with ordinary_memory():
-        if not read.file.holds(read.entry.name, read.slot.tensor):
+        if not read.file.holds(read.entry.name, read.weight.tensor):
             raise CheckpointError(
                 f"`{first.entry.name}` and `{read.entry.name}` are tied in the model and differ in the files. Build "
                 "the model untied (of a transformers model: tie_word_embeddings=False in its config)."
             )
 
 
-def _note_overwritten(error: BaseException, overwritten: list[WeightSlot]) -> None:
+def _note_overwritten(error: BaseException, overwritten: list[ModelWeight]) -> None:
     if overwritten:
         error.add_note(
             f"{len(overwritten)} weights of the model have been overwritten, the last of them perhaps in part: "

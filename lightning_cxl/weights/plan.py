@@ -12,7 +12,7 @@ from torch import nn
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.storage.header import TensorEntry
 from lightning_cxl.storage.tensor_file import TensorFile
-from lightning_cxl.weights.slots import WeightSlot, computed_buffers, weight_slots
+from lightning_cxl.weights.model_weights import ModelWeight, computed_buffers, distinct, model_weights
 
 _SHOWN = 8
 
@@ -22,7 +22,7 @@ class Read(NamedTuple):
 
     file: TensorFile
     entry: TensorEntry
-    slot: WeightSlot
+    weight: ModelWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,42 +38,48 @@ class LoadPlan:
     """Buffers that the model computes itself and that have no values, because it was built on the meta device."""
 
 
-def plan_load(model: nn.Module, files: Sequence[TensorFile], rename: Callable[[str], str]) -> LoadPlan:
+def plan_load(
+    model: nn.Module, files: Sequence[TensorFile], rename: Callable[[str], str], *, completes: bool
+) -> LoadPlan:
     """Match names, with the base model's prefix added or left out as transformers does.
 
     Args:
         model: whose attributes ``base_model_prefix`` and ``_keys_to_ignore_on_load_*`` count, where it has them.
         files: open.
         rename: from a name in a file to one of the model.
+        completes: the caller initialises what is still on the meta device, so that names which do not matter may be.
 
     Raises:
         CheckpointError: shapes or kinds of numbers differ; all of them are named.
     """
-    slots = weight_slots(model)
+    weights = model_weights(model)
     computed = computed_buffers(model)
     reads, unexpected, wrong = [], [], []
     for file in files:
         for entry in file.entries.values():
-            name = _with_prefix(rename(entry.name), slots, model)
-            slot = slots.get(name)
-            if slot is None:
+            name = _with_prefix(rename(entry.name), weights, model)
+            weight = weights.get(name)
+            if weight is None:
                 if name not in computed and not _is_ignored(model, "_keys_to_ignore_on_load_unexpected", name):
                     unexpected.append(entry.name)
                 continue
-            if entry.shape != tuple(slot.tensor.shape) or not _converts(entry.dtype, slot.tensor.dtype):
-                wrong.append(f"`{name}`: {_show(entry)} in the file, {_show(slot.tensor)} in the model")
-            reads.append(Read(file, entry, slot))
+            if entry.shape != tuple(weight.tensor.shape) or not _converts(entry.dtype, weight.tensor.dtype):
+                wrong.append(f"`{name}`: {_show(entry)} in the file, {_show(weight.tensor)} in the model")
+            reads.append(Read(file, entry, weight))
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors do not fit {type(model).__name__}: {_list(wrong, '; ')}. Nothing has been loaded. "
             "Build the model with the sizes that the files were saved with (their config)."
         )
-    filled = {id(read.slot) for read in reads}
-    distinct = {id(slot): slot for slot in slots.values()}.values()
+    filled = {id(read.weight) for read in reads}
     missing = [
-        slot.names[0]
-        for slot in distinct
-        if id(slot) not in filled and not _is_ignored(model, "_keys_to_ignore_on_load_missing", slot.names[0])
+        weight.names[0]
+        for weight in distinct(weights)
+        if id(weight) not in filled
+        and not (
+            (completes or not weight.tensor.is_meta)
+            and _is_ignored(model, "_keys_to_ignore_on_load_missing", weight.names[0])
+        )
     ]
     return LoadPlan(reads, missing, unexpected, [name for name, tensor in computed.items() if tensor.is_meta])
 
@@ -105,14 +111,14 @@ def refuse_mismatch(plan: LoadPlan, model: nn.Module) -> None:
     )
 
 
-def _with_prefix(name: str, slots: dict[str, WeightSlot], model: nn.Module) -> str:
+def _with_prefix(name: str, weights: dict[str, ModelWeight], model: nn.Module) -> str:
     """Return the name with the prefix of the base model that it needs: a base model loads into one with a head."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    if name in slots or prefix == ".":
+    if name in weights or prefix == ".":
         return name
-    if f"{prefix}{name}" in slots:
+    if f"{prefix}{name}" in weights:
         return f"{prefix}{name}"
-    return name.removeprefix(prefix) if name.removeprefix(prefix) in slots else name
+    return name.removeprefix(prefix) if name.removeprefix(prefix) in weights else name
 
 
 def _is_ignored(model: nn.Module, attribute: str, name: str) -> bool:

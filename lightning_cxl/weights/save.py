@@ -9,6 +9,7 @@ crash in between leaves a folder that does not load, not one that loads a mixtur
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.storage.tensor_file import NamedTensor, write_tensors
 from lightning_cxl.storage.weight_folder import INDEX_FILE, SINGLE_FILE
 from lightning_cxl.units import format_bytes, parse_bytes
-from lightning_cxl.weights.slots import WeightSlot, weight_slots
+from lightning_cxl.weights.model_weights import ModelWeight, distinct, model_weights
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -72,23 +73,27 @@ def named_tensors(model: nn.Module, dtype: torch.dtype | None) -> list[NamedTens
     Raises:
         CheckpointError: a tensor has no values, or is not one that such files can hold.
     """
-    slots = {id(slot): slot for slot in weight_slots(model).values()}.values()
-    empty = [slot.names[0] for slot in slots if slot.tensor.is_meta]
+    by_name = model_weights(model)
+    weights = distinct(by_name)
+    empty = [weight.names[0] for weight in weights if weight.tensor.is_meta]
     if empty:
         raise CheckpointError(
             f"{len(empty)} weights of {type(model).__name__} are on the meta device and have no values, such as "
             f"`{empty[0]}`: load them before you save."
         )
-    sparse = [slot.names[0] for slot in slots if slot.tensor.layout is not torch.strided or slot.tensor.is_quantized]
+    sparse = [
+        weight.names[0] for weight in weights if weight.tensor.layout is not torch.strided or weight.tensor.is_quantized
+    ]
     if sparse:
         raise CheckpointError(f"safetensors files hold dense tensors; `{sparse[0]}` is sparse or quantized")
+    _warn_of_other_state(model, set(by_name))
     declared, ignored = _declared_tied(model), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     named = []
-    for slot in slots:
-        converts = dtype is not None and slot.is_parameter and slot.tensor.is_floating_point()
-        name = _kept_name(slot, declared, ignored)
+    for weight in weights:
+        converts = dtype is not None and weight.is_parameter and weight.tensor.is_floating_point()
+        name = _kept_name(weight, declared, ignored)
         if name is not None:
-            named.append(NamedTensor(name, slot.tensor, dtype if converts and dtype else slot.tensor.dtype))
+            named.append(NamedTensor(name, weight.tensor, dtype if converts and dtype else weight.tensor.dtype))
     return named
 
 
@@ -124,6 +129,21 @@ def _positive(size: int | str) -> int:
     return nbytes
 
 
+def _warn_of_other_state(model: nn.Module, written: set[str]) -> None:
+    """Warn where modules have a state dict of their own making: only parameters and buffers are saved."""
+    state = set(model.state_dict())
+    other = [
+        f"{len(names)} {where}, such as `{min(names)}`"
+        for names, where in (
+            (state - written, "entries of its state dict are no parameters or buffers and not in the files"),
+            (written - state, "tensors have other names in the files than in its state dict"),
+        )
+        if names
+    ]
+    if other:
+        warnings.warn(f"{type(model).__name__}: {'; '.join(other)}.", LightningCXLWarning, stacklevel=4)
+
+
 def _declared_tied(model: nn.Module) -> list[str]:
     """Return the patterns of names that transformers will tie to others when it loads the model."""
     patterns = []
@@ -133,9 +153,9 @@ def _declared_tied(model: nn.Module) -> list[str]:
     return patterns
 
 
-def _kept_name(slot: WeightSlot, declared: Sequence[str], ignored: set[str]) -> str | None:
-    """Return the name to write a slot under: the first that is not tied to another one, as transformers does."""
-    names = [name for name in slot.names if name not in ignored]
+def _kept_name(weight: ModelWeight, declared: Sequence[str], ignored: set[str]) -> str | None:
+    """Return the name to write a weight under: the first that is not tied to another one, as transformers does."""
+    names = [name for name in weight.names if name not in ignored]
     kept = [name for name in names if not any(re.search(pattern, name) for pattern in declared)]
     return next(iter([*kept, *names]), None)
 
@@ -191,6 +211,7 @@ def _rename(files: Sequence[_File], index: Mapping[str, Any] | None, folder: Pat
             for stale in (INDEX_FILE, SINGLE_FILE):
                 if stale not in keep:
                     (folder / stale).unlink(missing_ok=True)
+            _sync(folder)
         for file in files:
             os.replace(file.partial, file.final)
         if index is not None:
@@ -199,5 +220,15 @@ def _rename(files: Sequence[_File], index: Mapping[str, Any] | None, folder: Pat
             for old in folder.iterdir():
                 if _SHARD.fullmatch(old.name) and old.name not in keep:
                     old.unlink()
+        _sync(folder)
     finally:
         partial_index.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from lightning_cxl import from_pretrained, save_pretrained
+from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
 
 LLAMA = {
@@ -200,6 +200,17 @@ def test_a_base_model_loads_into_one_with_a_new_head(tmp_path):
     assert_equal_models(model, reference)
 
 
+def test_weights_that_a_class_says_may_be_missing_are_initialised_without_a_word(tmp_path, monkeypatch):
+    save(tf.BertModel(tf.BertConfig(**BERT)), tmp_path)
+    monkeypatch.setattr(tf.BertForSequenceClassification, "_keys_to_ignore_on_load_missing", [r"classifier\."])
+    model = from_pretrained(tf.BertForSequenceClassification, tmp_path)
+    assert torch.equal(model.classifier.bias, torch.zeros(2)) and 0.005 < model.classifier.weight.std() < 0.06
+    with empty_weights():
+        model = tf.BertForSequenceClassification(tf.BertConfig(**BERT))
+    with pytest.raises(CheckpointError, match=r"missing from the files: `classifier\.weight`"):
+        load_weights(model, tmp_path)
+
+
 def test_a_model_with_a_head_loads_into_the_base_model(tmp_path):
     save(tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)), tmp_path)
     with pytest.raises(CheckpointError, match=r"1 tensors of the files are not in the model: `lm_head\.weight`"):
@@ -234,6 +245,8 @@ def test_what_is_no_folder_of_a_model(tmp_path):
     tf.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         from_pretrained(tf.AutoModelForCausalLM, tmp_path)
+    with pytest.raises(ConfigError, match="dtype is 'auto'; give one of torch"):
+        from_pretrained(tf.AutoModelForCausalLM, tmp_path, "auto")
     with pytest.raises(ConfigError, match="not a model class"):
         from_pretrained(torch.nn.Linear, tmp_path, torch.float32)
     tf.LlamaConfig(**LLAMA, quantization_config={"quant_method": "fp8"}).save_pretrained(tmp_path)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.weights import save as saving
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.save import save_weights
@@ -134,6 +134,20 @@ def test_what_cannot_be_written_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="complex128"):
         save_weights(wide, tmp_path)
     assert files(tmp_path) == []
+
+
+class OwnState(nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 1.0}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_state_that_is_no_tensor_is_said_not_to_be_saved(tmp_path):
+    with pytest.warns(LightningCXLWarning, match="OwnState: 1 entries of its state dict .* such as `_extra_state`"):
+        save_weights(OwnState(2, 2), tmp_path)
+    assert loaded(tmp_path).keys() == {"weight", "bias"}
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The weights of a model as places to fill: one for tensors that are tied, with all their names."""
+"""The weights of a model, tied ones as one with all their names: what is loaded and saved once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from lightning_cxl.tiers.annotate import TierSpec, owner_spec
 
 
 @dataclass(eq=False, slots=True)
-class WeightSlot:
+class ModelWeight:
     """One parameter or persistent buffer of a model, under each name that it has."""
 
     tensor: Tensor
@@ -34,14 +34,14 @@ class WeightSlot:
         self.tensor = tensor
 
 
-def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
-    """Return what the files of a model hold: its parameters and persistent buffers, by name, tied ones as one slot.
+def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
+    """Return what the files of a model hold, by name: its parameters and persistent buffers, tied ones as one object.
 
     Raises:
         CheckpointError: a module is lazy and has no shapes yet.
     """
-    slots: dict[str, WeightSlot] = {}
-    by_identity: dict[object, WeightSlot] = {}
+    weights: dict[str, ModelWeight] = {}
+    by_identity: dict[object, ModelWeight] = {}
     for path, modules in _paths(model):
         module = modules[-1]
         buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
@@ -54,13 +54,18 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
                     f"`{name}` of {type(model).__name__} has no shape yet: it belongs to a lazy module. Run the model "
                     "once on a sample, then load."
                 )
-            slot = by_identity.setdefault(_identity(tensor), WeightSlot(tensor, owner_spec(modules)))
-            slot.names.append(name)
+            weight = by_identity.setdefault(_identity(tensor), ModelWeight(tensor, owner_spec(modules)))
+            weight.names.append(name)
             table = module._parameters if key in module._parameters else module._buffers
-            if not any(table is known and key == known_key for known, known_key in slot.holders):
-                slot.holders.append((table, key))  # type: ignore[arg-type]  # a table of parameters is one of tensors
-            slots[name] = slot
-    return slots
+            if not any(table is known and key == known_key for known, known_key in weight.holders):
+                weight.holders.append((table, key))  # type: ignore[arg-type]  # a table of parameters is one of tensors
+            weights[name] = weight
+    return weights
+
+
+def distinct(weights: Mapping[str, ModelWeight]) -> list[ModelWeight]:
+    """Return each weight once, in the order of first names."""
+    return list({id(weight): weight for weight in weights.values()}.values())
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
