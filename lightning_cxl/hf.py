@@ -4,8 +4,10 @@ transformers is imported when a model is loaded, not with this package.
 """
 
 import copy
+import functools
 import re
 import warnings
+from collections.abc import Callable, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.memory.weights import empty_weight
 from lightning_cxl.storage.tensor_file import NamedTensor
 from lightning_cxl.storage.weight_folder import open_weights
 from lightning_cxl.weights.empty import empty_weights
-from lightning_cxl.weights.load import LoadReport, load_renamed
+from lightning_cxl.weights.load import LoadReport, load_translated
 from lightning_cxl.weights.model_weights import distinct, model_weights
 from lightning_cxl.weights.save import named_tensors, save_tensors
+from lightning_cxl.weights.sources import FileTensor, MergedTensor, WeightSource
 
 _INITIALIZED = "_is_hf_initialized"  # how transformers marks what its initialisation must leave alone
 
@@ -36,7 +39,8 @@ def from_pretrained(
     """Build a transformers model without weights and load them, each straight into the memory it will stay in.
 
     The result equals what ``model_class.from_pretrained(folder)`` returns, bit by bit: in evaluation mode, weights
-    tied, generation settings read. See `load_weights` for where weights go and what errors say.
+    tied, generation settings read. See `load_weights` for where weights go and what errors say. Tensors of which
+    transformers makes one (experts) are in memory up to three times meanwhile, one weight of the model after the other.
 
     Args:
         model_class: ``AutoModelForCausalLM`` or another class of transformers.
@@ -49,7 +53,7 @@ def from_pretrained(
     Raises:
         CheckpointError: files are missing or damaged, or do not fit the model.
         ConfigError: there is no such folder, or it has no config.
-        UnsupportedError: quantized files, or ones whose tensors must be computed from several.
+        UnsupportedError: quantized files, or transformers before version 5.
         TierFullError: the weights do not fit in memory.
 
     Example::
@@ -64,7 +68,7 @@ def from_pretrained(
         model = _build(model_class, config, dtype or _dtype(config, path))
     _keep_wide(model)
     names = _Names(model)
-    report = load_renamed(model, path, names, strict=strict)
+    report = load_translated(model, path, names, strict=strict)
     model._weight_conversions = names.used()  # so that it is saved under the names that it came with
     _complete(model, report)
     model.tie_weights()
@@ -186,7 +190,7 @@ def _keep_wide(model: Any) -> None:
 
 
 class _Names:
-    """Translates names in files to those of a model, as transformers does when it loads.
+    """Translates tensors of files to those of a model, as transformers does when it loads.
 
     Args:
         model: on the meta device.
@@ -204,34 +208,63 @@ class _Names:
                 "from_pretrained needs transformers 5 or newer. Build the model in `lightning_cxl.empty_weights()` and "
                 "call `lightning_cxl.load_weights`, where names in the files are the model's."
             ) from None
-        conversions = get_model_conversion_mapping(model)
-        self._renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-        self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-        self._all = conversions
-        self._own = set(model.state_dict())
+        self._model = model
+        self._all = get_model_conversion_mapping(model)
+        self._renamings = [conversion for conversion in self._all if isinstance(conversion, WeightRenaming)]
+        self._converters = [conversion for conversion in self._all if isinstance(conversion, WeightConverter)]
+        self._own = model.state_dict()
 
-    def __call__(self, name: str) -> str:
-        """Return the model's name of a tensor of a file.
+    def __call__(self, tensors: Sequence[FileTensor]) -> list[tuple[str, WeightSource]]:
+        """Return the model's names, and for each the tensor of a file or those it is computed from.
 
         Raises:
-            UnsupportedError: the model's tensor must be computed from several of the files.
+            CheckpointError: tensors that make up one do not fit together.
         """
-        from transformers.core_model_loading import rename_source_key
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-        result, pattern = rename_source_key(name, self._renamings, self._converters)
-        if name in self._own and result not in self._own:
-            return name
-        if pattern is not None:
-            raise UnsupportedError(
-                f"`{name}` is one of several tensors of the files that make up `{result}` of the model; this version "
-                "loads tensors one to one. Load with `from_pretrained` of transformers, and save once with "
-                "`lightning_cxl.save_pretrained`: such files load."
-            )
-        return str(result)
+        found: list[tuple[str, WeightSource]] = []
+        groups: dict[str, list[tuple[FileTensor, str]]] = {}
+        for tensor in tensors:
+            prefix = self._model.base_model_prefix
+            name, pattern = rename_source_key(tensor.name, self._renamings, self._converters, prefix, self._own)
+            if tensor.name in self._own and name not in self._own:
+                found.append((tensor.name, tensor))
+            elif pattern is None:
+                found.append((name, tensor))
+            else:
+                groups.setdefault(name, []).append((tensor, pattern))
+        for name, group in groups.items():  # experts in the order of their numbers, whichever file they are in
+            found += self._merged(name, sorted(group, key=lambda part: dot_natural_key(part[0].name)))
+        return found
+
+    def _merged(self, name: str, group: list[tuple[FileTensor, str]]) -> list[tuple[str, WeightSource]]:
+        """Return the weights that are computed from a group of tensors."""
+        sources, patterns = [tensor for tensor, _ in group], [pattern for _, pattern in group]
+        converter = next(one for one in self._converters if patterns[0] in one.source_patterns)
+
+        def convert(parts: Sequence[torch.Tensor]) -> dict[str, Any]:
+            own = copy.deepcopy(converter)
+            for source, pattern, part in zip(sources, patterns, parts, strict=True):
+                own.add_tensor(name, source.name, pattern, part)
+            result: dict[str, Any] = own.convert(name, model=self._model, config=self._model.config)
+            return {key: value[0] if isinstance(value, list) else value for key, value in result.items()}
+
+        try:
+            targets = list(convert([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]))
+            return [(key, MergedTensor(sources, functools.partial(_pick, convert, key))) for key in targets]
+        except Exception as error:
+            raise CheckpointError(
+                f"{len(sources)} tensors of the files, `{sources[0].name}` to `{sources[-1].name}`, do not make up "
+                f"`{name}`: {error}. Complete the files."
+            ) from error
 
     def used(self) -> list[Any]:
         """Return the translations that applied to a name."""
         return [conversion for conversion in self._all if conversion.was_used()]
+
+
+def _pick(convert: Callable[[Sequence[torch.Tensor]], dict[str, Any]], key: str, parts: Sequence[torch.Tensor]) -> Any:
+    return convert(parts)[key]
 
 
 def _complete(model: Any, report: LoadReport) -> None:

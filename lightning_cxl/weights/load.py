@@ -8,7 +8,7 @@ else; conversion to another dtype goes through a piece of bounded size. When rea
 were on the meta device are there again; of those that existed, some have been overwritten, and the error says which.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from lightning_cxl.storage.pieces import Staging
 from lightning_cxl.storage.weight_folder import Source, open_weights
 from lightning_cxl.weights.model_weights import ModelWeight
 from lightning_cxl.weights.plan import LoadPlan, Read, plan_load, refuse_mismatch
+from lightning_cxl.weights.sources import FileTensor, Translate, WeightSource
 
 
 class LoadReport(NamedTuple):
@@ -67,29 +68,29 @@ def load_weights(
             model = MyModel()
         lightning_cxl.load_weights(model, "folder", dtype=torch.bfloat16)
     """
-    return load_renamed(model, source, _same, strict=strict, dtype=dtype, completes=False)
+    return load_translated(model, source, _same, strict=strict, dtype=dtype, completes=False)
 
 
-def load_renamed(
+def load_translated(
     model: nn.Module,
     source: Source,
-    rename: Callable[[str], str],
+    translate: Translate,
     *,
     strict: bool,
     dtype: torch.dtype | None = None,
     completes: bool = True,
 ) -> LoadReport:
-    """Load as `load_weights` does, with names of the files translated first; see `plan_load` for `completes`."""
+    """Load as `load_weights` does, with tensors of the files translated first; see `plan_load`."""
     with open_weights(source) as files:
-        plan = plan_load(model, files, rename, completes=completes)
+        plan = plan_load(model, files, translate, completes=completes)
         if strict:
             refuse_mismatch(plan, model)
         nbytes = _read_all(plan, dtype)
     return LoadReport(plan.missing, plan.unexpected, len(plan.reads), nbytes)
 
 
-def _same(name: str) -> str:
-    return name
+def _same(tensors: Sequence[FileTensor]) -> list[tuple[str, WeightSource]]:
+    return [(tensor.name, tensor) for tensor in tensors]
 
 
 def _read_all(plan: LoadPlan, dtype: torch.dtype | None) -> int:
@@ -110,7 +111,7 @@ def _read_all(plan: LoadPlan, dtype: torch.dtype | None) -> int:
                 _materialise(read, dtype, staging)
             else:
                 with ordinary_memory():
-                    read.file.read_into(read.entry.name, before, staging)
+                    read.source.read_into(before, staging)
             nbytes += read.weight.tensor.nbytes
     except BaseException as error:
         for weight, before in made:
@@ -126,7 +127,7 @@ def _materialise(read: Read, dtype: torch.dtype | None, staging: Staging) -> Non
     wanted = dtype if dtype is not None and weight.is_parameter and meta.is_floating_point() else meta.dtype
     tensor = empty_weight(meta, wanted, weight.spec)
     with ordinary_memory():
-        read.file.read_into(read.entry.name, tensor, staging)
+        read.source.read_into(tensor, staging)
     if isinstance(meta, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
     tensor.__dict__.update(meta.__dict__)
@@ -136,9 +137,9 @@ def _materialise(read: Read, dtype: torch.dtype | None, staging: Staging) -> Non
 def _check_tied(first: Read, read: Read) -> None:
     """Raise where the files hold two different tensors for weights that are one in the model."""
     with ordinary_memory():
-        if not read.file.holds(read.entry.name, read.weight.tensor):
+        if not read.source.holds(read.weight.tensor):
             raise CheckpointError(
-                f"`{first.entry.name}` and `{read.entry.name}` are tied in the model and differ in the files. Build "
+                f"`{first.source.name}` and `{read.source.name}` are tied in the model and differ in the files. Build "
                 "the model untied (of a transformers model: tie_word_embeddings=False in its config)."
             )
 

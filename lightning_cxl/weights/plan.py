@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,18 +10,17 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.storage.header import TensorEntry
 from lightning_cxl.storage.tensor_file import TensorFile
 from lightning_cxl.weights.model_weights import ModelWeight, computed_buffers, distinct, model_weights
+from lightning_cxl.weights.sources import FileTensor, Translate, WeightSource
 
 _SHOWN = 8
 
 
 class Read(NamedTuple):
-    """One tensor of a file and where it goes."""
+    """Where a weight comes from, and the weight."""
 
-    file: TensorFile
-    entry: TensorEntry
+    source: WeightSource
     weight: ModelWeight
 
 
@@ -38,15 +37,13 @@ class LoadPlan:
     """Buffers that the model computes itself and that have no values, because it was built on the meta device."""
 
 
-def plan_load(
-    model: nn.Module, files: Sequence[TensorFile], rename: Callable[[str], str], *, completes: bool
-) -> LoadPlan:
+def plan_load(model: nn.Module, files: Sequence[TensorFile], translate: Translate, *, completes: bool) -> LoadPlan:
     """Match names, with the base model's prefix added or left out as transformers does.
 
     Args:
         model: whose attributes ``base_model_prefix`` and ``_keys_to_ignore_on_load_*`` count, where it has them.
         files: open.
-        rename: from a name in a file to one of the model.
+        translate: from tensors of the files to what the model has.
         completes: the caller initialises what is still on the meta device, so that names which do not matter may be.
 
     Raises:
@@ -55,17 +52,16 @@ def plan_load(
     weights = model_weights(model)
     computed = computed_buffers(model)
     reads, unexpected, wrong = [], [], []
-    for file in files:
-        for entry in file.entries.values():
-            name = _with_prefix(rename(entry.name), weights, model)
-            weight = weights.get(name)
-            if weight is None:
-                if name not in computed and not _is_ignored(model, "_keys_to_ignore_on_load_unexpected", name):
-                    unexpected.append(entry.name)
-                continue
-            if entry.shape != tuple(weight.tensor.shape) or not _converts(entry.dtype, weight.tensor.dtype):
-                wrong.append(f"`{name}`: {_show(entry)} in the file, {_show(weight.tensor)} in the model")
-            reads.append(Read(file, entry, weight))
+    for name, source in translate([FileTensor(file, entry) for file in files for entry in file.entries.values()]):
+        name = _with_prefix(name, weights, model)
+        weight = weights.get(name)
+        if weight is None:
+            if name not in computed and not _is_ignored(model, "_keys_to_ignore_on_load_unexpected", name):
+                unexpected.append(source.name)
+            continue
+        if source.shape != tuple(weight.tensor.shape) or not _converts(source.dtype, weight.tensor.dtype):
+            wrong.append(f"`{name}`: {_show(source)} in the file, {_show(weight.tensor)} in the model")
+        reads.append(Read(source, weight))
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors do not fit {type(model).__name__}: {_list(wrong, '; ')}. Nothing has been loaded. "
@@ -131,7 +127,7 @@ def _converts(file: torch.dtype, model: torch.dtype) -> bool:
     return file == model or (file.is_floating_point and model.is_floating_point)
 
 
-def _show(tensor: TensorEntry | torch.Tensor) -> str:
+def _show(tensor: WeightSource | torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 

@@ -228,15 +228,40 @@ def test_tied_in_the_config_but_not_in_the_files_names_the_way_out(tmp_path):
     assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
-def test_experts_that_must_be_merged_are_refused_until_they_have_been_saved_merged(tmp_path):
-    model = tf.MixtralForCausalLM(tf.MixtralConfig(**LLAMA, num_local_experts=4))
-    save(model, tmp_path / "apart")
-    with pytest.raises(UnsupportedError, match=r"experts\.0\.w1.*one of several tensors.*save_pretrained"):
-        from_pretrained(tf.MixtralForCausalLM, tmp_path / "apart")
+def mixture():
+    return tf.MixtralForCausalLM(tf.MixtralConfig(**LLAMA, num_local_experts=12))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_experts_are_merged_in_the_order_of_their_numbers(tmp_path, dtype):
+    save(mixture(), tmp_path)
+    options = {} if dtype is None else {"dtype": dtype}
+    ours = from_pretrained(tf.AutoModelForCausalLM, tmp_path, dtype)
+    assert_equal_models(ours, tf.AutoModelForCausalLM.from_pretrained(tmp_path, **options))
+    ours.save_pretrained(tmp_path / "apart")
+    whole = {name for path in tmp_path.glob("*.safetensors") for name in load_file(path)}
+    assert load_file(tmp_path / "apart" / "model.safetensors").keys() == whole
+
+
+def test_merged_experts_are_saved_merged_with_a_warning_and_load(tmp_path):
+    model = mixture()
     with pytest.warns(LightningCXLWarning, match=r"4 tensors of MixtralForCausalLM are merged .*gate_up_proj"):
-        save_pretrained(model, tmp_path / "merged")
-    reference = tf.MixtralForCausalLM.from_pretrained(tmp_path / "merged")
-    assert_equal_models(from_pretrained(tf.MixtralForCausalLM, tmp_path / "merged"), reference)
+        save_pretrained(model, tmp_path)
+    reference = tf.MixtralForCausalLM.from_pretrained(tmp_path)
+    assert_equal_models(from_pretrained(tf.MixtralForCausalLM, tmp_path), reference)
+    assert torch.equal(reference.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("lost", [r"experts.3.w1.weight", r"experts.3.w2.weight"])
+def test_a_missing_expert_is_an_error_before_anything_is_loaded(tmp_path, lost):
+    mixture().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    state = {
+        name: value for name, value in load_file(path).items() if not name.endswith(f"layers.1.block_sparse_moe.{lost}")
+    }
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"do not make up `model\.layers\.1\.mlp|do not fit MixtralForCausalLM"):
+        from_pretrained(tf.MixtralForCausalLM, tmp_path)
 
 
 def test_what_is_no_folder_of_a_model(tmp_path):
