@@ -40,7 +40,7 @@ def from_pretrained(
 
     The result equals what ``model_class.from_pretrained(folder)`` returns, bit by bit: in evaluation mode, weights
     tied, generation settings read. See `load_weights` for where weights go and what errors say. Tensors of which
-    transformers makes one (experts) are in memory up to three times meanwhile, one weight of the model after the other.
+    transformers makes one (experts) take up to twice that weight's memory meanwhile, one weight after the other.
 
     Args:
         model_class: ``AutoModelForCausalLM`` or another class of transformers.
@@ -242,10 +242,10 @@ class _Names:
         sources, patterns = [tensor for tensor, _ in group], [pattern for _, pattern in group]
         converter = next(one for one in self._converters if patterns[0] in one.source_patterns)
 
-        def convert(parts: Sequence[torch.Tensor]) -> dict[str, Any]:
+        def convert(parts: list[torch.Tensor]) -> dict[str, Any]:
             own = copy.deepcopy(converter)
-            for source, pattern, part in zip(sources, patterns, parts, strict=True):
-                own.add_tensor(name, source.name, pattern, part)
+            for source, pattern in zip(sources, patterns, strict=True):
+                own.add_tensor(name, source.name, pattern, parts.pop(0))  # the converter frees each as soon as it can
             result: dict[str, Any] = own.convert(name, model=self._model, config=self._model.config)
             return {key: value[0] if isinstance(value, list) else value for key, value in result.items()}
 
@@ -263,7 +263,7 @@ class _Names:
         return [conversion for conversion in self._all if conversion.was_used()]
 
 
-def _pick(convert: Callable[[Sequence[torch.Tensor]], dict[str, Any]], key: str, parts: Sequence[torch.Tensor]) -> Any:
+def _pick(convert: Callable[[list[torch.Tensor]], dict[str, Any]], key: str, parts: list[torch.Tensor]) -> Any:
     return convert(parts)[key]
 
 

@@ -2,7 +2,8 @@
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 
@@ -39,12 +40,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-class Staging:
-    """`PIECE_BYTES` of host memory that numbers pass through on their way to another dtype, layout or device.
+def scratch(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return uninitialised memory that goes back to the kernel with the tensor.
 
-    From the kernel, not from the heap: blocks of this size that come and go between weights leave holes in the heap,
-    which held another quarter of a model.
+    Not from the heap: blocks of some MiB that come and go between weights leave holes there, which held another
+    quarter of a model.
     """
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+class Staging:
+    """`PIECE_BYTES` of host memory that numbers pass through on their way to another dtype, layout or device."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
@@ -52,6 +62,5 @@ class Staging:
     def like(self, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return contiguous memory of a piece's shape, the same at every call; contents undefined."""
         if self._memory is None:
-            memory = mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+            self._memory = scratch((PIECE_BYTES,), torch.uint8)
         return self._memory[: piece.numel() * dtype.itemsize].view(dtype).view(piece.shape)

@@ -6,8 +6,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.storage.header import TensorEntry
-from lightning_cxl.storage.pieces import Staging
+from lightning_cxl.storage.pieces import Staging, scratch
 from lightning_cxl.storage.tensor_file import TensorFile
 
 
@@ -72,13 +73,13 @@ class MergedTensor:
 
     Args:
         sources: the tensors.
-        compute: from tensors like `sources`, which may be on the meta device.
+        compute: from tensors like `sources`, which may be on the meta device; empties the list, to free them early.
 
     Raises:
         Exception: what `compute` raises when the sources do not fit together.
     """
 
-    def __init__(self, sources: Sequence[FileTensor], compute: Callable[[Sequence[Tensor]], Tensor]) -> None:
+    def __init__(self, sources: Sequence[FileTensor], compute: Callable[[list[Tensor]], Tensor]) -> None:
         self._sources = sources
         self._compute = compute
         like = compute([torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources])
@@ -90,6 +91,7 @@ class MergedTensor:
         """Fill a tensor of the same shape."""
         with torch.no_grad():
             target.copy_(self._merged(staging))
+        HeapTrimmer().trim_now()  # what `compute` took on the way
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has the numbers that `read_into` would give it."""
@@ -98,6 +100,6 @@ class MergedTensor:
     def _merged(self, staging: Staging) -> Tensor:
         parts = []
         for source in self._sources:
-            parts.append(torch.empty(source.shape, dtype=source.dtype, device="cpu"))
+            parts.append(scratch(source.shape, source.dtype))
             source.read_into(parts[-1], staging)
         return self._compute(parts)

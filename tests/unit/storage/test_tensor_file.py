@@ -223,6 +223,19 @@ def resident_pages(path):
         return sum(state & 1 for state in states)
 
 
+def test_scratch_memory_goes_back_to_the_kernel_with_its_tensor():
+    tensor = pieces.scratch((3, 2**20), torch.float32)
+    address = tensor.fill_(1).data_ptr()
+    mapped = lambda: any(  # noqa: E731
+        int(low, 16) <= address < int(high, 16)
+        for low, high in (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    )
+    assert mapped() and tensor.shape == (3, 2**20)
+    del tensor
+    assert not mapped()
+    assert pieces.scratch((0, 3), torch.float16).shape == (0, 3)
+
+
 def test_metadata_is_what_transformers_asks_for(tmp_path):
     path = write(tmp_path / "f", {"a": torch.ones(1)})
     length = int.from_bytes(path.read_bytes()[:8], "little")
