@@ -21,6 +21,7 @@ from lightning_cxl.errors import (
     TierNotFoundError,
     UnsupportedError,
 )
+from lightning_cxl.hf import from_pretrained, save_pretrained
 from lightning_cxl.memory.api import empty, host_allocation, residency
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.strategy import CXLOffloadStrategy
@@ -28,6 +29,9 @@ from lightning_cxl.tiers.annotate import tier
 from lightning_cxl.tiers.placement import Placement, TensorRole
 from lightning_cxl.tiers.policy import PlacementPolicy, PlacementRequest, RoleHomePolicy
 from lightning_cxl.tiers.topology import Node, Tier, TierKind, Topology
+from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.load import LoadReport, load_weights
+from lightning_cxl.weights.save import save_weights
 
 __version__ = "0.1.0"
 
@@ -39,6 +43,7 @@ __all__ = [
     "GradientOverflowError",
     "LightningCXLError",
     "LightningCXLWarning",
+    "LoadReport",
     "MissingTierWarning",
     "Node",
     "OffloadProgressBar",
@@ -58,9 +63,14 @@ __all__ = [
     "Topology",
     "UnsupportedError",
     "empty",
+    "empty_weights",
+    "from_pretrained",
     "host_allocation",
+    "load_weights",
     "plain_checkpoint",
     "residency",
+    "save_pretrained",
+    "save_weights",
     "tier",
 ]
 

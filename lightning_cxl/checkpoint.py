@@ -37,6 +37,7 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
         os.replace(partial, target)
     except OSError as error:
         raise CheckpointError(

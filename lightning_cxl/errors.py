@@ -29,7 +29,7 @@ class PinnedMemoryError(LightningCXLError, RuntimeError):
 
 
 class CheckpointError(LightningCXLError, RuntimeError):
-    """A checkpoint is missing, damaged, or does not fit the model or optimizer."""
+    """A checkpoint or a file with weights is missing, damaged, or does not fit the model or optimizer."""
 
 
 class UnsupportedError(LightningCXLError, NotImplementedError):

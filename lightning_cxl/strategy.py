@@ -37,6 +37,7 @@ from lightning_cxl.precision import attach_scaling, unwrap, watch_for_edits, why
 from lightning_cxl.runtime import OffloadRuntime
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.policy import PlacementPolicy
+from lightning_cxl.weights.empty import refuse_meta
 
 
 class CXLOffloadStrategy(ParallelStrategy):
@@ -183,6 +184,7 @@ class CXLOffloadStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Move the model to its tiers (CPU) or to the device, and wrap its units."""
         assert isinstance(self.model, nn.Module)
+        refuse_meta(self.model)
         self.runtime.setup_model(self.model)
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from lightning_cxl._lightning import Callback, LightningModule, Trainer
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.hf import save_pretrained
 
 
 def export_pretrained(module: CausalLM, folder: str | Path) -> Path:
@@ -12,11 +13,12 @@ def export_pretrained(module: CausalLM, folder: str | Path) -> Path:
 
     Raises:
         ConfigError: the module has no model yet.
+        CheckpointError: the file system refused.
     """
     if module.model is None:
         raise ConfigError("nothing to export: the module has no model yet (call configure_model, or load a checkpoint)")
     folder = Path(folder)
-    module.model.save_pretrained(folder)
+    save_pretrained(module.model, folder)
     if module.tokenizer is not None:
         module.tokenizer.save_pretrained(folder)
     return folder

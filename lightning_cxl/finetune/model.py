@@ -1,8 +1,10 @@
 """`CausalLM`: a `transformers` causal language model as a LightningModule."""
 
+import contextlib
 import functools
 import math
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_cxl._lightning import LightningModule, OptimizerLRScheduler
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.data import Batch
+from lightning_cxl.hf import from_pretrained
 
 _RNG_KEY = "causal_lm_rng"
 
@@ -214,10 +217,12 @@ class CausalLM(LightningModule):
         return AutoModelForCausalLM.from_config(config, attn_implementation=self.attn, dtype=torch.get_default_dtype())
 
     def _pretrained(self, name_or_path: str) -> PreTrainedModel:
+        options: dict[str, Any] = {"attn_implementation": self.attn, "dtype": torch.get_default_dtype()}
         try:
-            return AutoModelForCausalLM.from_pretrained(
-                name_or_path, attn_implementation=self.attn, dtype=torch.get_default_dtype()
-            )
+            if any(Path(name_or_path).glob("*.safetensors")):
+                with contextlib.suppress(UnsupportedError):  # quantized, or experts that must be merged
+                    return from_pretrained(AutoModelForCausalLM, name_or_path, **options)
+            return AutoModelForCausalLM.from_pretrained(name_or_path, **options)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot load {name_or_path!r} (a local folder or a hub id): {error}") from error
 

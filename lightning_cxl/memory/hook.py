@@ -12,20 +12,22 @@ Arithmetic creates tensors as well, and those are left alone: they come and go. 
 decorated module is under construction, or the role is COMPUTE_WEIGHTS) are they copied too, because
 ``nn.Parameter(torch.randn(n) * 0.02)`` is a weight. Never touched: results on other devices, tensors without elements
 (torch resizes those), views, ``out=``, sparse and quantized tensors, tensor subclasses with a dispatch of their own,
-storages copied or read as a whole (``torch.load``, ``deepcopy`` of a tensor that is no parameter), and a forked child
-of this process (it does not inherit the memory).
+storages copied or read as a whole (``torch.load``, ``deepcopy`` of a tensor that is no parameter), a forked child of
+this process (it does not inherit the memory), and anything made inside `ordinary_memory`.
 """
 
+import contextvars
 import enum
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_cxl.memory.lineage import Lineage
 from lightning_cxl.memory.stacks import HostMemory
@@ -40,6 +42,24 @@ _ONES = {"ones", "ones_like", "new_ones"}
 _FULL = {"full", "full_like", "new_full"}
 _COPIES = {"clone", "_to_copy", "_pin_memory"}
 _OPTIMIZER_STATE = (TensorRole.MOMENTUM, TensorRole.VARIANCE)
+_PAUSED = contextvars.ContextVar("lightning_cxl_hook_paused", default=False)
+
+
+@contextmanager
+def ordinary_memory() -> Iterator[None]:
+    """Make the hook leave alone what torch creates in this thread (context), until exit: it is about to be freed."""
+    token = _PAUSED.set(True)
+    try:
+        yield
+    finally:
+        _PAUSED.reset(token)
+
+
+def is_placing() -> bool:
+    """Whether a hook decides in this thread where host tensors go."""
+    return not _PAUSED.get() and any(
+        isinstance(mode, HostAllocationMode) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 class _Kind(enum.Enum):
@@ -93,7 +113,7 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         """Run one operator; see [Note: What the Hook Touches]."""
         kwargs = kwargs or {}
         kind = _kind(func)
-        if kind is _Kind.OTHER or os.getpid() != self._pid:
+        if kind is _Kind.OTHER or _PAUSED.get() or os.getpid() != self._pid:
             return self._run(func, args, kwargs)
         source = args[0] if args and isinstance(args[0], Tensor) else None
         if source is not None and not _is_plain(source):

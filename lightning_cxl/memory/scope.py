@@ -47,6 +47,11 @@ def current() -> Scope:
     return active[0] if active else _default(os.getpid())
 
 
+def active() -> Scope | None:
+    """Return the innermost active scope of this process, None outside of all."""
+    return next(iter(_active()), None)
+
+
 def holding(address: int) -> Scope:
     """Return the scope in use whose memory handed out the bytes at `address`, `current` when none did."""
     in_use = _active()

@@ -9,8 +9,10 @@ wrapper between a subclass and its base loses the subclass's arguments), and wha
 ``super().__init__()`` counts as well. A constructor compiled to native code has no frame and is not seen.
 """
 
+import contextvars
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -58,6 +60,8 @@ class TierSpec:
 
 SPEC_FIELDS = tuple(field.name for field in fields(TierSpec))
 """What a spec or a rule can place, in order."""
+
+_MADE_FOR: contextvars.ContextVar[TierSpec | None] = contextvars.ContextVar("lightning_cxl_made_for", default=None)
 
 
 def field_of_role(role: TensorRole) -> str | None:
@@ -134,12 +138,34 @@ def instance_spec(module: object) -> TierSpec | None:
     return spec
 
 
+def owner_spec(module_path: Sequence[object]) -> TierSpec | None:
+    """Return what decorators ask for the last of these modules; each contains the next. No rules, which need names."""
+    nearest_first = module_path[::-1]
+    spec: TierSpec | None = None
+    for own in [*map(instance_spec, nearest_first), *(class_spec(type(module)) for module in nearest_first)]:
+        spec = own if spec is None else spec.or_else(own)
+    return spec
+
+
+@contextmanager
+def constructing(spec: TierSpec | None) -> Iterator[None]:
+    """Until exit, let this thread create tensors as if a class that `spec` decorates were under construction.
+
+    For weights that are made after their module was.
+    """
+    token = _MADE_FOR.set(spec)
+    try:
+        yield
+    finally:
+        _MADE_FOR.reset(token)
+
+
 def constructing_spec() -> TierSpec | None:
     """Return what the decorated classes under construction in this thread say, the innermost first; None without any.
 
     See [Note: Constructing a Decorated Class].
     """
-    spec: TierSpec | None = None
+    spec = _MADE_FOR.get()
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code

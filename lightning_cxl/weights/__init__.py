@@ -1,0 +1,1 @@
+"""Weights of models and files: building without weights, loading, saving."""

@@ -1,0 +1,152 @@
+"""`load_weights`: from safetensors files straight into the memory that the weights will stay in.
+
+[Note: Loading straight]
+Headers decide everything first: what is missing, unexpected or of another shape is one error, with the model as it was.
+Then tensor by tensor, in the order of the files: memory is taken where the tensor belongs (only for one on the meta
+device), its bytes are read there, and it is put into the model. So memory grows by what has been loaded and nothing
+else; conversion to another dtype goes through a piece of bounded size. When reading fails in the middle, tensors that
+were on the meta device are there again; of those that existed, some have been overwritten, and the error says which.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.memory.hook import ordinary_memory
+from lightning_cxl.memory.weights import empty_weight
+from lightning_cxl.storage.pieces import Staging
+from lightning_cxl.storage.weight_folder import Source, open_weights
+from lightning_cxl.weights.model_weights import ModelWeight
+from lightning_cxl.weights.plan import LoadPlan, Read, plan_load, refuse_mismatch
+from lightning_cxl.weights.sources import FileTensor, Translate, WeightSource
+
+
+class LoadReport(NamedTuple):
+    """What `load_weights` did; the first two as `torch.nn.Module.load_state_dict` returns them."""
+
+    missing_keys: list[str]
+    """Weights that no file holds: as they were, or still on the meta device."""
+    unexpected_keys: list[str]
+    """Tensors of the files that the model does not have."""
+    num_tensors: int
+    """Tensors loaded."""
+    nbytes: int
+    """Bytes that they take in the model."""
+
+
+def load_weights(
+    model: nn.Module, source: Source, *, strict: bool = True, dtype: torch.dtype | None = None
+) -> LoadReport:
+    """Load safetensors files into a model, tensor by tensor; at no time is there a second copy in memory.
+
+    Parameters and persistent buffers on the ``meta`` device get memory: inside a run (`configure_model` under the
+    strategy) on the tier that decorators and the policy say, elsewhere as `host_allocation` says or ordinary. Others
+    are written in place and stay the same objects. Numbers are converted to the dtype that the model has, rounded to
+    nearest. Tied weights stay tied, and need to be in the files under one of their names only. Names may lack or have
+    the prefix of a transformers base model.
+
+    Args:
+        model: INOUT.
+        source: a safetensors file, a list of them, or a folder with `model.safetensors` or
+            `model.safetensors.index.json`.
+        strict: refuse when a weight is missing or a tensor of the files is not in the model; False: load what fits.
+        dtype: of floating-point parameters that are on the ``meta`` device; None: the one they have there.
+
+    Returns:
+        What was loaded and what was not.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or do not fit the model; or reading fails.
+        TierFullError: the weights do not fit in memory.
+
+    Example::
+
+        with lightning_cxl.empty_weights():
+            model = MyModel()
+        lightning_cxl.load_weights(model, "folder", dtype=torch.bfloat16)
+    """
+    return load_translated(model, source, _same, strict=strict, dtype=dtype, completes=False)
+
+
+def load_translated(
+    model: nn.Module,
+    source: Source,
+    translate: Translate,
+    *,
+    strict: bool,
+    dtype: torch.dtype | None = None,
+    completes: bool = True,
+) -> LoadReport:
+    """Load as `load_weights` does, with tensors of the files translated first; see `plan_load`."""
+    with open_weights(source) as files:
+        plan = plan_load(model, files, translate, completes=completes)
+        if strict:
+            refuse_mismatch(plan, model)
+        nbytes = _read_all(plan, dtype)
+    return LoadReport(plan.missing, plan.unexpected, len(plan.reads), nbytes)
+
+
+def _same(tensors: Sequence[FileTensor]) -> list[tuple[str, WeightSource]]:
+    return [(tensor.name, tensor) for tensor in tensors]
+
+
+def _read_all(plan: LoadPlan, dtype: torch.dtype | None) -> int:
+    """Read every tensor of a plan; return the bytes they take in the model. See [Note: Loading straight]."""
+    sources: dict[int, Read] = {}
+    made: list[tuple[ModelWeight, Tensor]] = []
+    staging = Staging()
+    nbytes = 0
+    try:
+        for read in plan.reads:
+            first = sources.setdefault(id(read.weight), read)
+            if first is not read:
+                _check_tied(first, read)
+                continue
+            before = read.weight.tensor
+            if before.is_meta:
+                made.append((read.weight, before))
+                _materialise(read, dtype, staging)
+            else:
+                with ordinary_memory():
+                    read.source.read_into(before, staging)
+            nbytes += read.weight.tensor.nbytes
+    except BaseException as error:
+        for weight, before in made:
+            weight.put(before)
+        _note_overwritten(error, [read.weight for read in sources.values() if not read.weight.tensor.is_meta])
+        raise
+    return nbytes
+
+
+def _materialise(read: Read, dtype: torch.dtype | None, staging: Staging) -> None:
+    """Give a weight on the meta device its memory and its values."""
+    weight, meta = read.weight, read.weight.tensor
+    wanted = dtype if dtype is not None and weight.is_parameter and meta.is_floating_point() else meta.dtype
+    tensor = empty_weight(meta, wanted, weight.spec)
+    with ordinary_memory():
+        read.source.read_into(tensor, staging)
+    if isinstance(meta, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
+    tensor.__dict__.update(meta.__dict__)
+    weight.put(tensor)
+
+
+def _check_tied(first: Read, read: Read) -> None:
+    """Raise where the files hold two different tensors for weights that are one in the model."""
+    with ordinary_memory():
+        if not read.source.holds(read.weight.tensor):
+            raise CheckpointError(
+                f"`{first.source.name}` and `{read.source.name}` are tied in the model and differ in the files. Build "
+                "the model untied (of a transformers model: tie_word_embeddings=False in its config)."
+            )
+
+
+def _note_overwritten(error: BaseException, overwritten: list[ModelWeight]) -> None:
+    if overwritten:
+        error.add_note(
+            f"{len(overwritten)} weights of the model have been overwritten, the last of them perhaps in part: "
+            f"`{overwritten[0].names[0]}` to `{overwritten[-1].names[0]}`. Load again before you use it."
+        )

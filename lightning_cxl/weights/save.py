@@ -1,0 +1,234 @@
+"""`save_weights`: a model as safetensors files, written straight from the memory that holds the weights.
+
+[Note: Saving straight]
+Every file is written under a temporary name and synced; only when all are complete, they get their names. Until then
+what was saved before is as it was. Then the old index (or single file) goes first and the new one comes last, so that a
+crash in between leaves a folder that does not load, not one that loads a mixture.
+"""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
+from lightning_cxl.memory.hook import ordinary_memory
+from lightning_cxl.storage.tensor_file import NamedTensor, write_tensors
+from lightning_cxl.storage.weight_folder import INDEX_FILE, SINGLE_FILE
+from lightning_cxl.units import format_bytes, parse_bytes
+from lightning_cxl.weights.model_weights import ModelWeight, distinct, model_weights
+
+_METADATA = {"format": "pt"}  # transformers refuses files without it
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+class _File(NamedTuple):
+    partial: Path
+    final: Path
+    tensors: Sequence[NamedTensor]
+
+
+def save_weights(
+    model: nn.Module,
+    target: str | PathLike[str],
+    max_shard_bytes: int | str = "5GiB",
+    dtype: torch.dtype | None = None,
+) -> list[Path]:
+    """Write a model's parameters and persistent buffers as safetensors, with a few tens of MiB of extra memory.
+
+    Tied weights are written once, under the name that transformers keeps. The files load with `load_weights`, with
+    ``safetensors.torch.load_file`` and, beside a config, with ``from_pretrained`` of transformers. Files that a
+    folder had from an earlier save are replaced; on an error they stay.
+
+    Args:
+        model: on any device.
+        target: a folder, or a file whose name ends in ``.safetensors``, which then holds everything.
+        max_shard_bytes: a folder gets one file up to this size, else several and an index.
+        dtype: of floating-point parameters in the files; None: the one they have.
+
+    Returns:
+        The files with weights.
+
+    Raises:
+        CheckpointError: the file system refused, or the model has tensors that such files cannot hold.
+        ConfigError: `max_shard_bytes` is no size, or `target` neither a folder nor a ``.safetensors`` file.
+
+    Example::
+
+        lightning_cxl.save_weights(model, "folder", max_shard_bytes="2GiB", dtype=torch.bfloat16)
+    """
+    return save_tensors(named_tensors(model, dtype), Path(fspath(target)), max_shard_bytes)
+
+
+def named_tensors(model: nn.Module, dtype: torch.dtype | None) -> list[NamedTensor]:
+    """Return what `save_weights` writes, in the model's order, tied weights once.
+
+    Raises:
+        CheckpointError: a tensor has no values, or is not one that such files can hold.
+    """
+    by_name = model_weights(model)
+    weights = distinct(by_name)
+    empty = [weight.names[0] for weight in weights if weight.tensor.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"{len(empty)} weights of {type(model).__name__} are on the meta device and have no values, such as "
+            f"`{empty[0]}`: load them before you save."
+        )
+    sparse = [
+        weight.names[0] for weight in weights if weight.tensor.layout is not torch.strided or weight.tensor.is_quantized
+    ]
+    if sparse:
+        raise CheckpointError(f"safetensors files hold dense tensors; `{sparse[0]}` is sparse or quantized")
+    _warn_of_other_state(model, set(by_name))
+    declared, ignored = _declared_tied(model), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    named = []
+    for weight in weights:
+        converts = dtype is not None and weight.is_parameter and weight.tensor.is_floating_point()
+        name = _kept_name(weight, declared, ignored)
+        if name is not None:
+            named.append(NamedTensor(name, weight.tensor, dtype if converts and dtype else weight.tensor.dtype))
+    return named
+
+
+def save_tensors(tensors: Sequence[NamedTensor], path: Path, max_shard_bytes: int | str) -> list[Path]:
+    """Write tensors as `save_weights` does."""
+    files, index = _files(path, tensors, _positive(max_shard_bytes))
+    folder = files[0].final.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ordinary_memory():
+            for file in files:
+                write_tensors(file.partial, file.tensors, _METADATA)
+        _rename(files, index, folder, is_folder=folder == path)
+    except OSError as error:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        raise CheckpointError(
+            f"could not save {format_bytes(nbytes)} of weights to `{path}`: {error.strerror or error}. Free space "
+            "there or save elsewhere."
+        ) from error
+    finally:
+        for file in files:
+            file.partial.unlink(missing_ok=True)
+    return [file.final for file in files]
+
+
+def _positive(size: int | str) -> int:
+    try:
+        nbytes = parse_bytes(size)
+    except ValueError as error:
+        raise ConfigError(f"max_shard_bytes: {error}") from None
+    if nbytes == 0:
+        raise ConfigError("max_shard_bytes must be more than 0")
+    return nbytes
+
+
+def _warn_of_other_state(model: nn.Module, written: set[str]) -> None:
+    """Warn where modules have a state dict of their own making: only parameters and buffers are saved."""
+    state = set(model.state_dict())
+    other = [
+        f"{len(names)} {where}, such as `{min(names)}`"
+        for names, where in (
+            (state - written, "entries of its state dict are no parameters or buffers and not in the files"),
+            (written - state, "tensors have other names in the files than in its state dict"),
+        )
+        if names
+    ]
+    if other:
+        warnings.warn(f"{type(model).__name__}: {'; '.join(other)}.", LightningCXLWarning, stacklevel=4)
+
+
+def _declared_tied(model: nn.Module) -> list[str]:
+    """Return the patterns of names that transformers will tie to others when it loads the model."""
+    patterns = []
+    for path, module in model.named_modules():
+        tied: Any = getattr(module, "_tied_weights_keys", None) or ()
+        patterns += [f"{path}.{pattern}" if path else pattern for pattern in tied]
+    return patterns
+
+
+def _kept_name(weight: ModelWeight, declared: Sequence[str], ignored: set[str]) -> str | None:
+    """Return the name to write a weight under: the first that is not tied to another one, as transformers does."""
+    names = [name for name in weight.names if name not in ignored]
+    kept = [name for name in names if not any(re.search(pattern, name) for pattern in declared)]
+    return next(iter([*kept, *names]), None)
+
+
+def _files(path: Path, tensors: Sequence[NamedTensor], max_bytes: int) -> tuple[list[_File], dict[str, Any] | None]:
+    """Return the files to write, and the index when there are several."""
+    if path.suffix == ".safetensors" and not path.is_dir():
+        return [_File(_partial(path), path, tensors)], None
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"`{path}` is a file: give a folder, or a file name that ends in .safetensors")
+    shards = _shards(tensors, max_bytes)
+    if len(shards) == 1:
+        return [_File(_partial(path / SINGLE_FILE), path / SINGLE_FILE, shards[0])], None
+    files = []
+    for number, shard in enumerate(shards, 1):
+        final = path / f"model-{number:05}-of-{len(shards):05}.safetensors"
+        files.append(_File(_partial(final), final, shard))
+    index = {
+        "metadata": {
+            "total_parameters": sum(item.tensor.numel() for item in tensors if isinstance(item.tensor, nn.Parameter)),
+            "total_size": sum(item.nbytes for item in tensors),
+        },
+        "weight_map": {item.name: file.final.name for file in files for item in file.tensors},
+    }
+    return files, index
+
+
+def _shards(tensors: Sequence[NamedTensor], max_bytes: int) -> list[list[NamedTensor]]:
+    """Cut into runs of at most `max_bytes`; a larger tensor has one of its own."""
+    shards: list[list[NamedTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(f".{final.name}.{os.getpid()}.partial")
+
+
+def _rename(files: Sequence[_File], index: Mapping[str, Any] | None, folder: Path, *, is_folder: bool) -> None:
+    """Give complete files their names and take away what they replace. See [Note: Saving straight]."""
+    partial_index = _partial(folder / INDEX_FILE)
+    try:
+        if index is not None:
+            partial_index.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        if is_folder:
+            keep = {file.final.name for file in files}
+            for stale in (INDEX_FILE, SINGLE_FILE):
+                if stale not in keep:
+                    (folder / stale).unlink(missing_ok=True)
+            _sync(folder)
+        for file in files:
+            os.replace(file.partial, file.final)
+        if index is not None:
+            os.replace(partial_index, folder / INDEX_FILE)
+        if is_folder:
+            for old in folder.iterdir():
+                if _SHARD.fullmatch(old.name) and old.name not in keep:
+                    old.unlink()
+        _sync(folder)
+    finally:
+        partial_index.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

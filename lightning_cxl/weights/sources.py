@@ -1,0 +1,105 @@
+"""What a weight is read from: one tensor of a file, or several that make it up."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.storage.header import TensorEntry
+from lightning_cxl.storage.pieces import Staging, scratch
+from lightning_cxl.storage.tensor_file import TensorFile
+
+
+class WeightSource(Protocol):
+    """Gives the values of one weight."""
+
+    @property
+    def name(self) -> str:
+        """In the files."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it gives."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what it gives."""
+
+    def read_into(self, target: Tensor, staging: Staging) -> None:
+        """Fill a tensor of the same shape; see `TensorFile.read_into`."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the bits that `read_into` would give it."""
+
+
+Translate = Callable[[Sequence["FileTensor"]], list[tuple[str, WeightSource]]]
+"""Returns for the tensors of files, in their order, the model's names and what is read for them."""
+
+
+class FileTensor(NamedTuple):
+    """One tensor of a file."""
+
+    file: TensorFile
+    entry: TensorEntry
+
+    @property
+    def name(self) -> str:
+        """In the file."""
+        return self.entry.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In the file."""
+        return self.entry.dtype
+
+    def read_into(self, target: Tensor, staging: Staging) -> None:
+        """Fill a tensor of the same shape; see `TensorFile.read_into`."""
+        self.file.read_into(self.name, target, staging)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the bits that `read_into` would give it."""
+        return self.file.holds(self.name, tensor)
+
+
+class MergedTensor:
+    """A weight that is computed from several tensors of files, which are in memory while that is done.
+
+    Args:
+        sources: the tensors.
+        compute: from tensors like `sources`, which may be on the meta device; empties the list, to free them early.
+
+    Raises:
+        Exception: what `compute` raises when the sources do not fit together.
+    """
+
+    def __init__(self, sources: Sequence[FileTensor], compute: Callable[[list[Tensor]], Tensor]) -> None:
+        self._sources = sources
+        self._compute = compute
+        like = compute([torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources])
+        self.name = sources[0].name
+        self.shape = tuple(like.shape)
+        self.dtype = like.dtype
+
+    def read_into(self, target: Tensor, staging: Staging) -> None:
+        """Fill a tensor of the same shape."""
+        with torch.no_grad():
+            target.copy_(self._merged(staging))
+        HeapTrimmer().trim_now()  # what `compute` took on the way
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the numbers that `read_into` would give it."""
+        return torch.equal(self._merged(Staging()).to(tensor.dtype), tensor.detach().cpu())
+
+    def _merged(self, staging: Staging) -> Tensor:
+        parts = []
+        for source in self._sources:
+            parts.append(scratch(source.shape, source.dtype))
+            source.read_into(parts[-1], staging)
+        return self._compute(parts)

@@ -1,0 +1,225 @@
+"""Weights from files under the strategy: on their tiers from the first byte, trained, saved, refused when missing."""
+
+import pytest
+import torch
+import transformers as tf
+from lightning.pytorch import LightningModule
+from torch import nn
+
+import lightning_cxl
+from lightning_cxl import CheckpointError, ConfigError, TierFullError, residency
+from tests.integration.training import make_trainer, offload
+from tests.models import Block, Task, TinyTransformer, token_data
+
+LLAMA = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tf.logging.disable_progress_bar()
+    torch.manual_seed(3)
+    tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "llama", max_shard_size="20KB")
+    return tmp_path / "llama"
+
+
+class Language(LightningModule):
+    """Loads in `configure_model`, and notes where weights were at once and in the first step."""
+
+    def __init__(self, load):
+        super().__init__()
+        self.load = load
+        self.model = None
+        self.losses = []
+
+    def configure_model(self):
+        if self.model is None:
+            self.model = self.load()
+            self.at_once = {name: set(residency(p)) for name, p in self.model.named_parameters()}
+            self.addresses = {name: p.data_ptr() for name, p in self.model.named_parameters()}
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.in_training = {name: set(residency(p)) for name, p in self.model.named_parameters()}
+            self.moved = [n for n, p in self.model.named_parameters() if p.data_ptr() != self.addresses[n]]
+            self.report = getattr(self.trainer.strategy, "report", dict)()
+        loss = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(load, strategy, steps=3, **trainer_args):
+    module = Language(load)
+    make_trainer(strategy, max_steps=steps, **trainer_args).fit(module, token_data())
+    return module
+
+
+def ours(folder):
+    return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder)
+
+
+def test_a_pretrained_model_is_where_it_belongs_at_once_and_trains_as_any_other(folder):
+    module = fit(lambda: ours(folder), offload(activation_offload=False))
+    weights = sum(p.nbytes for p in module.model.parameters())
+    assert set().union(*module.at_once.values()) == {"dram"} and module.moved == []
+    assert (
+        module.report["roles"]["compute_weights"] == module.report["peak_roles"]["compute_weights"] == {"dram": weights}
+    )
+    assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
+    plain = fit(lambda: tf.AutoModelForCausalLM.from_pretrained(folder), "auto")
+    assert module.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_rules_are_applied_at_setup_and_decorators_at_once(folder):
+    rules = {"model.model.layers.1*": {"weights": "cxl"}}
+    module = fit(lambda: ours(folder), offload(tier_rules=rules))
+    assert set().union(*module.at_once.values()) == {"dram"}
+    for name, where in module.in_training.items():
+        assert where == {"cxl" if "layers.1." in name else "dram"}, name
+
+    def decorated():
+        with lightning_cxl.empty_weights():
+            model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
+        lightning_cxl.tier(weights="cxl")(model.model.layers[0])
+        lightning_cxl.load_weights(model, folder)
+        return model
+
+    module = fit(decorated, "cxl_offload")
+    assert module.moved == []
+    for name, where in module.at_once.items():
+        assert where == {"cxl" if "layers.0." in name else "dram"}, name
+    assert module.in_training == module.at_once
+
+
+def test_a_model_of_ones_own_with_decorated_classes(tmp_path):
+    @lightning_cxl.tier(weights="cxl")
+    class Far(Block):
+        pass
+
+    def make():
+        model = TinyTransformer()
+        model.blocks[1] = Far(32, 0.1)
+        return model
+
+    reference = make()
+    lightning_cxl.save_weights(reference, tmp_path)
+
+    class Late(Task):
+        def configure_model(self):
+            if self.model is None:
+                with lightning_cxl.empty_weights():
+                    self.model = make()
+                lightning_cxl.load_weights(self.model, tmp_path)
+                self.loaded = {name: value.clone() for name, value in self.model.state_dict().items()}
+                self.at_once = {name: set(residency(p)) for name, p in self.model.named_parameters()}
+
+    module = Late(None)
+    make_trainer("cxl_offload", max_steps=2).fit(module, token_data())
+    assert all(torch.equal(module.loaded[name], value) for name, value in reference.state_dict().items())
+    assert {n for n, where in module.at_once.items() if where == {"cxl"}} == {
+        name for name in module.loaded if name.startswith("blocks.1.")
+    }
+
+
+def test_bf16_true_loads_in_the_precision_of_the_run(folder):
+    def load():
+        return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder, torch.get_default_dtype())
+
+    module = fit(load, "cxl_offload", precision="bf16-true")
+    assert {p.dtype for p in module.model.parameters()} == {torch.bfloat16} and module.moved == []
+
+
+def test_after_training_the_weights_are_saved_from_where_they_are(folder, tmp_path):
+    module = fit(lambda: ours(folder), "cxl_offload")
+    lightning_cxl.save_pretrained(module.model, tmp_path / "out", max_shard_bytes=20_000)
+    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, module.model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+def test_weights_loaded_in_a_run_are_what_trains_next(tmp_path):
+    """Writing in place counts as a change: separate masters take it over, as a copied-in state dict would be."""
+    reference = TinyTransformer(dropout=0.0)
+    lightning_cxl.save_weights(reference, tmp_path)
+
+    class Reload(Task):
+        use_files = True
+
+        def on_train_start(self):
+            if self.use_files:
+                lightning_cxl.load_weights(self.model, tmp_path)
+            else:
+                self.model.load_state_dict(reference.state_dict())
+
+    class Copy(Reload):
+        use_files = False
+
+    trained = []
+    for task in (Reload, Copy):
+        module = task(TinyTransformer(dropout=0.0))
+        strategy = offload(master="fp32")
+        make_trainer(strategy, max_steps=3, precision="bf16-true").fit(module, token_data())
+        trained.append(module.state_dict())
+    assert all(torch.equal(trained[0][name], value) for name, value in trained[1].items())
+    assert not torch.equal(trained[0]["model.embed.weight"], reference.embed.weight.bfloat16())
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_values_is_refused_by_name_and_leaves_nothing(tmp_path):
+    def empty():
+        with lightning_cxl.empty_weights():
+            return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
+
+    class Lazy(Language):
+        def configure_model(self):
+            self.model = empty()
+
+    trainer = make_trainer("cxl_offload", max_steps=1)
+    with pytest.raises(
+        ConfigError, match=r"tensors of Lazy are on the meta device.*`model\.model\.embed_tokens\.weight`"
+    ):
+        trainer.fit(Lazy(empty), token_data())
+    assert not trainer.strategy._runtime
+
+
+def test_lazy_modules_keep_working():
+    class WithLazy(Task):
+        def __init__(self, model):
+            super().__init__(model)
+            self.extra = nn.LazyLinear(1)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0 * self.extra(batch[0].float()).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    module = WithLazy(TinyTransformer())
+    make_trainer("cxl_offload", max_steps=2).fit(module, token_data())
+    assert module.extra.weight.shape == (1, 12)
+
+
+def test_a_missing_shard_and_a_full_tier_give_everything_back(folder):
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(CheckpointError, match=r"1 of \d files with weights do not exist"):
+        fit(lambda: ours(folder), "cxl_offload")
+
+
+def test_a_budget_too_small_for_the_weights(folder):
+    strategy = offload(tiers={"dram": "32KiB", "cxl": 0})
+    with pytest.raises(TierFullError, match=r"COMPUTE_WEIGHTS.*dram"):
+        fit(lambda: ours(folder), strategy)

@@ -1,0 +1,134 @@
+"""Run by `test_weight_memory`: does one thing with a model of 400 MiB and prints what memory it took, as JSON.
+
+Counted is memory that is nobody's cache: RssAnon and RssShmem of the kernel, at the start, at most, and at the end.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lightning_cxl
+from lightning_cxl.checkpoint import load_file, save_file
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.runtime import OffloadRuntime
+
+MIB = 2**20
+WIDTH, DEPTH = 1448, 50  # 8 MiB a layer, 400 MiB in all
+
+
+def memory_bytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+class Peak:
+    """Samples memory while a region runs."""
+
+    def __enter__(self) -> "Peak":
+        self.start = self.peak = memory_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.001):
+            self.peak = max(self.peak, memory_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.end = memory_bytes()
+
+
+class Views(nn.Module):
+    """Its parameters are views of one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        piece = torch.randn(DEPTH, WIDTH, WIDTH)
+        self.weights = nn.ParameterList(piece.unbind())
+
+
+def make() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+
+def load(folder: Path, dtype: torch.dtype | None, run: bool) -> tuple[Callable[[], object], nn.Module]:
+    with lightning_cxl.empty_weights():
+        model = make()
+    runtime = OffloadRuntime(OffloadConfig(), torch.device("cpu"))
+
+    def work() -> None:
+        with runtime.activate() if run else nullcontext():
+            lightning_cxl.load_weights(model, folder, dtype=dtype)
+
+    return work, model
+
+
+def trained(run_optimizer: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make()
+    optimizer = run_optimizer(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def prepare(task: str, folder: Path) -> tuple[Callable[[], object], object]:
+    """Return what to measure, and what must stay alive meanwhile."""
+    dtype = torch.bfloat16 if "bf16" in task else None
+    if task.startswith("load"):
+        return load(folder / "model", dtype, "run" in task)
+    if task.startswith("save"):
+        model = Views() if "views" in task else make()
+        return lambda: lightning_cxl.save_weights(model, folder / "saved", "100MiB", dtype), model
+    if task.startswith("checkpoint of views"):
+        views = Views()
+        return lambda: save_file({"state_dict": views.state_dict()}, folder / "views.ckpt"), views
+    model, optimizer = trained(lightning_cxl.CPUAdam)
+    if task == "checkpoint":
+        return (
+            lambda: save_file(
+                {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, folder / "c.ckpt"
+            ),
+            model,
+        )
+    assert task == "resume"
+    save_file({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, folder / "c.ckpt")
+
+    def resume() -> None:
+        read = load_file(folder / "c.ckpt", "cpu", True)
+        model.load_state_dict(read["state_dict"])
+        optimizer.load_state_dict(read["optimizer_states"][0])
+
+    return resume, model
+
+
+def main() -> None:
+    task, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    if task == "make":
+        lightning_cxl.save_weights(make(), folder / "model", "100MiB")
+        return
+    lightning_cxl.save_weights(nn.Linear(2, 2), folder / "warm")  # what is imported and allocated once
+    small = nn.Linear(2, 2)
+    lightning_cxl.load_weights(small, folder / "warm")
+    save_file({"state_dict": small.state_dict()}, folder / "warm.ckpt")
+    work, alive = prepare(task, folder)
+    with Peak() as peak:
+        work()
+    model_bytes = sum(p.nbytes for p in alive.parameters()) if isinstance(alive, nn.Module) else 0
+    added = {"peak_mib": (peak.peak - peak.start) / MIB, "end_mib": (peak.end - peak.start) / MIB}
+    print(json.dumps({"model_mib": model_bytes / MIB, **added}))
+
+
+if __name__ == "__main__":
+    main()

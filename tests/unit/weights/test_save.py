@@ -1,0 +1,212 @@
+import json
+import os
+import resource
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
+from lightning_cxl.weights import save as saving
+from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.save import save_weights
+from tests.models import TinyConvNet, TinyTransformer
+from tests.unit.memory.host import Host
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def loaded(folder):
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("make", [TinyTransformer, TinyConvNet])
+def test_one_file_with_every_parameter_and_persistent_buffer(tmp_path, make):
+    model = make()
+    assert save_weights(model, tmp_path / "new" / "folder") == [tmp_path / "new" / "folder" / "model.safetensors"]
+    assert files(tmp_path / "new" / "folder") == ["model.safetensors"]
+    state = loaded(tmp_path / "new" / "folder")
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_file_of_any_name_holds_everything(tmp_path):
+    model = TinyTransformer()
+    assert save_weights(model, tmp_path / "mine.safetensors", max_shard_bytes=1) == [tmp_path / "mine.safetensors"]
+    assert load_file(tmp_path / "mine.safetensors").keys() == model.state_dict().keys()
+    with pytest.raises(ConfigError, match="is a file: give a folder"):
+        (tmp_path / "other").touch()
+        save_weights(model, tmp_path / "other")
+
+
+def test_shards_with_an_index_in_the_format_of_hugging_face(tmp_path):
+    model = TinyTransformer()
+    paths = save_weights(model, tmp_path, max_shard_bytes="20KB")
+    largest = max(value.nbytes for value in model.state_dict().values())
+    for path in paths:
+        state = load_file(path)
+        nbytes = sum(value.nbytes for value in state.values())
+        assert nbytes <= 20_000 or (len(state) == 1 and nbytes == largest)
+    assert [path.name for path in paths] == [
+        f"model-{i:05}-of-{len(paths):05}.safetensors" for i in range(1, 1 + len(paths))
+    ]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in model.state_dict().values())
+    assert index["metadata"]["total_parameters"] == sum(p.numel() for p in model.parameters())
+    assert index["weight_map"] == {name: path.name for path in paths for name in load_file(path)}
+    assert loaded(tmp_path).keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("size", [0, -1, "many", "5 GiBs"])
+def test_shard_sizes_that_are_none(tmp_path, size):
+    with pytest.raises(ConfigError, match="max_shard_bytes"):
+        save_weights(TinyTransformer(), tmp_path, max_shard_bytes=size)
+    assert files(tmp_path) == []
+
+
+def test_a_later_save_replaces_an_earlier_one_whatever_its_shards(tmp_path):
+    (tmp_path / "config.json").touch()
+    save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
+    save_weights(TinyTransformer(), tmp_path, max_shard_bytes=50_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert files(tmp_path) == sorted({*index["weight_map"].values(), "config.json", "model.safetensors.index.json"})
+    save_weights(TinyTransformer(), tmp_path)
+    assert files(tmp_path) == ["config.json", "model.safetensors"]
+    model = TinyTransformer()
+    save_weights(model, tmp_path, max_shard_bytes=50_000)
+    assert "model.safetensors" not in files(tmp_path)
+    assert torch.equal(loaded(tmp_path)["embed.weight"], model.embed.weight)
+
+
+def test_tied_weights_are_written_once_under_the_name_that_is_not_declared_tied(tmp_path):
+    save_weights(TinyTransformer(tied=True), tmp_path / "a")
+    assert "embed.weight" in loaded(tmp_path / "a") and "head.weight" not in loaded(tmp_path / "a")
+    model = TinyTransformer(tied=True)
+    model._tied_weights_keys = {"embed.weight": "head.weight"}
+    model._keys_to_ignore_on_save = {"norm.bias"}
+    save_weights(model, tmp_path / "b")
+    state = loaded(tmp_path / "b")
+    assert "head.weight" in state and "embed.weight" not in state and "norm.bias" not in state
+
+
+def test_dtype_converts_parameters_and_leaves_buffers_and_the_model(tmp_path):
+    model = TinyConvNet()
+    save_weights(model, tmp_path, dtype=torch.bfloat16)
+    state = loaded(tmp_path)
+    assert torch.equal(state["stem.weight"], model.stem.weight.bfloat16())
+    assert state["blocks.0.1.running_mean"].dtype == torch.float32
+    assert state["blocks.0.1.num_batches_tracked"].dtype == torch.int64
+    assert model.stem.weight.dtype == torch.float32
+
+
+def test_views_of_one_storage_are_written_as_what_they_are(tmp_path):
+    both = torch.randn(2, 5)
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(both[0]), nn.Parameter(both[1])
+    save_weights(model, tmp_path)
+    state = loaded(tmp_path)
+    assert torch.equal(state["a"], both[0]) and torch.equal(state["b"], both[1])
+    assert (tmp_path / "model.safetensors").stat().st_size < 300
+
+
+def test_nothing_is_placed_while_saving(tmp_path):
+    host = Host()
+    model = TinyConvNet()
+    with host.mode():
+        save_weights(model, tmp_path, dtype=torch.bfloat16)
+    assert not host.memory.stats()["peak_roles"]
+
+
+def test_what_cannot_be_written_is_named(tmp_path):
+    with empty_weights():
+        model = TinyTransformer()
+    with pytest.raises(CheckpointError, match=r"on the meta device .* `embed\.weight`: load them"):
+        save_weights(model, tmp_path)
+    sparse = nn.Module()
+    sparse.register_buffer("s", torch.eye(3).to_sparse())
+    with pytest.raises(CheckpointError, match="`s` is sparse or quantized"):
+        save_weights(sparse, tmp_path)
+    wide = nn.Module()
+    wide.register_buffer("c", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match="complex128"):
+        save_weights(wide, tmp_path)
+    assert files(tmp_path) == []
+
+
+class OwnState(nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 1.0}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_state_that_is_no_tensor_is_said_not_to_be_saved(tmp_path):
+    with pytest.warns(LightningCXLWarning, match="OwnState: 1 entries of its state dict .* such as `_extra_state`"):
+        save_weights(OwnState(2, 2), tmp_path)
+    assert loaded(tmp_path).keys() == {"weight", "bias"}
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    model = TinyTransformer()
+    save_weights(model, tmp_path, max_shard_bytes=20_000)
+    return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def assert_as_before(folder, earlier):
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == earlier
+
+
+@pytest.fixture
+def small_files():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_when_the_file_system_refuses_the_earlier_save_is_as_it_was(tmp_path, earlier, small_files):
+    with pytest.raises(CheckpointError, match=rf"could not save .* KiB of weights to `{tmp_path}`: File too large"):
+        save_weights(TinyTransformer(), tmp_path)
+    assert_as_before(tmp_path, earlier)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_error_at_the_third_shard_leaves_nothing(tmp_path, earlier, monkeypatch, error):
+    write, calls = saving.write_tensors, []
+
+    def fail(*args):
+        calls.append(args)
+        write(*args)
+        if len(calls) == 3:
+            raise error
+
+    monkeypatch.setattr(saving, "write_tensors", fail)
+    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+        save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
+    assert isinstance(error, KeyboardInterrupt) or "No space left on device" in str(caught.value)
+    assert_as_before(tmp_path, earlier)
+
+
+def test_a_crash_between_the_renames_leaves_no_mixture_that_loads(tmp_path, earlier, monkeypatch):
+    replace, calls = os.replace, []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
+    left = files(tmp_path)
+    assert "model.safetensors.index.json" not in left and "model.safetensors" not in left
+    assert not [name for name in left if name.startswith(".")]
