@@ -27,9 +27,13 @@ def reordering(_device):
     return ReorderingEngine(3, 0.0005, computes_on_host=False)
 
 
-@pytest.fixture(autouse=True, params=[delaying, reordering])
-def _device_apart(request, monkeypatch):
-    monkeypatch.setattr(runtime, "make_engine", request.param)
+@pytest.fixture(autouse=True, params=[delaying, reordering, None], ids=["delaying", "reordering", "host"])
+def _device(request, monkeypatch):
+    if request.param is not None:
+        monkeypatch.setattr(runtime, "make_engine", request.param)
+    else:  # the CPU itself, for which both must be asked for
+        monkeypatch.setenv("LIGHTNING_CXL_STREAM_WEIGHTS", "true")
+        monkeypatch.setenv("LIGHTNING_CXL_OVERLAP_STEP", "true")
 
 
 @pytest.fixture
