@@ -73,6 +73,10 @@ class Residence:
             self._streamer = ParamStreamer(self._engine, self.units, phase)
         return self._streamer
 
+    def stats(self) -> dict[str, int]:
+        """Return what streams, see `ParamStreamer.stats`; nothing if nothing does."""
+        return {} if self._streamer is None else self._streamer.stats()
+
     def bring_home(self) -> None:
         """Let every streamed parameter show its home."""
         if self._streamer is not None:

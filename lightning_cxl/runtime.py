@@ -339,6 +339,7 @@ class OffloadRuntime:
             "num_parameters": sum(p.numel() for p in parameters),
             "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
             "units": list(self.units),
+            "streamed": {} if self._residence is None else self._residence.stats(),
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
             "notes": notes,
         }

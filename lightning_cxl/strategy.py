@@ -310,7 +310,8 @@ class CXLOffloadStrategy(ParallelStrategy):
         """Return bytes planned, used and at the peak, per tier and role, JSON-able; the last run's when it is over.
 
         Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}}, ``roles``,
-        ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``notes``.
+        ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
+        ``notes``.
         """
         if self._runtime is None and self._last_report is not None:
             report = self._last_report

@@ -84,6 +84,12 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines.append("")
     lines.append(f"parameters: {report['num_parameters']:,} ({report['num_trainable']:,} trained)")
     lines.append(f"units: {_units(report['units'])}")
+    if streamed := report["streamed"]:
+        lines.append(
+            f"streamed weights: {_size(streamed['host_bytes'])} of {streamed['num_units']} units through "
+            f"{_size(streamed['slot_bytes'])} on the device, {streamed['num_fetches']} copies, "
+            f"{streamed['num_late']} not fetched ahead"
+        )
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)

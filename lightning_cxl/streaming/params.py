@@ -65,6 +65,7 @@ class ParamStreamer:
         self.num_fetches = self.num_late = 0
         """Copies started; and those of them that were not asked for before their unit was entered."""
         self._engine = engine
+        self._units = list(units)
         self._num_ahead = num_slots - 1
         self._ring = SlotRing(engine, num_slots, max(unit.nbytes for unit in units))
         self._lock = threading.Lock()  # guards the ring and all below; nobody waits for anything while holding it
@@ -72,6 +73,16 @@ class ParamStreamer:
         self._next: dict[_Visit, _Visit] = {}  # what followed what
         self._latest: _Visit | None = None
         self._attached = [_StreamedForward(self, unit) for unit in units]
+
+    def stats(self) -> dict[str, int]:
+        """Return ``num_units``, ``host_bytes`` of their weights, ``slot_bytes`` on the device, and copies so far."""
+        return {
+            "num_units": len(self._units),
+            "host_bytes": sum(unit.nbytes for unit in self._units),
+            "slot_bytes": self._ring.nbytes,
+            "num_fetches": self.num_fetches,
+            "num_late": self.num_late,
+        }
 
     def enter(self, unit: UnitWeights) -> None:
         """Let the unit's parameters show weights on the device.

@@ -50,6 +50,8 @@ class SlotRing:
     """
 
     def __init__(self, engine: TransferEngine, num_slots: int, nbytes: int) -> None:
+        self.nbytes = num_slots * nbytes
+        """Device memory of all slots."""
         self._engine = engine
         self._slots = [Slot(torch.empty(nbytes, dtype=torch.uint8, device=engine.device)) for _ in range(num_slots)]
 

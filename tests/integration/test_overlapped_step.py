@@ -245,6 +245,16 @@ def test_gradients_of_a_few_units_exist_at_a_time():
     assert all_peak > 1.5 * few_peak
 
 
+def test_the_report_says_what_streams():
+    module, trainer, *_ = fit({}, make_model=lambda: TinyTransformer(depth=5), steps=3)
+    streamed = trainer.strategy.report()["streamed"]
+    block = sum(-(-p.nbytes // 64) * 64 for p in module.model.blocks[0].parameters())
+    assert (streamed["num_units"], streamed["host_bytes"], streamed["slot_bytes"]) == (5, 5 * block, 3 * block)
+    # forward 5, backward 5 but for the last 3, which are still there; the first step does not know what comes next
+    assert 3 * 7 - 1 <= streamed["num_fetches"] <= 3 * 10 and 1 <= streamed["num_late"] <= 10
+    assert "streamed weights: " in str(trainer.strategy)
+
+
 def test_an_error_in_an_update_reaches_the_user(monkeypatch):
     apply = AdamStep.apply
 
