@@ -69,6 +69,10 @@ class Measured:
         """Return the median of the rounds' ratios: a round is disturbed as a whole."""
         return statistics.median(wall / best_s(step) for wall, step in zip(self.wall_s, self.steps, strict=True))
 
+    def least_ratio_to(self, best_s: Callable[[Step], float]) -> float:
+        """Return the fastest round in the best of the fastest plain round: others on the machine only add time."""
+        return min(self.wall_s) / min(map(best_s, self.steps))
+
     def spread(self) -> float:
         return (max(self.wall_s) - min(self.wall_s)) / statistics.median(self.wall_s)
 

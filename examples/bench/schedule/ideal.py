@@ -53,11 +53,12 @@ class Step:
         unit on; and the device has no room to move copies to the other phase.
         """
         forward, backward = self.forward, self.backward
-        backward_unit_s = backward.compute_s / self.num_units
+        forward_unit_s, backward_unit_s = forward.compute_s / self.num_units, backward.compute_s / self.num_units
         forward_s = max(
             self.fetch_s + forward.compute_s,
-            forward.h2d_s + forward.compute_s / self.num_units,
-            self.fetch_s + forward.d2h_s,
+            forward.h2d_s + forward_unit_s,
+            # the last input may be on its way still when backward begins
+            forward.d2h_s * (1 - 1 / self.num_units) + forward_unit_s,
         )
         backward_s = max(
             backward.compute_s + self.write_s + self.update_s,

@@ -55,7 +55,18 @@ def grid_section(results: Results, *, quick: bool) -> dict[str, Trace]:
 
 
 def _print_grid(measured: Sequence[Measured]) -> None:
-    rows = [("units, compute:transfer", "wall s", "spread", "x ideal", "x bound", "serial x ideal", "lag ms")]
+    rows = [
+        (
+            "units, compute:transfer",
+            "wall s",
+            "spread",
+            "x ideal",
+            "x bound",
+            "least x ideal",
+            "serial x ideal",
+            "lag ms",
+        )
+    ]
     rows += [
         (
             f"{each.cell.num_units}, {each.cell.ratio:g}",
@@ -63,6 +74,7 @@ def _print_grid(measured: Sequence[Measured]) -> None:
             f"{each.spread():.0%}",
             f"{each.ratio_to(Step.ideal_s):.3f}",
             f"{each.ratio_to(Step.bound_s):.3f}",
+            f"{each.least_ratio_to(Step.ideal_s):.3f}",
             f"{statistics.median(step.serial_s() / step.ideal_s() for step in each.steps):.2f}",
             f"{each.max_lag_s * 1e3:.1f}",
         )
