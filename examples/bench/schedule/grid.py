@@ -12,7 +12,7 @@ import torch
 from lightning_cxl.transfer.links import Link, Links, Traffic
 from lightning_cxl.transfer.trace import Trace
 from schedule.ideal import Step, UnitShape
-from schedule.memory import SharedMemory
+from schedule.memory import LabelledMemory
 from schedule.model import Net, make_matrix_net
 from schedule.rig import Rig, Updates
 from schedule.updates import AfterBackward, DuringBackward
@@ -106,7 +106,7 @@ def measure(cell: Cell, effort: Effort) -> Measured:
     compute_s = statistics.median(sum(each) for each in calibration)
     links, shape = links_for(cell, compute_s, x.nbytes)
     traffic = {f"unit {index}": {"state": _update_traffic(x.nbytes)} for index in range(cell.num_units)}
-    memory = SharedMemory(lambda role, unit: {"copied": 1.0})
+    memory = LabelledMemory(lambda role, unit: {"copied": 1.0})
     rig = Rig(make(), links, memory, partial(MODES[cell.mode], traffic=traffic), num_slots=NUM_SLOTS)
     wall_s, steps = [], []
     gc.collect()

@@ -14,7 +14,7 @@ SharesOf = Callable[[TensorRole, str], Shares]
 """Role and unit to the fraction of each tier."""
 
 
-class SharedMemory:
+class LabelledMemory:
     """Gives memory by role and unit, and notes for the links on which tiers it lies. What dies is given out again."""
 
     def __init__(self, shares_of: SharesOf) -> None:

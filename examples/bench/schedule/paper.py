@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.policy import PlacementRequest, RoleHomePolicy
@@ -145,22 +146,32 @@ def role_homes(classes: Mapping[TensorRole, int], machine: Machine, num_units: i
     return lambda role, unit: homes[role, unit]
 
 
-def split_by_bandwidth(classes: Mapping[TensorRole, int], machine: Machine, num_units: int) -> Plan:
-    """Return a plan in which every class that updates stream lies on all tiers, so that these are done together.
+def balanced(layout: Layout, classes: Mapping[TensorRole, int], machine: Machine, num_units: int) -> Plan:
+    """Return a plan under which an update is done with DRAM and the cards at the same time.
 
-    Of each class the same part is in DRAM: in the proportion of the bandwidths for Adam's mix, or what DRAM has room
-    for. Weights and activations, which copies only read or write once, go to the cards.
+    Weights and activations go to the cards, gradients to DRAM. Of every other class the same part is in DRAM: so much
+    that both take equally long, weights and gradients included, or what DRAM has room for.
     """
-    streamed = [role for role in classes if role not in (_R.COMPUTE_WEIGHTS, _R.ACTIVATIONS, _R.COMPUTE_GRADS)]
-    gradients = classes[_R.COMPUTE_GRADS]
+    fixed: dict[TensorRole, Shares] = {
+        _R.COMPUTE_WEIGHTS: _equal(machine.cards),
+        _R.ACTIVATIONS: _equal(machine.cards),
+        _R.COMPUTE_GRADS: DRAM,
+    }
+    split = [role for role in classes if role not in fixed]
+    room = (machine.dram_bytes - classes[_R.COMPUTE_GRADS]) / sum(classes[role] for role in split)
     links = paper_machine(machine.num_cards)
-    mix = Traffic(16, 12)
-    speed = {tier: 1 / links.host_route({tier: mix}).seconds(mix.nbytes) for tier in links.tiers}
-    room = (machine.dram_bytes - gradients) / sum(classes[role] for role in streamed)
-    local = min(speed["dram"] / sum(speed.values()), room)
-    split, cards = {"dram": local, **_equal(machine.cards, 1 - local)}, _equal(machine.cards)
-    shares = dict.fromkeys(streamed, split) | {_R.COMPUTE_GRADS: DRAM}
-    return lambda role, unit: shares.get(role, cards)
+
+    def plan(local: float, role: TensorRole, unit: int) -> Shares:
+        return fixed.get(role, {"dram": local, **_equal(machine.cards, 1 - local)})
+
+    def lead_s(local: float) -> float:
+        """Return by how much DRAM takes longer than a card; linear."""
+        traffic = update_traffic(layout, partial(plan, local), 0, 1.0)
+        seconds = {tier: links.host_route({tier: each}).seconds(each.nbytes) for tier, each in traffic.items()}
+        return seconds["dram"] - seconds[machine.cards[0]]
+
+    local = min(1.0, room, -lead_s(0.0) / (lead_s(1.0) - lead_s(0.0)))
+    return partial(plan, local)
 
 
 def update_traffic(layout: Layout, plan: Plan, unit: int, num_parameters: float) -> dict[str, Traffic]:

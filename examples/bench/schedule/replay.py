@@ -12,7 +12,7 @@ from lightning_cxl.transfer.links import Route
 from lightning_cxl.transfer.machines import paper_machine
 from lightning_cxl.transfer.trace import Trace
 from schedule.grid import MODES, NUM_SLOTS
-from schedule.memory import SharedMemory
+from schedule.memory import LabelledMemory
 from schedule.model import Net, Timeline, WaitingUnit
 from schedule.paper import (
     OUR_LAYOUT,
@@ -21,16 +21,18 @@ from schedule.paper import (
     Machine,
     Plan,
     Shape,
+    balanced,
     classes_of,
     dram_only,
     latency_first,
     naive_interleave,
     role_homes,
-    split_by_bandwidth,
     update_traffic,
 )
 from schedule.rig import Rig
 
+BALANCED = "balanced"
+"""A placement that is not executed, only computed: what a default could be."""
 BYTES_SCALE = 1 / 2000
 """Memory of the replay in that of the model."""
 Policy = Callable[[Mapping[TensorRole, int], Machine, int], Plan]
@@ -50,9 +52,9 @@ _PAPER_POLICIES: Mapping[str, Policy] = {
     "naive interleave": naive_interleave,
     "latency-first": latency_first,
     "ours": role_homes,
-    "split by bandwidth": split_by_bandwidth,
+    BALANCED: partial(balanced, PAPER_LAYOUT),
 }
-_OUR_POLICIES: Mapping[str, Policy] = {"ours": role_homes, "split by bandwidth": split_by_bandwidth}
+_OUR_POLICIES: Mapping[str, Policy] = {"ours": role_homes, BALANCED: partial(balanced, OUR_LAYOUT)}
 _LAYERS_PER_UNIT = 4
 """Threads need milliseconds to take turns on a busy machine: few long units are disturbed less than many short ones."""
 
@@ -172,7 +174,7 @@ class Replay:
         links = paper_machine(contender.num_cards).scaled(BYTES_SCALE / time_scale, time_scale)
         traffic = {f"unit {i}": update_traffic(contender.layout, plan, i, parameters) for i in range(num_units)}
         updates = partial(MODES[mode], traffic=traffic)
-        memory = SharedMemory(partial(_shares_of, plan))
+        memory = LabelledMemory(partial(_shares_of, plan))
         self._rig = Rig(Net(units, timeline), links, memory, updates, num_slots=NUM_SLOTS)
         saved = int(setting.activation_bytes / num_units * BYTES_SCALE)
         self._x = torch.zeros(saved // 2, dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.links import Links, Traffic
 from lightning_cxl.transfer.simulated import SimulatedEngine
-from schedule.memory import SharedMemory
+from schedule.memory import LabelledMemory
 from schedule.model import Net
 
 UnitTraffic = Mapping[str, Traffic]
@@ -44,7 +44,7 @@ class Rig:
         self,
         model: Net,
         links: Links,
-        memory: SharedMemory,
+        memory: LabelledMemory,
         updates: "Callable[[Rig], Updates]",
         *,
         num_slots: int = 3,

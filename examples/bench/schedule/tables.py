@@ -17,9 +17,8 @@ from schedule.paper import (
     latency_first,
     naive_interleave,
     role_homes,
-    split_by_bandwidth,
 )
-from schedule.replay import Replay, Setting, closed_form, contenders
+from schedule.replay import BALANCED, Replay, Setting, closed_form, contenders
 
 OVERLAP_GOAL = 1.10
 THROUGHPUT_GOALS = {1: 0.97, 2: 0.99}
@@ -138,7 +137,7 @@ def _replay_layout(
     results: Results, title: str, setting: Setting, layout: Layout, mode: str, step_s: float, rounds: int
 ) -> Trace:
     """Let all placements take turns; print and add what they took."""
-    chosen = [each for each in contenders() if each.layout is layout and each.policy is not split_by_bandwidth]
+    chosen = [each for each in contenders() if each.layout is layout and not each.name.startswith(BALANCED)]
     time_scale = step_s / closed_form(setting, chosen[0]).step_s(mode)
     replays = [Replay(setting, contender, mode, time_scale) for contender in chosen]
     for _ in range(1 + rounds):

@@ -1,5 +1,7 @@
 """What the overlap benchmark compares with: ideals, and placements of the paper, against figures worked out by hand."""
 
+from functools import partial
+
 import pytest
 from schedule.ideal import UnitShape
 from schedule.paper import (
@@ -8,17 +10,18 @@ from schedule.paper import (
     OUR_LAYOUT,
     PAPER_LAYOUT,
     Machine,
+    balanced,
     classes_of,
     latency_first,
     naive_interleave,
     role_homes,
-    split_by_bandwidth,
     update_traffic,
 )
 from schedule.replay import Setting, closed_form, contenders
 
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.links import Traffic
+from lightning_cxl.transfer.machines import paper_machine
 
 ROLES = {
     "m": TensorRole.MOMENTUM,
@@ -59,14 +62,14 @@ def test_classes_have_the_papers_sizes():
     assert sum(OUR_LAYOUT.stored.values()) == 14
 
 
-@pytest.mark.parametrize("policy", [naive_interleave, latency_first, role_homes, split_by_bandwidth])
+@pytest.mark.parametrize("policy", [naive_interleave, latency_first, role_homes, balanced])
 @pytest.mark.parametrize("layout", [PAPER_LAYOUT, OUR_LAYOUT])
 @pytest.mark.parametrize("num_cards", [1, 2])
 @pytest.mark.parametrize("shape", MODELS)
 def test_every_placement_fits_the_machine(shape, num_cards, layout, policy):
     num_units, machine = 8, Machine(128 * GIB, num_cards)
     classes = classes_of(shape, layout, shape.activation_bytes(1, 32768))
-    plan = policy(classes, machine, num_units)
+    plan = (partial(policy, layout) if policy is balanced else policy)(classes, machine, num_units)
     local = 0.0
     for role, nbytes in classes.items():
         for unit in range(num_units):
@@ -103,3 +106,12 @@ def test_ideal_and_bound():
     writing = UnitShape(4, 40, 4, update_s=1.0, h2d_bytes_per_s=20.0, d2h_bytes_per_s=4.0)
     assert writing.step(10, 3, 5.0, 15.0).bound_s() == (90 + 0.5) + (9 * 2 + 7 * 0.2 + 1.5 + 1 + 1)
     assert slow.ideal_s() == 400 + 2 + 1 + 1 == slow.bound_s()
+
+
+def test_a_balanced_update_is_as_long_on_both():
+    machine = Machine(1 << 50, 1)
+    plan = balanced(OUR_LAYOUT, classes_of(SEVEN, OUR_LAYOUT, 0), machine, 1)
+    traffic = update_traffic(OUR_LAYOUT, plan, 0, 1e9)
+    links = paper_machine()
+    dram, card = (links.host_route({tier: traffic[tier]}).seconds(traffic[tier].nbytes) for tier in ("dram", "cxl0"))
+    assert dram == pytest.approx(card)
