@@ -42,6 +42,11 @@ class Step:
     update_s: float
     """A unit's update."""
 
+    def ratio(self) -> float:
+        """Return the seconds of compute in those of the longest transfer."""
+        both = self.forward + self.backward
+        return both.compute_s / max(both.h2d_s, both.d2h_s, both.host_s)
+
     def ideal_s(self) -> float:
         """Return the longest kind of work, and the first fetch and the last write with its update."""
         return (self.forward + self.backward).longest_s() + self.fetch_s + self.write_s + self.update_s

@@ -54,21 +54,12 @@ def grid_section(results: Results, *, quick: bool) -> dict[str, Trace]:
 
 
 def _print_grid(measured: Sequence[Measured]) -> None:
-    rows = [
-        (
-            "units, compute:transfer",
-            "wall s",
-            "spread",
-            "x ideal",
-            "x bound",
-            "least x ideal",
-            "serial x ideal",
-            "lag ms",
-        )
-    ]
+    header = "units, compute:transfer", "measured", "wall s", "spread", "x ideal", "x bound", "least x ideal"
+    rows: list[Sequence[str]] = [(*header, "serial x ideal", "lag ms")]
     rows += [
         (
             f"{each.cell.num_units}, {each.cell.ratio:g}",
+            f"{statistics.median(step.ratio() for step in each.steps):.2f}",
             f"{statistics.median(each.wall_s):.3f}",
             f"{each.spread():.0%}",
             f"{each.ratio_to(Step.ideal_s):.3f}",
