@@ -79,6 +79,32 @@ def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_pat
     assert values["GPU peak"] is None and values["profiled: compute"] == 0 and "busy" not in values
 
 
+@pytest.mark.slow
+def test_the_overlap_benchmark_writes_rows_a_picture_and_a_trace(tmp_path):
+    rows, picture, trace = (tmp_path / name for name in ("rows.json", "picture.png", "trace.json"))
+    command = [sys.executable, EXAMPLES / "bench" / "overlap.py", "--quick", "--json", rows, "--plot", picture]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--trace", trace], env=environment, check=True, capture_output=True, text=True, timeout=200
+    )
+    written = json.loads(rows.read_text())
+    assert written["machine"]["threads"] == 1
+    assert all(row["value"] > 0 and (row["goal"] is None) == (row["holds"] is None) for row in written["rows"])
+    names = {(row["name"], row["unit"]) for row in written["rows"]}
+    for kind, mode in (("copies", "during"), ("copies", "after"), ("updates", "during")):
+        for unit in ("x ideal", "x bound"):
+            assert (f"{kind}, 4 units, compute:transfer 1, update {mode} backward", unit) in names
+    for mode in ("after", "during"):
+        for contender in ("DRAM only", "naive interleave, 1 card", "latency-first, 2 cards", "ours, 2 cards"):
+            name = f"7B, 8 x 4096, 20 B/parameter, updates {mode} backward: {contender}"
+            assert (name, "x DRAM only") in names
+    assert "closed form" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes == {"compute", "h2d", "d2h", "host step"}
+
+
 # -- code in the README ------------------------------------------------------------------------------------------------
 
 

@@ -40,16 +40,49 @@ class Link:
         """Return the bandwidth of copies of one direction that have the link to themselves."""
         return self.read_bytes_per_s if direction == "h2d" else self.write_bytes_per_s
 
+    def scaled(self, speed: float, latency: float) -> "Link":
+        """Return a link whose bandwidths and latency are multiples of these."""
+        return Link(
+            self.read_bytes_per_s * speed, self.write_bytes_per_s * speed, self.latency_s * latency, self.duplex
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one tier that work on the host goes through."""
+
+    read_bytes: float = 0.0
+    write_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.read_bytes < math.inf and 0 <= self.write_bytes < math.inf):
+            raise ValueError(f"traffic must be numbers of bytes of at least 0, got {self}")
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.read_bytes + other.read_bytes, self.write_bytes + other.write_bytes)
+
+    def __mul__(self, factor: float) -> "Traffic":
+        return Traffic(self.read_bytes * factor, self.write_bytes * factor)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes read and written."""
+        return self.read_bytes + self.write_bytes
+
+    def by_direction(self) -> dict[Direction, float]:
+        """Return the bytes by the direction of the copies that they are like: reading is what h2d does."""
+        return {"h2d": self.read_bytes, "d2h": self.write_bytes}
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one copy uses on its way."""
+    """What one copy, or one piece of work on the host, uses on its way."""
 
     uses: Mapping[str, float]
     """How long one byte occupies each resource, in seconds; at least one is above 0."""
     latency_s: float
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds(self, nbytes: float) -> float:
         """Return how long a copy takes that has all resources to itself."""
         return self.latency_s + nbytes * max(self.uses.values())
 
@@ -82,15 +115,47 @@ class Links:
         uses = _uses("device", self.device, direction, 1.0)
         latency_s = 0.0
         for name, share in shares.items():
-            if name not in self.tiers:
-                raise TierNotFoundError(
-                    f"there is no link for tier `{name}`: the simulated host has {', '.join(self.tiers) or 'none'}. "
-                    "Add it to `tiers`."
-                )
+            link = self._tier(name)
             if share:
-                uses |= _uses(f"tier {name}", self.tiers[name], direction, share)
-                latency_s = max(latency_s, self.tiers[name].latency_s)
+                uses |= _uses(f"tier {name}", link, direction, share)
+                latency_s = max(latency_s, link.latency_s)
         return Route(uses, self.device.latency_s + latency_s)
+
+    def host_route(self, traffic: Mapping[str, Traffic]) -> Route:
+        """Return what work of the host's CPUs uses: its tiers, all at once, and not the device's link.
+
+        Reading and writing take what they take in copies: with a card's caps for copies of 53.3 and 38.2 GB/s and a
+        duplex of 1.5, Adam's mix of 16 bytes read and 12 written flows at 68.4 GB/s, where 66.7 to 68.8 were measured.
+
+        Args:
+            traffic: by tier name; a byte of the route stands for its part of all of it.
+
+        Raises:
+            TierNotFoundError: a tier without a link.
+        """
+        total = sum(each.nbytes for each in traffic.values())
+        uses: dict[str, float] = {}
+        for name, each in traffic.items():
+            link = self._tier(name)
+            for direction, nbytes in each.by_direction().items():
+                if nbytes:
+                    used = _uses(f"tier {name}", link, direction, nbytes / total)
+                    uses |= {resource: uses.get(resource, 0.0) + seconds for resource, seconds in used.items()}
+        return Route(uses or {"host": 1.0}, 0.0)  # no traffic takes no time, but a route uses something
+
+    def scaled(self, speed: float, latency: float) -> "Links":
+        """Return links of other speeds and latencies, all by the same factors."""
+        return Links(
+            self.device.scaled(speed, latency), {name: link.scaled(speed, latency) for name, link in self.tiers.items()}
+        )
+
+    def _tier(self, name: str) -> Link:
+        if name not in self.tiers:
+            raise TierNotFoundError(
+                f"there is no link for tier `{name}`: the simulated host has {', '.join(self.tiers) or 'none'}. "
+                "Add it to `tiers`."
+            )
+        return self.tiers[name]
 
 
 def _uses(name: str, link: Link, direction: Direction, share: float) -> dict[str, float]:

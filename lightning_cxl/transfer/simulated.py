@@ -13,6 +13,8 @@ machine do not add up.
 * The CPU computes at once, so `wait` blocks like `wait_host`. The rest is as in [Note: Copies and streams]: jobs hold
   the memory of both sides until the bytes have landed. The version of a destination goes up when its copy is asked
   for, not when it lands, so that versions do not depend on time.
+* Work of the host's CPUs on the tiers (`host_work`) is a flow on a lane of its own. Whoever does it moves the bytes,
+  and is held until the flow has ended.
 """
 
 import ctypes
@@ -20,17 +22,21 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
 from lightning_cxl.transfer.clock import Flow, LinkClock
 from lightning_cxl.transfer.engine import FinishedTransfer, Transfer, check_copy
-from lightning_cxl.transfer.links import Direction, Links
+from lightning_cxl.transfer.links import Direction, Links, Traffic
 from lightning_cxl.transfer.trace import Trace
 
 TiersOf = Callable[[int, int], str | Mapping[str, float]]
 """Address and size of host memory to the name of its tier, or to tier names and fractions where it is striped."""
+
+HOST_LANE = "host step"
+"""Lane of the trace, and of the clock, for work of the host's CPUs."""
 
 _LAST_BYTES = 1 << 18
 """Moved when the time is up: enough to be missed, and soon done."""
@@ -40,10 +46,10 @@ class SimulatedTransfer:
     """One copy: its flow, and both sides until the bytes have landed. See [Note: Simulated copies]."""
 
     def __init__(
-        self, source: torch.Tensor, destination: torch.Tensor, tier: str, flow: Flow, after: "SimulatedTransfer | None"
+        self, source: torch.Tensor, destination: torch.Tensor, name: str, flow: Flow, after: "SimulatedTransfer | None"
     ) -> None:
         self.flow = flow
-        self.tier = tier
+        self.name = name
         self.nbytes = nbytes_of(source)
         self._sides: tuple[torch.Tensor, torch.Tensor] | None = (source.detach(), destination.data)
         self._after = after
@@ -93,18 +99,20 @@ class SimulatedEngine:
     Args:
         links: how fast the device's link and the tiers are.
         tiers_of: says on which tier host memory lies; called once per copy, by the thread that asks for it.
+        name_of: names copies in the trace by address and size of their host memory; by its tiers when None.
     """
 
     device = torch.device("cpu")
     computes_on_host = False
 
-    def __init__(self, links: Links, tiers_of: TiersOf) -> None:
+    def __init__(self, links: Links, tiers_of: TiersOf, name_of: Callable[[int, int], str] | None = None) -> None:
         self.trace = Trace()
-        """Every copy that is done, on the lanes ``h2d`` and ``d2h``; others may add lanes of their own."""
+        """Every copy that is done, on the lanes ``h2d`` and ``d2h``, and `host_work`; others may add lanes."""
         self.max_lag_s = 0.0
         """The most that a copy was done after its time: large where this machine cannot keep up with the links."""
         self._links = links
         self._tiers_of = tiers_of
+        self._name_of = name_of
         self._clock = LinkClock()
         self._changed = threading.Condition()  # guards the clock, the workers and what is handed to them
         self._workers: dict[Direction, _Worker] = {}
@@ -136,6 +144,7 @@ class SimulatedEngine:
         if isinstance(shares, str):
             shares = {shares: 1.0}
         route = self._links.route(direction, shares)
+        name = " + ".join(shares) if self._name_of is None else self._name_of(on_host.data_ptr(), nbytes)
         if not isinstance(after, SimulatedTransfer | None):
             after.wait_host()  # the clock does not know it
             after = None
@@ -143,7 +152,7 @@ class SimulatedEngine:
         with self._changed:
             behind = None if after is None else after.flow
             flow = self._clock.submit(direction, nbytes, route, now_s=time.perf_counter(), after=behind)
-            transfer = SimulatedTransfer(source, destination, " + ".join(shares), flow, after)
+            transfer = SimulatedTransfer(source, destination, name, flow, after)
             if direction not in self._workers:
                 self._workers[direction] = _Worker(self, direction)
             self._workers[direction].jobs.put(transfer)
@@ -151,8 +160,35 @@ class SimulatedEngine:
             self._changed.notify_all()
         return transfer
 
+    @contextmanager
+    def host_work(self, name: str, traffic: Mapping[str, Traffic]) -> Iterator[None]:
+        """Do the body as work of the host's CPUs, which streams tiers and so competes with copies for them.
+
+        It begins when work that began earlier, on any thread, is over, and ends (this returns) when the tiers have let
+        `traffic` through, or with the body where that takes longer.
+
+        Args:
+            name: for the trace, on the lane ``host step``.
+            traffic: bytes read and written by tier name; all tiers are worked on at once.
+
+        Raises:
+            TierNotFoundError: a tier without a link.
+        """
+        route = self._links.host_route(traffic)
+        nbytes = round(sum(each.nbytes for each in traffic.values()))
+        with self._changed:
+            flow = self._clock.submit(HOST_LANE, nbytes, route, now_s=time.perf_counter())
+            self._changed.notify_all()
+        self.sleep_until(flow.has_started)
+        try:
+            yield
+        finally:  # also what raises has taken the bandwidth
+            self.sleep_until(flow.has_ended)
+            assert flow.start_s is not None
+            self.trace.add(HOST_LANE, name, flow.start_s, time.perf_counter(), nbytes)
+
     def sleep_until(self, has_come: Callable[[], bool]) -> None:
-        """Keep the clock going until it has made something true (on a worker)."""
+        """Keep the clock going until it has made something true (on a worker, or in host work)."""
         with self._changed:
             while True:
                 now_s = time.perf_counter()
@@ -215,7 +251,7 @@ class _Worker(threading.Thread):
         transfer.move(last=True)
         assert flow.start_s is not None and flow.end_s is not None
         start_s, self._free_s = max(flow.start_s, self._free_s), time.perf_counter()
-        engine.trace.add(self._lane, transfer.tier, start_s, self._free_s, transfer.nbytes)
+        engine.trace.add(self._lane, transfer.name, start_s, self._free_s, transfer.nbytes)
         engine.note_lag(self._free_s - flow.end_s)
         transfer.land()
 

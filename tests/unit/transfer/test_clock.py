@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_cxl.transfer.clock import LinkClock, fair_rates
-from lightning_cxl.transfer.links import Link, Links, Route
+from lightning_cxl.transfer.links import Link, Links, Route, Traffic
 
 
 def links(duplex=1.0, device_latency=0.0, tier_latency=0.0):
@@ -128,3 +128,26 @@ def test_rates_are_max_min_fair():
     assert fair_rates([on("x"), on("x"), on("x"), Route({"x": 1.0, "y": 1.0}, 0.0), on("y")]) == [0.25] * 4 + [0.75]
     assert fair_rates([on("x", seconds=0.5), on("x", seconds=0.25), on("z", seconds=0.25)]) == [4 / 3, 4 / 3, 4.0]
     assert fair_rates([]) == []
+
+
+def test_host_work_competes_with_copies_for_tiers_and_not_for_the_devices_link():
+    clock = LinkClock()
+    work = clock.submit("host", 16, links().host_route({"slow": Traffic(12, 4)}), now_s=0.0)
+    copy = clock.submit("h2d", 4, links().route("h2d", {"slow": 1.0}), now_s=0.0)
+    other = clock.submit("d2h", 16, links().route("d2h", {"fast": 1.0}), now_s=0.0)
+    clock.advance(10.0)
+    assert copy.end_s == 2.0  # 4 bytes at half the rate
+    assert work.end_s == 5.0  # 4 bytes at half the rate, 12 alone
+    assert other.end_s == 2.0
+
+
+def test_host_work_goes_through_its_tiers_at_once_and_the_slowest_decides():
+    for traffic, seconds in (
+        ({"slow": Traffic(8, 8), "fast": Traffic(8, 8)}, 4.0),
+        ({"slow": Traffic(2, 2), "fast": Traffic(32, 32)}, 4.0),
+        ({"uneven": Traffic(8, 8)}, 6.0),  # read at 4, written at 2, one after the other
+        ({"uneven": Traffic(8, 0), "fast": Traffic(0, 0)}, 2.0),
+        ({}, 0.0),
+    ):
+        nbytes = sum(each.nbytes for each in traffic.values())
+        assert links().host_route(traffic).seconds(nbytes) == seconds

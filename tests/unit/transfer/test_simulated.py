@@ -1,6 +1,7 @@
 """The machine is noisy: durations are compared with what they cannot be below, and what must not end is held up."""
 
 import contextlib
+import itertools
 import threading
 import time
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import TierNotFoundError
-from lightning_cxl.transfer.links import Link, Links
+from lightning_cxl.transfer.links import Link, Links, Traffic
 from lightning_cxl.transfer.simulated import SimulatedEngine
 from tests.fakes import RecyclingMemory
 
@@ -182,3 +183,59 @@ def test_close_ends_the_workers_and_a_later_copy_starts_them_again(engine):
     destination = empty(10)
     engine.h2d(torch.ones(10, dtype=torch.uint8), destination).wait()
     assert destination.all()
+
+
+def test_copies_are_called_what_the_caller_calls_their_host_memory(tiers):
+    on_host = empty(10)
+    names = {(on_host.data_ptr(), 10): "block 3"}
+    engine = SimulatedEngine(LINKS, tiers, lambda *where: names[where])
+    engine.h2d(on_host, empty(10)).wait()
+    assert [interval.name for interval in engine.trace.lane("h2d")] == ["block 3"]
+    engine.close()
+
+
+def test_host_work_takes_at_least_what_its_tiers_allow(engine):
+    with engine.host_work("unit 0", {"dram": Traffic(MB // 2, MB // 2), "cxl": Traffic(0, MB // 10)}):
+        done = time.perf_counter()
+    (interval,) = engine.trace.lane("host step")
+    assert interval.end_s - interval.start_s >= 0.025
+    assert interval.start_s <= done < interval.end_s <= time.perf_counter()
+    assert (interval.name, interval.nbytes) == ("unit 0", MB + MB // 10)
+
+
+def test_host_work_and_a_copy_on_one_tier_slow_each_other_down(engine, tiers):
+    source = empty(MB // 2)
+    tiers.by_address = {source.data_ptr(): "cxl"}
+    with engine.host_work("unit 0", {"cxl": Traffic(MB // 2, 0)}):
+        copy = engine.h2d(source, empty(MB // 2))
+    copy.wait()
+    (work,), (read,) = engine.trace.lane("host step"), engine.trace.lane("h2d")
+    assert max(work.end_s, read.end_s) - work.start_s >= 0.2  # alone: 0.1 s each
+
+
+def test_host_work_that_raises_has_taken_its_time(engine):
+    with pytest.raises(KeyError), engine.host_work("unit 0", {"dram": Traffic(MB, 0)}):
+        raise KeyError
+    (interval,) = engine.trace.lane("host step")
+    assert interval.end_s - interval.start_s >= 0.025
+
+
+def test_host_work_of_several_threads_is_one_after_the_other(engine):
+    def work(name):
+        with engine.host_work(name, {"dram": Traffic(MB // 2, 0)}):
+            pass
+
+    threads = [threading.Thread(target=work, args=(f"unit {index}",)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    intervals = sorted(engine.trace.lane("host step"), key=lambda interval: interval.start_s)
+    # starts and ends are those of the clock, of which the machine sees the ends late
+    assert all(later.start_s - earlier.start_s >= 0.0125 * 0.999 for earlier, later in itertools.pairwise(intervals))
+
+
+def test_host_work_on_an_unknown_tier_is_refused_before_the_body(engine):
+    with pytest.raises(TierNotFoundError, match="`tape`"), engine.host_work("unit 0", {"tape": Traffic(1, 1)}):
+        raise AssertionError
+    assert engine.trace.intervals == []
