@@ -91,7 +91,7 @@ class UnitUpdates:
         if self._step is None:
             self._step = AdamStep(self._optimizer)
         written: list[torch.Tensor] = [host.compute for host in hosts]
-        self._start(unit, written, partial(self._update_arrived, self._step, hosts, self._optimizer.grad_scale))
+        self.start(unit, written, partial(self._update_arrived, self._step, hosts, self._optimizer.grad_scale))
         self._masters.write_back([host.master for host in hosts], kernel_wrote=True)
         while len(self._started) > MAX_UNITS_IN_FLIGHT:
             self._started.popleft().result()
@@ -116,7 +116,7 @@ class UnitUpdates:
         for unit in self._units:
             part = parts.get(id(unit))
             if part is not None:
-                self._start(unit, written_by(part), partial(_apply, step, part, optimizer.grad_scale))
+                self.start(unit, written_by(part), partial(_apply, step, part, optimizer.grad_scale))
         optimizer.grad_scale = 1.0
 
     def wait(self) -> None:
@@ -140,7 +140,14 @@ class UnitUpdates:
         host = self._masters.find(place.parameter)
         return host is not None and (host.is_shared or host.master in self._masters.kernel_weights)
 
-    def _start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
+    def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
+        """Let a job that writes the homes of `unit` run on the worker.
+
+        Args:
+            unit: waited for by whoever needs it, until the job is done.
+            written: parameters that the job writes: they count as written from now on.
+            job: raises where the unit is waited for.
+        """
         update: Future[None] = Future()
         unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
         torch.autograd.graph.increment_version(written)

@@ -316,7 +316,7 @@ def test_hooks_around_the_step_get_the_plain_schedule(monkeypatch):
             )
             return optimizer
 
-    monkeypatch.setattr(updates.UnitUpdates, "_start", lambda *_: pytest.fail("an update ran behind"))
+    monkeypatch.setattr(updates.UnitUpdates, "start", lambda *_: pytest.fail("an update ran behind"))
     ours = fit(IGNORE, task=Hooked)
     assert len(set(seen)) == 6
     assert_same(ours, fit({"overlap_step": False}))

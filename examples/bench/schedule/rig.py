@@ -1,7 +1,7 @@
 """`Rig`: one model whose units stream over simulated links, with the package's own parts."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,9 @@ UnitTraffic = Mapping[str, Traffic]
 
 class Updates(Protocol):
     """What receives the gradients of a step and applies its updates."""
+
+    def begin(self) -> None:
+        """Begin a step; called before forward."""
 
     def finish(self) -> None:
         """Return when every unit of the step is updated; called after backward."""
@@ -55,7 +58,7 @@ class Rig:
         self.unit_of = {id(p): name for name, unit in model.named_units() for p in unit.parameters()}
         self.offload = ActivationOffload(self.engine, self._allocate_activation, min_bytes=1)
         self.units = [
-            UnitWeights(name, module, parameters, self._allocate_weights)
+            UnitWeights(name, module, [parameters], self._allocate_weights)
             for name, module, parameters in streamable(model, model.named_units())
         ]
         self.streamer = ParamStreamer(self.engine, self.units, lambda: self.offload.phase, num_slots=num_slots)
@@ -66,6 +69,7 @@ class Rig:
     def step(self, x: torch.Tensor) -> float:
         """Train once; returns the seconds until every weight is updated."""
         start_s = time.perf_counter()
+        self.updates.begin()
         self.model(x).backward()
         self.updates.finish()
         seconds = time.perf_counter() - start_s
@@ -79,8 +83,8 @@ class Rig:
         self.engine.close()
         self.model.timeline.trace = None
 
-    def _allocate_weights(self, nbytes: int, unit: str):
-        return self._memory.allocate(nbytes, TensorRole.COMPUTE_WEIGHTS, unit)
+    def _allocate_weights(self, nbytes: int, parameters: Sequence[torch.nn.Parameter]):
+        return self._memory.allocate(nbytes, TensorRole.COMPUTE_WEIGHTS, self.unit_of[id(parameters[0])])
 
     def _allocate_activation(self, nbytes: int, unit: str):
         return self._memory.allocate(nbytes, TensorRole.ACTIVATIONS, unit)

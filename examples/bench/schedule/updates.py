@@ -1,8 +1,7 @@
 """What applies updates: unit after unit when backward is over, or while it runs."""
 
-import queue
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -12,8 +11,8 @@ from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.streaming.unit_weights import UnitWeights
-from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.transfer.engine import Transfer
+from lightning_cxl.transfer.simulated import SimulatedEngine
+from lightning_cxl.updates import UnitUpdates
 from schedule.rig import Rig, UnitTraffic
 
 _OPTIONS = {"lr": 1e-4, "num_threads": 1}
@@ -37,6 +36,9 @@ class AfterBackward:
         self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
         self._optimizers = {name: CPUAdam(unit.parameters(), **_OPTIONS) for name, unit in rig.model.named_units()}
 
+    def begin(self) -> None:
+        """Nothing to do."""
+
     def finish(self) -> None:
         for name, optimizer in self._optimizers.items():
             with self._engine.host_work(name, self._traffic[name]):
@@ -48,9 +50,7 @@ class AfterBackward:
 
 
 class DuringBackward:
-    """A worker updates every unit as soon as its gradients are on the host and its weights have left the device.
-
-    A stand-in for measuring the schedule: one backward per step, no clipping, nobody else reads gradients.
+    """The package's own schedule: a worker updates every unit when its backward is over.
 
     Args:
         rig: what is trained.
@@ -58,61 +58,46 @@ class DuringBackward:
     """
 
     def __init__(self, rig: Rig, traffic: Mapping[str, UnitTraffic]) -> None:
-        self._rig = rig
-        self._traffic = traffic
-        self._arrived: dict[str, list[tuple[torch.nn.Parameter, Transfer, torch.Tensor]]] = {}
-        self._masters = {
-            unit.name: [torch.nn.Parameter(place.home) for place in unit.places] for unit in rig.units
-        }  # show the home always, also while the compute weights show the device
-        self._optimizers = {name: CPUAdam(masters, **_OPTIONS) for name, masters in self._masters.items()}
-        self._hooks = [
-            place.parameter.register_post_accumulate_grad_hook(partial(self._receive, unit.name, index))
-            for unit in rig.units
-            for index, place in enumerate(unit.places)
-        ]
-        self._leave = rig.streamer.leave
-        rig.streamer.leave = self._left  # type: ignore[method-assign]
-        self._jobs: queue.SimpleQueue[UnitWeights | None] = queue.SimpleQueue()
-        self._num_open = 0
-        self._updated = threading.Semaphore(0)
-        self._worker = threading.Thread(target=self._work, name="updates", daemon=True)
-        self._worker.start()
+        self._worker = ThreadPoolExecutor(max_workers=1)
+        masters = MasterWeights({}, rig.allocate_like)
+        self._sink = GradientSink(
+            rig.engine,
+            rig.allocate_like,
+            GradientMeter(1),
+            streamed=rig.unit_of,
+            bring_home=rig.streamer.release,
+            worker=self._worker,
+        )
+        self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
+        self._optimizer = CPUAdam(rig.model.parameters(), **_OPTIONS)
+        self._updates = _PacedUpdates(rig.units, self._worker, masters, self._sink, rig.streamer.fetch_ahead)
+        self._updates.in_backward = True
+        self._updates.engine, self._updates.traffic = rig.engine, traffic
+        rig.streamer.on_left = self._updates.unit_is_over
+
+    def begin(self) -> None:
+        self._updates.begin(self._optimizer)
 
     def finish(self) -> None:
-        self._rig.streamer.release()
-        while self._num_open:
-            self._updated.acquire()
-            self._num_open -= 1
+        self._sink.finish()
+        self._updates.update(self._optimizer)
+        self._updates.wait()
+        self._optimizer.zero_grad()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._rig.streamer.leave = self._leave  # type: ignore[method-assign]
-        self._jobs.put(None)
-        self._worker.join()
+        self._worker.shutdown()
+        self._sink.close()
 
-    def _receive(self, unit: str, index: int, parameter: torch.Tensor) -> None:
-        grad, parameter.grad = parameter.grad, None
-        assert grad is not None
-        staging = self._rig.allocate_like(parameter, TensorRole.STAGING, grad.dtype)
-        transfer = self._rig.engine.d2h(grad, staging)
-        self._arrived.setdefault(unit, []).append((self._masters[unit][index], transfer, staging))
 
-    def _left(self, unit: UnitWeights) -> None:
-        self._leave(unit)
-        if len(self._arrived.get(unit.name, ())) == len(unit.places):
-            self._num_open += 1
-            self._jobs.put(unit)
+class _PacedUpdates(UnitUpdates):
+    """Every update takes as long as its bytes take on the simulated tiers."""
 
-    def _work(self) -> None:
-        while (unit := self._jobs.get()) is not None:
-            for master, transfer, staging in self._arrived.pop(unit.name):
-                transfer.wait_host()
-                master.grad = staging
-            optimizer = self._optimizers[unit.name]
-            with self._rig.engine.host_work(unit.name, self._traffic[unit.name]):
-                optimizer.step()
-                optimizer.zero_grad()
-            # copies in the slots are old now
-            torch.autograd.graph.increment_version([place.parameter for place in unit.places])
-            self._updated.release()
+    engine: SimulatedEngine
+    traffic: Mapping[str, UnitTraffic]
+
+    def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
+        super().start(unit, written, partial(self._paced, unit.name, job))
+
+    def _paced(self, unit: str, job: Callable[[], None]) -> None:
+        with self.engine.host_work(unit, self.traffic[unit]):
+            job()
