@@ -185,6 +185,9 @@ class _UnitCall:
         self._leaves = [by_tensor[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._state = ModuleState(unit.module)
         self._before = unit.offload.follow(self)
+        before = self._before()
+        if before is not None:
+            before.let_go()
 
     def __call__(self, _placeholder: torch.Tensor) -> Any:
         if self._arguments is None:
@@ -220,6 +223,11 @@ class _UnitCall:
         args, kwargs = tree_unflatten(leaves, self._structure)
         with self._state.replay(), self._unit.offload.running("recompute"):
             return self._unit.original(*args, **kwargs)
+
+    def let_go(self) -> None:
+        """Keep no inputs on the device: another unit runs."""
+        for each in self._inputs:
+            each.let_go()
 
     def prefetch(self) -> None:
         """Start bringing the inputs to the device."""

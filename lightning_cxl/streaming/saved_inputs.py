@@ -6,6 +6,8 @@
   must not start before the copy is done; which inputs those are is learned from the unit's first call, where every copy
   is waited for, and a later surprise is an error (`UnitInput`). The bytes live as long as a graph needs them: a unit's
   call holds `StoredInput`, autograd's saved tensors hold the call.
+* The newest call keeps a stored tensor itself as well, until the next call begins: what the last unit of a forward
+  was given is on the device when backward begins, unless it has been changed since.
 * One tensor given to several units is stored once: found again by identity (a weak reference, never an address) and
   version. An exact image is kept: same strides, same address modulo 64, so that a recompute runs the same kernels.
 * Held (masks, position embeddings, ids, small or sparse tensors): a detached alias, and its version is checked.
@@ -143,6 +145,7 @@ class UnitInput:
         "_is_changed",
         "_is_safe",
         "_kept",
+        "_near",
         "_on_the_way",
         "_requires_grad",
         "_spare",
@@ -158,6 +161,7 @@ class UnitInput:
         self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter
         self._spare: torch.Tensor | None = None
         self._on_the_way: tuple[torch.Tensor, Transfer] | None = None
+        self._near: torch.Tensor | None = None  # the tensor itself, while no other unit has run
         self._is_changed = True  # for all we know, until the forward has returned
         self._is_safe = cautious
         if isinstance(kept, StoredInput):
@@ -197,10 +201,17 @@ class UnitInput:
             self._kept = HeldInput(self._spare, self._unit)
         if isinstance(self._kept, StoredInput):
             self._kept.transfer.wait()
+            self._near = None if self._is_changed else self._alias
         self._alias = self._spare = None
+
+    def let_go(self) -> None:
+        """Leave a stored tensor to its image."""
+        self._near = None
 
     def prefetch(self, engine: TransferEngine) -> None:
         """Start bringing a stored tensor to the device, unless it need not move or is on the way."""
+        if self._near is not None and version_of(self._near) == self._version:
+            return
         if isinstance(self._kept, StoredInput) and not engine.computes_on_host and self._on_the_way is None:
             self._on_the_way = self._kept.fetch(engine)
 
@@ -217,6 +228,9 @@ class UnitInput:
             return self._kept.get()
         if engine.computes_on_host:
             return self._kept.shape_like_source(self._kept.on_host())
+        near, self._near = self._near, None
+        if near is not None and version_of(near) == self._version:
+            return near
         self.prefetch(engine)
         assert self._on_the_way is not None
         (image, transfer), self._on_the_way = self._on_the_way, None
