@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test sanitize lint format clean
+.PHONY: demo test races sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# whole training runs on a device that the CPU plays, whose copies are late or out of order and whose memory is poisoned
+races: $(VENV)/installed
+	$(BIN)/python -m pytest tests/integration --engine delaying
+	$(BIN)/python -m pytest tests/integration --engine reordering
 
 # the native code under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC and its runtimes
 sanitize: $(VENV)/installed
