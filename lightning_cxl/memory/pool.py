@@ -102,8 +102,8 @@ class PoolResource(ReclaimingResource):
     def _new_slab(self, nbytes: int, alignment: int) -> Buffer:
         nbytes = whole_pages(nbytes)
         allowed = int(max(self._peak_bytes, self._used_bytes + nbytes) * (1 + _WASTE_FRACTION)) + self._slab_bytes
-        while self._spare and self._held_bytes + nbytes > allowed:
-            self._release_spare(self._spare.pop())
+        while self._held_bytes + nbytes > allowed and self._release_one():
+            pass
         try:
             slab = self._upstream.allocate(nbytes, alignment=alignment)
         except TierFullError:
@@ -124,15 +124,20 @@ class PoolResource(ReclaimingResource):
             insort(self._spare, (slab.nbytes, address))
             self._spare_slabs[address] = slab
 
-    def _release_spare(self, spare: tuple[int, int]) -> None:
-        nbytes, address = spare
-        self._held_bytes -= nbytes
-        del self._spare_slabs[address]
+    def _release_one(self) -> bool:
+        """Give a free slab back, the largest first, shared ones last; return whether there was one."""
+        if self._spare:
+            nbytes, address = self._spare.pop()
+            self._held_bytes -= nbytes
+            del self._spare_slabs[address]
+            return True
+        for start in self._blocks.free_ranges():
+            self._held_bytes -= self._blocks.drop_range(start)
+            self._shared_starts.remove(start)
+            del self._shared[start]
+            return True
+        return False
 
     def _release_free(self) -> None:
-        while self._spare:
-            self._release_spare(self._spare.pop())
-        for address in self._blocks.free_ranges():
-            self._held_bytes -= self._blocks.drop_range(address)
-            self._shared_starts.remove(address)
-            del self._shared[address]
+        while self._release_one():
+            pass

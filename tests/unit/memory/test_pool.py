@@ -67,6 +67,19 @@ def test_free_slabs_do_not_pile_up_beyond_the_peak() -> None:
     assert held <= 1.125 * (39 * 5 * MIB // 4 + 4096) + MIB
 
 
+def test_shared_slabs_give_way_to_large_ones() -> None:
+    """As where weights move from memory per parameter to memory per block."""
+    pool = PoolResource(Tally(), slab_bytes=MIB)
+    small = [[pool.allocate(MIB // 8) for _ in range(8)] for _ in range(24)]
+    large = []
+    while small:
+        large.append(pool.allocate(MIB))
+        small.pop()
+        used, held = pool.usage()
+        assert held <= 25 * MIB * 1.125 + MIB
+    assert used == 24 * MIB
+
+
 def test_a_full_upstream_makes_the_pool_give_free_slabs_back_first() -> None:
     upstream, budget = budgeted(20 * MIB)
     pool = PoolResource(upstream, slab_bytes=MIB)
