@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OnTierFull
+from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.host_tensors import is_ordinary, mirror
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.stacks import HostMemory
@@ -24,7 +25,7 @@ class PlacedMemory:
         placements: of the model.
         plan: what is reserved is added to it.
         on_tier_full: whether a full tier spills or refuses.
-        before_gradients: called before memory for a gradient is given.
+        heap: trimmed before memory for a gradient is given; None where nobody cares.
     """
 
     def __init__(
@@ -33,18 +34,18 @@ class PlacedMemory:
         placements: ModelPlacements,
         plan: Plan,
         on_tier_full: OnTierFull,
-        before_gradients: Callable[[], None],
+        heap: HeapTrimmer | None,
     ) -> None:
         self.memory = memory
         self.placements = placements
         self._plan = plan
         self._on_tier_full = on_tier_full
-        self._before_gradients = before_gradients
+        self._heap = heap
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor shaped and laid out as a parameter of the model."""
-        if role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
-            self._before_gradients()  # in backward, where the C library's heap grows most
+        if self._heap is not None and role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
+            self._heap.trim()  # in backward, where the C library's heap grows most
         placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
         return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
 

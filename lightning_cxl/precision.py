@@ -1,5 +1,6 @@
 """Loss scaling and clipping under a precision plugin, left to the optimizer's own sweep where that is safe."""
 
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,15 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from lightning_cxl._lightning import LightningOptimizer, Precision, Trainer, overridden, own_methods
+from lightning_cxl._lightning import (
+    LightningModule,
+    LightningOptimizer,
+    Precision,
+    Trainer,
+    overridden,
+    own_methods,
+)
+from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.optim.clip import HostClip
 from lightning_cxl.optim.host_unscale import HostUnscale
 from lightning_cxl.runtime import OffloadRuntime
@@ -39,6 +48,19 @@ def watch_for_edits(trainer: Trainer) -> GradientUse:
     return GradientUse(edits=manual or bool(edits), looks=bool(manual or looks or clips_values))
 
 
+def may_write_between_steps(trainer: Trainer) -> bool:
+    """Return whether user code may write to weights, perhaps through ``.data``, between a step and the next forward."""
+    hooks = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "optimizer_step")
+    return not trainer.lightning_module.automatic_optimization or bool(overridden(trainer, *hooks))
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Return whether several micro-batches are added up before a step, at any time of the run."""
+    callbacks = getattr(trainer, "callbacks", [])
+    schedules = [getattr(callback, "going_to_accumulate_grad_batches", None) for callback in callbacks]
+    return trainer.accumulate_grad_batches > 1 or any(schedule() for schedule in schedules if schedule is not None)
+
+
 def why_not_in_backward(trainer: Trainer, use: GradientUse, on_overflow: str) -> str | None:
     """Return why updates must wait for the end of the backward; None if they need not."""
     if not trainer.lightning_module.automatic_optimization:
@@ -52,6 +74,18 @@ def why_not_in_backward(trainer: Trainer, use: GradientUse, on_overflow: str) ->
     if on_overflow != "ignore":
         return f"on_overflow={on_overflow!r} may call the step off"
     return None
+
+
+def warn_about_gradients(module: LightningModule) -> None:
+    """Warn where the module looks for gradients that are on master weights."""
+    own = own_methods(module, "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    if own:
+        warnings.warn(
+            f"{type(module).__name__} overrides {', '.join(sorted(own))}: gradients are on the parameters in "
+            "`optimizer.param_groups`, on the host; `p.grad` of the model's own parameters is None there.",
+            LightningCXLWarning,
+            stacklevel=2,
+        )
 
 
 def attach_scaling(plugin: Precision, runtime: OffloadRuntime, active: ExitStack, use: GradientUse) -> None:

@@ -77,6 +77,11 @@ class Residence:
         """Return what streams, see `ParamStreamer.stats`; nothing if nothing does."""
         return {} if self._streamer is None else self._streamer.stats()
 
+    def forget_copies(self) -> None:
+        """Let weights be copied to the device again when they are needed next."""
+        if self._streamer is not None:
+            self._streamer.forget()
+
     def bring_home(self) -> None:
         """Let every streamed parameter show its home."""
         if self._streamer is not None:

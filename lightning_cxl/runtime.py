@@ -88,6 +88,9 @@ class OffloadRuntime:
         self.meter = GradientMeter(config.num_threads)
         self.accumulates = False
         """Whether several micro-batches are added up before a step: what is planned then holds their sums."""
+        self.needs_whole_step: str | None = None
+        """What may call a step off, or look at gradients, once its closure runs."""
+        self.weights_may_change_unseen = False  # between steps, in a way that leaves no trace
         self.plan = Plan()
         self.units: tuple[str, ...] = ()
         self.optimizers: list[Optimizer] = []
@@ -130,8 +133,9 @@ class OffloadRuntime:
                 "no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some"
             )
         self._model = model
+        self._heap = HeapTrimmer() if units else None
         placements = ModelPlacements(model, tiers, self.placer)
-        self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._trim_heap)
+        self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap)
         self._masters = MasterWeights(placements.names, self._placed.like)
         self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
         if self._residence.units and self._overlaps:
@@ -164,7 +168,6 @@ class OffloadRuntime:
     def _attach(self, units: NamedUnits) -> None:
         assert self._placed is not None and self._residence is not None and self._grads is not None
         self.units = tuple(name for name, _ in units)
-        self._heap = HeapTrimmer()
         self._activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
         streamer = self._residence.stream(self._phase)
         self._activations.attach(units)
@@ -176,17 +179,6 @@ class OffloadRuntime:
 
     def _phase(self) -> Literal["forward", "recompute"] | None:
         return None if self._activations is None else self._activations.phase
-
-    def allow_updates_in_backward(self, objection: str | None) -> None:
-        """Let the update of a unit run as soon as its backward is over, unless there is an objection.
-
-        Args:
-            objection: what may call a step off, or look at gradients, once its closure runs; None if nothing does.
-        """
-        if self._updates is not None:
-            self._updates.in_backward = objection is None
-            if objection is not None:
-                log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption].
@@ -217,10 +209,9 @@ class OffloadRuntime:
         )
         self._adoption.consider(optimizers)
         wanted = wanted_tensors(optimizers, self._adoption, self.config, accumulates=self.accumulates)
-        if self._updates is not None:
-            self._updates.in_backward &= len(optimizers) == 1
-            if self._updates.in_backward and not self.accumulates:
-                self._grads.reserves_streamed, wanted = False, self._updates.at_most(wanted)
+        early = self._updates is not None and self._updates.allow_in_backward(self.needs_whole_step, optimizers)
+        if self._updates is not None and early and not self.accumulates:
+            self._grads.reserves_streamed, wanted = False, self._updates.at_most(wanted)
         self._placed.reserve(wanted)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
@@ -285,13 +276,22 @@ class OffloadRuntime:
             self._heap.trim()
 
     def wait_for_updates(self) -> None:
-        """Return when weights, masters and optimizer state are those of the last step."""
+        """Return when weights, masters and optimizer state are those of the last step, and on the host."""
         if self._updates is not None:
             self._updates.wait()
+        if self._residence is not None:
+            self._residence.bring_home()
+
+    def forget_copies(self) -> None:
+        """Let weights that stream be copied again: someone may write to them through `.data`, which leaves no trace."""
+        if self._residence is not None:
+            self._residence.forget_copies()
 
     def end_step(self) -> None:
         """Tell the activation arenas that a training step is over."""
         self.memory.end_step()
+        if self.weights_may_change_unseen:
+            self.forget_copies()
 
     @property
     def masters(self) -> MasterWeights:

@@ -8,7 +8,6 @@ step: ``training_step``, ``backward`` (hooks collect gradients; ``post_backward`
 ``teardown``, also after an exception or Ctrl-C.
 """
 
-import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,16 +23,23 @@ from lightning_cxl._lightning import (
     ParallelStrategy,
     Precision,
     Trainer,
-    own_methods,
 )
 from lightning_cxl.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.config import OffloadConfig, with_option_fields
-from lightning_cxl.errors import CheckpointError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.optim.adopt import repoint_scheduler
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planner.report import format_report
-from lightning_cxl.precision import attach_scaling, unwrap, watch_for_edits, why_not_in_backward
+from lightning_cxl.precision import (
+    accumulates,
+    attach_scaling,
+    may_write_between_steps,
+    unwrap,
+    warn_about_gradients,
+    watch_for_edits,
+    why_not_in_backward,
+)
 from lightning_cxl.runtime import OffloadRuntime
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.policy import PlacementPolicy
@@ -169,9 +175,9 @@ class CXLOffloadStrategy(ParallelStrategy):
             self.model_to_device()
             if trainer.state.fn == "fit":
                 use = watch_for_edits(trainer)
-                self.runtime.accumulates = trainer.accumulate_grad_batches > 1
-                reason = why_not_in_backward(trainer, use, self.config.on_overflow)
-                self.runtime.allow_updates_in_backward(reason)
+                self.runtime.accumulates = accumulates(trainer)
+                self.runtime.needs_whole_step = why_not_in_backward(trainer, use, self.config.on_overflow)
+                self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
                 self.setup_optimizers(trainer)
                 self.setup_precision_plugin()
                 attach_scaling(self.precision_plugin, self.runtime, self._active, use)
@@ -199,19 +205,7 @@ class CXLOffloadStrategy(ParallelStrategy):
                     repoint_scheduler(config.scheduler, old, new)
         self.optimizers = adopted
         if self.runtime.has_separate_masters:
-            self._warn_about_gradients()
-
-    def _warn_about_gradients(self) -> None:
-        hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-        module = self.lightning_module
-        own = own_methods(module, *hooks)
-        if own:
-            warnings.warn(
-                f"{type(module).__name__} overrides {', '.join(sorted(own))}: gradients are on the parameters in "
-                "`optimizer.param_groups`, on the host; `p.grad` of the model's own parameters is None there.",
-                LightningCXLWarning,
-                stacklevel=2,
-            )
+            warn_about_gradients(trainer.lightning_module)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -226,6 +220,12 @@ class CXLOffloadStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the activation arenas forget the step before."""
         self.runtime.end_step()
+
+    def on_validation_start(self) -> None:
+        """Copy weights anew: averaged ones may be swapped in, before and after. So in the methods that follow."""
+        self.runtime.forget_copies()
+
+    on_validation_end = on_test_start = on_predict_start = on_validation_start
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -21,13 +21,15 @@ the backward. An exception in the middle of a backward leaves a step half made w
 """
 
 import heapq
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
@@ -37,6 +39,8 @@ from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.wanted import Wanted
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.tiers.placement import TensorRole
+
+log = logging.getLogger(__name__)
 
 MAX_UNITS_IN_FLIGHT = 3
 """Units whose gradients are on the host and wait for their update: one is updated, one lands, one is slack."""
@@ -74,12 +78,32 @@ class UnitUpdates:
         self._step: AdamStep | None = None  # of that closure, once a unit has been updated
         self._started: deque[Future[None]] = deque()
 
+    def allow_in_backward(self, objection: str | None, optimizers: Sequence[Optimizer]) -> bool:
+        """Decide whether updates may run behind the backward, and say why not.
+
+        Args:
+            objection: what may call a step off, or look at gradients, once its closure runs; None if nothing does.
+            optimizers: of the run.
+        """
+        if objection is None and len(optimizers) > 1:
+            objection = "there are several optimizers"
+        if objection is None and any(map(is_watched, optimizers)):
+            objection = "there are hooks around the optimizer's step"
+        self.in_backward = objection is None
+        if objection is not None:
+            log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
+        return self.in_backward
+
     def begin(self, optimizer: CPUAdam) -> None:
         """Note that the closure of a step of `optimizer` is about to be evaluated."""
         self._step = None
-        self._optimizer = optimizer if self.in_backward and not _is_watched(optimizer) else None
+        self._optimizer = optimizer if self.in_backward and not is_watched(optimizer) else None
         for unit in self._units:
             unit.num_forwards = 0
+
+    def give_up(self) -> None:
+        """Start no more updates before the end of a backward: it has failed, or nobody knows what follows."""
+        self._optimizer = None
 
     def unit_is_over(self, unit: UnitWeights) -> None:
         """Start the update of a unit whose backward is over, if it may start now."""
@@ -94,7 +118,7 @@ class UnitUpdates:
         self.start(unit, written, partial(self._update_arrived, self._step, hosts, self._optimizer.grad_scale))
         self._masters.write_back([host.master for host in hosts], kernel_wrote=True)
         while len(self._started) > MAX_UNITS_IN_FLIGHT:
-            self._started.popleft().result()
+            wait([self._started.popleft()])  # an error is raised by the unit
 
     def update(self, optimizer: CPUAdam) -> None:
         """Make a step with the gradients that parameters have: of units on the worker, of the rest now."""
@@ -148,14 +172,14 @@ class UnitUpdates:
             written: parameters that the job writes: they count as written from now on.
             job: raises where the unit is waited for.
         """
+        while self._started and self._started[0].done():
+            self._started.popleft()
         update: Future[None] = Future()
         unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
         torch.autograd.graph.increment_version(written)
         update.add_done_callback(self._after_update)
         self._worker.submit(_run, job, update)
         self._started.append(update)
-        while self._started and self._started[0].done():
-            self._started.popleft().result()
 
     def _after_update(self, _update: "Future[None]") -> None:
         self._fetch_ahead()
@@ -180,7 +204,7 @@ def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
     step.apply(work, scale)
 
 
-def _is_watched(optimizer: CPUAdam) -> bool:
+def is_watched(optimizer: Optimizer) -> bool:
     """Whether someone has put hooks around the step, which may look at gradients or weights."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))

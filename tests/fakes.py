@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import FinishedTransfer, Transfer, check_copy
 
 
@@ -166,6 +167,23 @@ class ReorderingEngine(DelayingEngine):
         """Return the index of any copy that waits for no other one."""
         free = [index for index, each in enumerate(in_flight) if each is not None and each.is_free()]
         return self._random.choice(free or [0])
+
+
+def make_autograd_see_another_device(monkeypatch) -> None:
+    """Let autograd forget the nodes of streamed parameters whenever they come and go, as if devices differed."""
+    for name in ("enter", "leave"):
+        monkeypatch.setattr(UnitWeights, name, _forgetting(getattr(UnitWeights, name)))
+
+
+def _forgetting(exchange):
+    def exchange_and_forget(unit, *args):
+        for place in unit.places:
+            data, other = place.parameter.data, torch.float64 if place.home.dtype == torch.float32 else torch.float32
+            place.parameter.data = torch.empty(0, dtype=other)  # any other type does what another device does
+            place.parameter.data = data
+        exchange(unit, *args)
+
+    return exchange_and_forget
 
 
 def poison(tensor: torch.Tensor) -> None:

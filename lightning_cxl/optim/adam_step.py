@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lightning_cxl import _adam
+from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.formats import mix_key
 from lightning_cxl.optim.hyper import check_options, check_ranges, scalars_of
 from lightning_cxl.optim.layout import check_compute_weights, check_parameter, usable_gradient
@@ -130,4 +131,9 @@ def written_by(work: Sequence[Work]) -> list[torch.Tensor]:
 
 def _as_now(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group whose options do not follow later changes, also of a tensor in place."""
-    return {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    now = {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+    return {**now, "params": plain(group["params"])}

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_cxl.optim.awaited_params import AwaitedParams
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.formats import MasterForm, StatePrecision
 from lightning_cxl.optim.grads import GradientSink
@@ -101,6 +102,8 @@ class Adoption:
             current.meter = self._options.meter
             if self._options.overlap is not None:
                 current.wait = self._options.overlap.wait
+                for group in current.param_groups:
+                    group["params"] = AwaitedParams(group["params"], current.wait)
         else:
             self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         self._adopted[-1] = (optimizer, current)
@@ -120,7 +123,11 @@ class Adoption:
                 step.remove()
             current.__dict__.pop("add_param_group", None)
             for group in current.param_groups:
-                group["params"][:] = [self._give_back(current, p) for p in group["params"]]
+                own = [self._give_back(current, p) for p in group["params"]]
+                if isinstance(group["params"], AwaitedParams):
+                    group["params"] = own
+                else:
+                    group["params"][:] = own
             if isinstance(current, CPUAdam):
                 current.leave_run()
             if original is not current:
@@ -239,12 +246,23 @@ class _Hooks:
         return self._options.scope()
 
     def before_closure(self, optimizer: Optimizer) -> None:
-        if self._options.overlap is not None and isinstance(optimizer, CPUAdam):
-            self._options.overlap.begin(optimizer)
+        overlap = self._options.overlap
+        if overlap is not None and isinstance(optimizer, CPUAdam):
+            overlap.begin(optimizer)
+        elif overlap is not None:
+            overlap.give_up()
+            overlap.wait()  # it may read and write anything, at any time
+
+    def closure_failed(self) -> None:
+        if self._options.overlap is not None:
+            self._options.overlap.give_up()
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        if self._options.overlap is None or not isinstance(optimizer, CPUAdam) or hooked:
+        if self._options.overlap is None:
+            step()
+        elif hooked or not isinstance(optimizer, CPUAdam):
+            self._options.overlap.wait()
             step()
         else:
             self._options.overlap.update(optimizer)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.meter import GradientMeter
 
 
@@ -73,4 +74,4 @@ class GradScale:
             self.grad_scale = 1.0
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return [parameter for group in self.param_groups for parameter in plain(group["params"])]

@@ -161,6 +161,8 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; a `grad_scale` that was for them goes, too."""
+        if not set_to_none:
+            self.wait()  # updates that run behind read these gradients
         super().zero_grad(set_to_none)
         self.grad_scale = 1.0
 
@@ -239,6 +241,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             ConfigError: a parameter has changed since the optimizer was made, see `step`.
             UnsupportedError: it was written with amsgrad, maximize, capturable or differentiable.
         """
+        self.wait()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)

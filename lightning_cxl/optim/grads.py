@@ -1,9 +1,10 @@
 """Gradients on the host: each parameter's gradient lands in memory that the policy placed.
 
 [Note: Life of a gradient]
-A post-accumulate hook runs once per parameter and backward graph, after autograd has added everything it had to add to
-``compute.grad``. Every gradient that ever reaches a parameter passes here, so none is counted twice or lost, whatever
-the number of micro-batches, backwards per step, or uses of a module.
+A post-accumulate hook runs after autograd has added everything it had to add to ``compute.grad``: once per parameter
+and backward, or once per use of a parameter whose data changed its device between uses ([Note: Which hooks stay]).
+Every gradient that ever reaches a parameter passes here, so none is counted twice or lost, whatever the number of
+micro-batches, backwards per step, or uses of a module.
 
 * Shared parameter (compute is master): the first gradient of a step moves into host memory of ours, which becomes
   ``p.grad``; later ones are added to it: by autograd, in place, when it is float32 or wider, and by us when it has 16
@@ -36,6 +37,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.optim.formats import mix_key
 from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.optim.masters import AllocateFor, HostParameter
@@ -109,6 +111,7 @@ class GradientSink:
         # in this backward, by id of the host parameter: its gradient came from the device, or was taken away for it
         self._arrived: dict[int, HostParameter] = {}
         self._pending: dict[int, _Fold] = {}  # of these, not known to be done
+        self._handed: dict[int, _Fold | None] = {}  # of gradients that someone else takes care of
 
     def watch(self, hosts: list[HostParameter]) -> None:
         """Receive the gradients of these parameters from now on (each is watched once).
@@ -150,6 +153,8 @@ class GradientSink:
 
     def _take_away(self, host: HostParameter) -> None:
         """Keep the gradient so far from autograd's own addition; it comes back when the new one has been added."""
+        if id(host) in self._arrived:
+            return  # a part of it has come in this backward already, of another use of the parameter
         self._taken.pop(id(host), None)  # of a backward that failed: the user may have zeroed gradients since
         grad = host.compute.grad
         if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
@@ -189,6 +194,12 @@ class GradientSink:
     def _receive_streamed(self, host: HostParameter) -> None:
         grad, host.compute.grad = host.compute.grad, None
         if grad is not None:
+            if grad.device != self._engine.device:
+                raise UnsupportedError(
+                    f"`{host.name}` got a gradient on `{grad.device}`: it was used outside of its unit's forward, "
+                    f"where it is on the host, and the unit computes on `{self._engine.device}`. Move that use, such "
+                    "as a penalty on weights, into the unit's forward, use weight decay, or set `stream_weights=False`"
+                )
             self._fetch(host, (grad if grad.layout is torch.strided else grad.to_dense()).detach())
 
     def _next_key(self) -> int:
@@ -197,13 +208,16 @@ class GradientSink:
 
     def _fetch(self, host: HostParameter, grad: torch.Tensor) -> None:
         self._finish_at_the_end()
-        if self._visits_device(host) and id(host) not in self._taken and grad.dtype is host.grad_dtype:
+        is_first = id(host) not in self._taken and id(host) not in self._arrived
+        if is_first and self._visits_device(host) and grad.dtype is host.grad_dtype:
             destination = self._new_slot(host, grad.dtype)
         else:
             destination = self._allocate(host.compute, TensorRole.STAGING, grad.dtype)
         transfer = self._engine.d2h(grad, destination)
         fold = partial(self._fold_landed, transfer, host, destination, self._next_key())
         self._arrived[id(host)] = host
+        if id(host) in self._pending:
+            self._pending.pop(id(host)).result()
         self._pending[id(host)] = _OwnFold(transfer, fold) if self._worker is None else self._worker.submit(fold)
         while self._pending and (len(self._pending) > _MAX_PENDING or next(iter(self._pending.values())).done()):
             self._settle_oldest()
@@ -251,18 +265,21 @@ class GradientSink:
         hosts = [host for key, host in self._arrived.items() if key in own]
         for host in hosts:
             del self._arrived[id(host)]
-            self._pending.pop(id(host), None)
+            self._handed[id(host)] = self._pending.pop(id(host), None)
         return hosts
 
     def take(self, host: HostParameter) -> torch.Tensor:
-        """Return a gradient that was handed over, on the worker: after it has been folded."""
+        """Return a gradient that was handed over, on the worker: after it has been folded; raises its error."""
+        fold = self._handed.pop(id(host))
+        if fold is not None:
+            fold.result()
         return self._taken.pop(id(host))
 
     def start_backward(self) -> None:
         """Forget what a backward that failed left behind."""
+        self._bring_home()
         self._settle()
-        self._taken.clear()
-        self._arrived.clear()
+        self._forget()
 
     def finish(self) -> None:
         """Return when every gradient that has been produced is where the optimizer reads it."""
@@ -277,10 +294,15 @@ class GradientSink:
         while self._pending:
             self._settle_oldest()
 
+    def _forget(self) -> None:
+        for key in [key for key in self._taken if key not in self._handed]:
+            self._taken.pop(key, None)
+        self._arrived.clear()
+
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget the gradients of separate masters, as `zero_grad` on a module does for shared ones."""
         self.finish()
-        self._taken.clear()
+        self._forget()
         for parameter in parameters:
             host, _ = self._watched.get(id(parameter), (None, None))
             if host is not None and not host.is_shared:
@@ -290,6 +312,7 @@ class GradientSink:
         """Stop receiving and drop the gradients that live in our memory."""
         self._pending.clear()
         self._arrived.clear()
+        self._handed.clear()
         for host, hooks in self._watched.values():
             hooks.remove()
             grad = host.master.grad

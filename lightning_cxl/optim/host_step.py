@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import LBFGS, Optimizer
 
+from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 
 AllocationScope = Callable[[], AbstractContextManager[Any]]
@@ -20,6 +21,9 @@ class StepHooks(Protocol):
 
     def before_closure(self, optimizer: Optimizer) -> None:
         """Learn that the backward of a step of `optimizer` comes next."""
+
+    def closure_failed(self) -> None:
+        """Learn that it has raised an error."""
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
         """Make the step, by calling `step` or in parts."""
@@ -45,6 +49,9 @@ class Overlap(Protocol):
 
     def begin(self, optimizer: CPUAdam) -> None:
         """Note that the closure of a step of `optimizer` is about to be evaluated."""
+
+    def give_up(self) -> None:
+        """Note that it has failed."""
 
     def update(self, optimizer: CPUAdam) -> None:
         """Make a step with the gradients that parameters have."""
@@ -88,8 +95,12 @@ class HostStep:
         loss = None
         if closure is not None:
             self._hooks.before_closure(optimizer)
-            with torch.enable_grad():
-                loss = closure()
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except BaseException:
+                self._hooks.closure_failed()
+                raise
         self._hooks.before_update()
         active = [p for p in _parameters(optimizer) if p.grad is not None]
         if not self._accepts(active):
@@ -104,6 +115,7 @@ class HostStep:
 
     def _step_evaluating(self, closure: Callable[[], Any]) -> Any:
         """Run a step that evaluates the closure itself; given up where the closure finds gradients it may not use."""
+        self._hooks.before_closure(self._optimizer)
         self._versions = self._versions_now()
         try:
             result = self._step(_Synchronised(closure, self._before_closure, self._after_closure))
@@ -177,4 +189,4 @@ def evaluates_closure_first(optimizer: Optimizer) -> bool:
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
-        yield from group["params"]
+        yield from plain(group["params"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.formats import StatePrecision
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch, choose_precision
 from lightning_cxl.optim.slot import Slot
@@ -44,7 +45,7 @@ class Slots:
 
     def drop_unused(self, groups: Iterable[Mapping[str, Any]], state: Mapping[torch.Tensor, Any]) -> None:
         """Let go of parameters that are in no group and have no state: those of a group that was removed."""
-        used = {parameter for group in groups for parameter in group["params"]}
+        used = {parameter for group in groups for parameter in plain(group["params"])}
         for parameter in [one for one in self.by_parameter if one not in used and one not in state]:
             del self.by_parameter[parameter]
 

@@ -66,6 +66,14 @@ class AwaitedParameters(dict[str, Any]):
         """Wait, then pop."""
         return self._settled().pop(*args)
 
+    def popitem(self) -> Any:
+        """Wait, then pop."""
+        return self._settled().popitem()
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Wait, then look up or set."""
+        return self._settled().setdefault(name, default)
+
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Wait, then update."""
         self._settled().update(*args, **kwargs)

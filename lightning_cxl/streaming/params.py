@@ -96,6 +96,8 @@ class ParamStreamer:
         if in_backward:
             self.release(keep=unit)
         unit.wait()
+        if id(unit) not in self._entered:
+            unit.take_in()
         with self._lock:
             slot = self._occupy(unit)
             visit = _Visit(unit, in_backward)
@@ -139,18 +141,29 @@ class ParamStreamer:
             for unit in self._expected():
                 slot = self._ring.find(unit)
                 if slot is None:
+                    versions = unit.versions()  # before the question: another thread may begin an update in between
                     if unit.is_updating():
                         return
-                    slot = self._ring.fetch(unit, keep)
+                    slot = self._ring.fetch(unit, versions, keep)
                     if slot is None:
                         return
                     self.num_fetches += 1
                 keep.add(slot)
 
+    def forget(self) -> None:
+        """Fetch again what is entered next: weights may have been written in a way that leaves no trace."""
+        with self._lock:
+            self._ring.forget({slot for _, slot in self._entered.values()})
+            self._latest = None  # and nothing ahead, until a unit is entered
+
     def detach(self) -> None:
-        """Give the units their own forward back, with all weights at home. Idempotent."""
+        """Give the units their own forward back, with all weights at home, and the slots' memory. Idempotent."""
         for unit, _ in list(self._entered.values()):
             self.leave(unit)
+        self.on_left = _ignore
+        with self._lock:
+            self._latest = None
+            self._ring.clear()
         while self._attached:
             self._attached.pop().remove()
 
@@ -160,7 +173,7 @@ class ParamStreamer:
             return None
         slot = self._ring.find(unit)
         if slot is None:
-            slot = self._ring.fetch(unit, {slot for _, slot in self._entered.values()})
+            slot = self._ring.fetch(unit, unit.versions(), {slot for _, slot in self._entered.values()})
             if slot is None:
                 names = ", ".join(f"`{other.name}`" for other, _ in self._entered.values())
                 raise UnsupportedError(
@@ -222,7 +235,8 @@ class _StreamedForward:
         if phase is None and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
             raise UnsupportedError(
                 f"the forward of unit `{unit.name}` would be differentiated without a recompute, after its weights "
-                "have left the device: attach offloaded activations to the same units, after this"
+                "have left the device: as with a key/value cache outside of training, or with prefix tuning. Run it "
+                "under `torch.no_grad()`, without a cache, or with `stream_weights=False`"
             )
         return output
 

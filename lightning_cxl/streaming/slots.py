@@ -18,9 +18,12 @@ class Slot:
         self._versions: tuple[int, ...] = ()
         self._readers: Transfer | None = None
 
-    def fetch(self, unit: UnitWeights, engine: TransferEngine) -> None:
-        """Start copying the weights of `unit` here."""
-        self.unit, self._versions = unit, unit.versions()
+    def fetch(self, unit: UnitWeights, versions: tuple[int, ...], engine: TransferEngine) -> None:
+        """Start copying the weights of `unit` here, which are at least as new as `versions`."""
+        for transfer in self._transfers:  # of a guess that was wrong
+            if not transfer.done():
+                transfer.wait()
+        self.unit, self._versions = unit, versions
         self._transfers = [
             engine.h2d(flat, self.memory[offset : offset + flat.numel()], after=self._readers)
             for offset, flat in unit.pieces
@@ -59,13 +62,23 @@ class SlotRing:
         """Return the slot that has or gets the present weights of `unit`."""
         return next((slot for slot in self._slots if slot.is_image_of(unit)), None)
 
-    def fetch(self, unit: UnitWeights, keep: Collection[Slot]) -> Slot | None:
+    def fetch(self, unit: UnitWeights, versions: tuple[int, ...], keep: Collection[Slot]) -> Slot | None:
         """Start bringing the weights of `unit` into a slot that is not to be kept; None where all are."""
         slot = next((slot for slot in self._slots if slot not in keep), None)
         if slot is not None:
-            slot.fetch(unit, self._engine)
+            slot.fetch(unit, versions, self._engine)
             self.touch(slot)
         return slot
+
+    def forget(self, keep: Collection[Slot]) -> None:
+        """Take what the other slots have for nobody's weights."""
+        for slot in self._slots:
+            if slot not in keep:
+                slot.unit = None
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self._slots.clear()
 
     def touch(self, slot: Slot) -> None:
         """Make this slot the last one to be taken away."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.streaming.awaited import guard, unguard
@@ -111,6 +112,26 @@ class UnitWeights:
     def versions(self) -> tuple[int, ...]:
         """Return what changes whenever someone writes to a parameter, except through ``.data``."""
         return tuple(place.parameter._version for place in self.places)
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Take over what someone has put in the place of a parameter's data since it was home.
+
+        Raises:
+            UnsupportedError: something of another shape, type or device.
+        """
+        for parameter, _, home in self.places:
+            data = parameter.data
+            if data.data_ptr() == home.data_ptr() and data.shape == home.shape:
+                continue
+            if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
+                raise UnsupportedError(
+                    f"a parameter of unit `{self.name}` was {tuple(home.shape)} {home.dtype} on the host and is now "
+                    f"{tuple(data.shape)} {data.dtype} on `{data.device}`: where weights stream, convert the model "
+                    "before the run, or set `stream_weights=False`"
+                )
+            parameter.data = home
+            parameter.copy_(data)
 
     def enter(self, slot: torch.Tensor) -> None:
         """Let the parameters show a copy of the piece.

@@ -7,7 +7,7 @@ late or finish in another order, and whose memory is poisoned when it is let go:
 import pytest
 
 from lightning_cxl import runtime
-from tests.fakes import DelayingEngine, ReorderingEngine
+from tests.fakes import DelayingEngine, ReorderingEngine, make_autograd_see_another_device
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +20,7 @@ def _engine(request, monkeypatch):
     name = request.config.getoption("--engine")
     if name != "host":
         monkeypatch.setattr(runtime, "make_engine", {"delaying": _delaying, "reordering": _reordering}[name])
+        make_autograd_see_another_device(monkeypatch)
 
 
 def _delaying(_device):

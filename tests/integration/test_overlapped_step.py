@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning_cxl import runtime, updates
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.optim.adam_step import AdamStep
-from tests.fakes import DelayingEngine, ReorderingEngine
+from tests.fakes import DelayingEngine, ReorderingEngine, make_autograd_see_another_device
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -31,6 +31,7 @@ def reordering(_device):
 def _device(request, monkeypatch):
     if request.param is not None:
         monkeypatch.setattr(runtime, "make_engine", request.param)
+        make_autograd_see_another_device(monkeypatch)
     else:  # the CPU itself, for which both must be asked for
         monkeypatch.setenv("LIGHTNING_CXL_STREAM_WEIGHTS", "true")
         monkeypatch.setenv("LIGHTNING_CXL_OVERLAP_STEP", "true")

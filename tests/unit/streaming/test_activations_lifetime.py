@@ -354,8 +354,8 @@ def test_the_unit_before_is_prefetched_while_a_unit_is_recomputed():
         block.up.register_forward_pre_hook(lambda *_: fetched.append(sum(way == "h2d" for way, _ in engine.log)))
     offload.attach(find_units(net))
     net().backward()
-    # forward fetches nothing; the newest input has not left the device; every recompute but the last of four has started
-    # one copy ahead of its own
+    # forward fetches nothing; the newest input has not left the device; every recompute but the last of four has
+    # started one copy ahead of its own
     assert fetched == [0, 0, 0, 0, 1, 2, 3, 3]
     assert [way for way, _ in engine.log].count("d2h") == 4
     offload.detach()

@@ -1,0 +1,280 @@
+"""What users do to weights, gradients and optimizers between steps and around them, while weights stream."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+
+from lightning_cxl import runtime, updates
+from lightning_cxl.optim.adam_step import AdamStep
+from lightning_cxl.optim.grads import GradientSink
+from lightning_cxl.streaming import params
+from tests.fakes import DelayingEngine, make_autograd_see_another_device
+from tests.integration.training import make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+IGNORE = {"on_overflow": "ignore"}
+STAYS = {"stream_weights": False, "overlap_step": False}
+
+
+@pytest.fixture(autouse=True)
+def _device_apart(monkeypatch):
+    make_autograd_see_another_device(monkeypatch)
+    monkeypatch.setattr(runtime, "make_engine", lambda _device: DelayingEngine(0.0005, computes_on_host=False))
+
+
+@pytest.fixture(autouse=True)
+def _slow_updates(monkeypatch):
+    apply = AdamStep.apply
+
+    def late(step, work, scale):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)
+        apply(step, work, scale)
+
+    monkeypatch.setattr(AdamStep, "apply", late)
+
+
+def fit(options, *, make_model=TinyTransformer, task=Task, steps=6, validation=None, **trainer_args):
+    seed_everything(5, verbose=False)
+    module = task(make_model())
+    trainer = make_trainer(offload(**options), max_steps=steps, **trainer_args)
+    trainer.fit(module, token_data(), validation)
+    return module, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_same(one, other):
+    assert one[0].losses == other[0].losses and len(set(one[0].losses)) > 1
+    for name, value in other[1].items():
+        assert torch.equal(one[1][name], value), name
+
+
+def assert_as_without_streaming(**arguments):
+    for options in ({}, IGNORE, {"overlap_step": False}):
+        assert_same(fit(options, **arguments), fit({**options, **STAYS}, **arguments))
+
+
+# -- writes between steps ----------------------------------------------------------------------------------------------
+
+
+class Clamps(Task):
+    def on_train_batch_end(self, *_):
+        time.sleep(0.02)
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+
+class ClampsGroups(Task):
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            for group in self.optimizers().param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.05, 0.05)
+
+
+class Shrinks(Task):
+    def on_train_batch_end(self, *_):
+        flat = nn.utils.parameters_to_vector(self.parameters()) * 0.9
+        nn.utils.vector_to_parameters(flat, self.parameters())
+
+
+class Assigns(Task):
+    def on_train_batch_end(self, *_):
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.9
+
+
+@pytest.mark.parametrize("task", [Clamps, ClampsGroups, Shrinks, Assigns])
+def test_writes_between_steps_count(task):
+    assert_as_without_streaming(task=task)
+
+
+class Validates(Task):
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(self.loss(batch).item())
+
+
+def test_averaged_weights_are_swapped_in_and_out():
+    def run(options):
+        average = EMAWeightAveraging(decay=0.5)
+        return fit(
+            options, task=Validates, make_model=lambda: TinyTransformer(dropout=0.0), steps=12, callbacks=[average],
+            val_check_interval=4, validation=token_data(num_batches=2),
+        )  # fmt: skip
+
+    plain = run(STAYS)
+    for options in ({}, {"overlap_step": False}):
+        assert_same(run(options), plain)
+
+
+class RollsBack(Task):
+    """Goes back to an earlier state of the optimizer, whose first parameter streams."""
+
+    def configure_optimizers(self):
+        own = [p for name, p in self.named_parameters() if "blocks" in name]
+        return torch.optim.AdamW(own[::-1], lr=3e-3)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        optimizer = self.trainer.optimizers[0]
+        if batch_idx == 1:
+            state = optimizer.state_dict()
+            saved = {i: {k: v.clone() for k, v in entry.items()} for i, entry in state["state"].items()}
+            self.saved = {**state, "state": saved}
+        if batch_idx == 3:
+            optimizer.load_state_dict(self.saved)
+
+
+def test_an_optimizer_that_is_rolled_back_between_steps():
+    assert_same(fit({}, task=RollsBack), fit({"overlap_step": False}, task=RollsBack))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class ZeroesInPlace(Task):
+    automatic_optimization = False
+
+    def __init__(self, model):
+        super().__init__(model, scheduler=False)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_zeroed_in_place_after_the_step():
+    assert_same(fit({}, task=ZeroesInPlace), fit({"overlap_step": False}, task=ZeroesInPlace))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("options", [{}, IGNORE, {"overlap_step": False}])
+def test_a_block_used_twice_keeps_both_gradients(options, accumulate):
+    """Autograd delivers one gradient per use here, where devices differ: they are added in another order than by it."""
+    arguments = {"make_model": lambda: TinyTransformer(twice=True), "accumulate_grad_batches": accumulate}
+    ours, plain = fit(options, **arguments), fit({**options, **STAYS}, **arguments)
+    assert ours[0].losses == pytest.approx(plain[0].losses, rel=1e-5)
+
+
+class Skips(TinyTransformer):
+    """Leaves the first block out of every second forward."""
+
+    num_calls = 0
+
+    def forward(self, tokens):
+        self.num_calls += 1
+        x = self.embed(tokens)
+        for block in self.blocks[self.num_calls % 2 :]:
+            x = block(x, scale=0.5)
+        return self.head(self.norm(x))
+
+
+def test_a_skipped_block_whose_update_is_late(monkeypatch):
+    arrived = updates.UnitUpdates._update_arrived
+
+    def late(self, *args):
+        time.sleep(0.05)
+        arrived(self, *args)
+
+    monkeypatch.setattr(updates.UnitUpdates, "_update_arrived", late)
+    assert_same(fit(IGNORE, make_model=Skips), fit({**IGNORE, **STAYS}, make_model=Skips))
+
+
+def test_the_real_error_of_a_gradient_is_raised(monkeypatch):
+    folded, seen = GradientSink._folded, []
+
+    def fails(self, host, *args):
+        seen.append(host.name)
+        if sum("blocks.1" in name for name in seen) == 3:
+            raise RuntimeError("the real reason")
+        time.sleep(0.002)
+        return folded(self, host, *args)
+
+    monkeypatch.setattr(GradientSink, "_folded", fails)
+    with pytest.raises(RuntimeError, match="the real reason"):
+        fit(IGNORE)
+
+
+# -- other optimizers --------------------------------------------------------------------------------------------------
+
+
+def second_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-1, weight_decay=0.1)
+
+
+def second_hooked(parameters):
+    optimizer = torch.optim.AdamW(parameters, lr=1e-1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("second", [second_sgd, second_hooked])
+def test_a_second_optimizer_over_the_same_weights(second):
+    class Two(ZeroesInPlace):
+        def configure_optimizers(self):
+            own = list(self.model.blocks.parameters())
+            return [torch.optim.AdamW(own, lr=1e-2), second(own)]
+
+        def training_step(self, batch, batch_idx):
+            first, other = self.optimizers()
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            first.step()
+            other.step()
+            first.zero_grad()
+
+    assert_same(fit({}, task=Two), fit({"overlap_step": False}, task=Two))
+
+
+# -- errors and the end ------------------------------------------------------------------------------------------------
+
+
+class Fails(TinyTransformer):
+    def forward(self, tokens):
+        out = super().forward(tokens)
+        self.blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)  # in the recompute, the last of the backward
+        return out
+
+
+@pytest.mark.parametrize("options", [{}, IGNORE])
+def test_after_an_error_in_a_recompute_weights_are_on_the_host(options):
+    seed_everything(5, verbose=False)
+    module = Task(Fails())
+    trainer = make_trainer(offload(**options), max_steps=2)
+    homes = {}
+
+    def remember(*_):
+        homes.update({name: p.data_ptr() for name, p in module.named_parameters()})
+
+    module.on_train_start = remember
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, token_data())
+    assert {name: p.data_ptr() for name, p in module.named_parameters()} == homes
+
+
+def test_slots_are_let_go_though_trainer_and_optimizer_live(monkeypatch):
+    memory = []
+    slot_init = params.SlotRing.__init__
+
+    def init(self, *args):
+        slot_init(self, *args)
+        memory.extend(weakref.ref(slot.memory) for slot in self._slots)
+
+    monkeypatch.setattr(params.SlotRing, "__init__", init)
+    seed_everything(5, verbose=False)
+    module = Task(TinyTransformer())
+    trainer = make_trainer(offload(), max_steps=3)
+    trainer.fit(module, token_data())
+    gc.collect()
+    assert len(memory) == 3 and [each() for each in memory] == [None] * 3
+    assert trainer.optimizers and trainer.strategy.report()["streamed"]["num_units"] == 3
