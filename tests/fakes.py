@@ -179,7 +179,7 @@ def _forgetting(exchange):
     def exchange_and_forget(unit, *args):
         for place in unit.places:
             data, other = place.parameter.data, torch.float64 if place.home.dtype == torch.float32 else torch.float32
-            place.parameter.data = torch.empty(0, dtype=other)  # any other type does what another device does
+            place.parameter.data = torch.empty_like(data, dtype=other)  # does what another device does
             place.parameter.data = data
         exchange(unit, *args)
 
