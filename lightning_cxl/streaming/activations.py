@@ -22,7 +22,6 @@ again. In training an empty cache is replaced by None for the unit, as those mod
 cache that the model returns is empty. Otherwise (evaluation with gradients on, prefix tuning) the unit runs as it is.
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
+from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.transfer.engine import TransferEngine
 
 DEFAULT_MIN_BYTES = 1 << 16
@@ -78,9 +78,7 @@ class ActivationOffload:
                 raise ConfigError(f"unit `{name}` ({type(module).__name__}) is attached already: detach it first")
             seen.add(id(module))
         for name, module in new:
-            forward = UnitForward(self, name, module)
-            module.__dict__["forward"] = forward
-            self._attached.append(forward)
+            self._attached.append(UnitForward(self, name, module))
 
     def detach(self) -> None:
         """Give every unit its own forward back. Graphs that exist can still run backward. Idempotent."""
@@ -116,33 +114,26 @@ class ActivationOffload:
         return before
 
 
-class UnitForward:
-    """Stands in for the forward of one attached unit.
-
-    A copy of the model (deepcopy, pickle) gets the plain forward instead: it shares no memory with this run.
-    """
+class UnitForward(StandIn):
+    """Stands in for the forward of one attached unit."""
 
     def __init__(self, offload: ActivationOffload, name: str, module: nn.Module) -> None:
+        super().__init__(module)
         self.offload = offload
         self.name = name
-        self.module = module
-        self.original: Callable[..., Any] = module.forward
         self.changed_inputs: set[int] = set()  # positions among the tensors of a call; see UnitInput
         self.is_observed = False
-        self._had_own = module.__dict__.get("forward")
-        self._is_removed = False
-        functools.update_wrapper(self, self.original, updated=())  # name, docstring, signature
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the unit so that backward recomputes it; as it is where no gradient is asked for."""
-        if self._is_removed or not torch.is_grad_enabled() or not self._carries_gradient(args, kwargs):
-            return self.original(*args, **kwargs)
+        if not torch.is_grad_enabled() or not self._carries_gradient(args, kwargs):
+            return call_under(compiler, self.original, args, kwargs)
         caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
         if caches and not (self.module.training and all(cache.get_seq_length() == 0 for cache in caches)):
-            return self.original(*args, **kwargs)  # See [Note: Key/value caches]
+            return call_under(compiler, self.original, args, kwargs)  # See [Note: Key/value caches]
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-        call = _UnitCall(self, args, kwargs)
+        call = _UnitCall(self, compiler, args, kwargs)
         return checkpoint(call, self.offload.placeholder, use_reentrant=False)
 
     def _carries_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -155,26 +146,13 @@ class UnitForward:
         cautious = not self.is_observed or position in self.changed_inputs
         return UnitInput(tensor, kept, self.name, cautious=cautious)
 
-    def remove(self) -> None:
-        """Undo the wrapping; where someone has wrapped this object meanwhile, stay in place and pass calls through."""
-        self._is_removed = True
-        if self.module.__dict__.get("forward") is not self:
-            return
-        if self._had_own is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.__dict__["forward"] = self._had_own
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copy and pickle as the plain forward."""
-        return _same_object, (self.original,)
-
 
 class _UnitCall:
     """One call of a unit's forward, and what its recomputes need. Called by checkpoint()."""
 
-    def __init__(self, unit: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, unit: UnitForward, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._unit = unit
+        self._compiler = compiler  # See [Note: Compiled units]
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # gone when the forward starts
         leaves, self._structure = tree_flatten((args, kwargs))
         by_tensor: dict[int, UnitInput] = {}  # one that appears twice is one tensor in the recompute as well
@@ -191,7 +169,7 @@ class _UnitCall:
             return self._recompute()
         (args, kwargs), self._arguments = self._arguments, None
         with self._unit.offload.running("forward"):
-            output = self._unit.original(*args, **kwargs)
+            output = call_under(self._compiler, self._unit.original, args, kwargs)
         self._settle()
         return output
 
@@ -219,7 +197,7 @@ class _UnitCall:
         leaves = [tensors[leaf] if isinstance(leaf, UnitInput) else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._structure)
         with self._state.replay(), self._unit.offload.running("recompute"):
-            return self._unit.original(*args, **kwargs)
+            return call_under(self._compiler, self._unit.original, args, kwargs)
 
     def prefetch(self) -> None:
         """Start bringing the inputs to the device."""
@@ -229,10 +207,6 @@ class _UnitCall:
 
 def _no_call() -> None:
     """Stand for a reference to no call at all."""
-
-
-def _same_object(value: Any) -> Any:
-    return value
 
 
 def _is_cache(value: Any) -> bool:

@@ -20,7 +20,6 @@ A unit whose forward must be differentiated without a recompute keeps views of t
 other weights later. That is refused.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.slots import Slot, SlotRing
+from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -182,29 +182,23 @@ class _Visit(NamedTuple):
     in_backward: bool
 
 
-class _StreamedForward:
-    """Stands in for the forward of one unit; a copy of the model gets the plain forward."""
+class _StreamedForward(StandIn):
+    """Stands in for the forward of one unit."""
 
     def __init__(self, streamer: ParamStreamer, unit: UnitWeights) -> None:
-        forward = unit.module.__dict__.get("forward")
-        if isinstance(forward, _StreamedForward):
+        if isinstance(unit.module.__dict__.get("forward"), _StreamedForward):
             raise ConfigError(f"unit `{unit.name}` is attached already: detach it first")
+        super().__init__(unit.module)
         self._streamer = streamer
         self._unit = unit
-        self._had_own = forward
-        self._is_removed = False
-        self.original: Callable[..., Any] = unit.module.forward
-        functools.update_wrapper(self, self.original, updated=())
-        unit.module.__dict__["forward"] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_removed:
-            return self.original(*args, **kwargs)
+    def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the unit with its weights on the device."""
         streamer, unit = self._streamer, self._unit
         phase = streamer.phase()
         streamer.enter(unit)
         try:
-            output = self.original(*args, **kwargs)
+            output = call_under(compiler, self.original, args, kwargs)
         finally:  # a recompute may end in an exception of checkpoint(), which has all it needs then
             if phase != "recompute":
                 streamer.leave(unit)
@@ -215,25 +209,6 @@ class _StreamedForward:
             )
         return output
 
-    def remove(self) -> None:
-        """Undo the wrapping; where someone has wrapped this object meanwhile, pass calls through."""
-        self._is_removed = True
-        module = self._unit.module
-        if module.__dict__.get("forward") is not self:
-            return
-        if self._had_own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = self._had_own
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copy and pickle as the plain forward."""
-        return _same_object, (self.original,)
-
 
 def _ignore(_unit: UnitWeights) -> None:
     """Do nothing."""
-
-
-def _same_object(value: Any) -> Any:
-    return value
