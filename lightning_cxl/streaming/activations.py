@@ -35,8 +35,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.module_state import ModuleState
+from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
 from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
-from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
+from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under, compiled_module
 from lightning_cxl.transfer.engine import TransferEngine
 
 DEFAULT_MIN_BYTES = 1 << 16
@@ -64,9 +65,14 @@ class ActivationOffload:
         """Why a unit's own forward runs now: for the first time, to be repeated; again, in backward; or neither."""
         self._latest: Callable[[], _UnitCall | None] = _no_call
         self._attached: list[UnitForward] = []
+        self.own_checkpointing = OwnCheckpointing()
 
-    def attach(self, units: Iterable[tuple[str, nn.Module]]) -> None:
+    def attach(self, units: Iterable[tuple[str, nn.Module]], model: nn.Module | None = None) -> None:
         """Wrap the forward of each unit.
+
+        Args:
+            units: names and modules.
+            model: what they are part of, to switch off its checkpointing of them.
 
         Raises:
             ConfigError: a module is already attached, here or to another `ActivationOffload`; none is wrapped then.
@@ -79,11 +85,13 @@ class ActivationOffload:
             seen.add(id(module))
         for name, module in new:
             self._attached.append(UnitForward(self, name, module))
+        self.own_checkpointing.switch_off(_around_and_inside([module for _, module in new], model))
 
     def detach(self) -> None:
         """Give every unit its own forward back. Graphs that exist can still run backward. Idempotent."""
         while self._attached:
             self._attached.pop().remove()
+        self.own_checkpointing.restore()
 
     def stats(self) -> dict[str, int]:
         """Return ``saved_bytes`` and ``num_saved`` (inputs on the tier now) and ``peak_saved_bytes``."""
@@ -131,6 +139,8 @@ class UnitForward(StandIn):
         caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
         if caches and not (self.module.training and all(cache.get_seq_length() == 0 for cache in caches)):
             return call_under(compiler, self.original, args, kwargs)  # See [Note: Key/value caches]
+        self.offload.own_checkpointing.switch_off([compiled_module(self.module)])  # it may be on since the last call
+        self.offload.own_checkpointing.look_around(self.name)
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         call = _UnitCall(self, compiler, args, kwargs)
@@ -207,6 +217,15 @@ class _UnitCall:
 
 def _no_call() -> None:
     """Stand for a reference to no call at all."""
+
+
+def _around_and_inside(units: list[nn.Module], model: nn.Module | None) -> list[nn.Module]:
+    """Return what the units consist of and what contains them."""
+    parts = {id(part): part for unit in units for part in unit.modules()}
+    for module in () if model is None else model.modules():
+        if id(module) not in parts and any(id(child) in parts for child in module.modules()):
+            parts[id(module)] = module
+    return list(parts.values())
 
 
 def _is_cache(value: Any) -> bool:
