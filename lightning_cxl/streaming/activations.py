@@ -15,11 +15,6 @@ that is dropped, used up by a backward, or never finished because of an exceptio
 
 Ahead by one: a call knows the call before it (weakly). When its own inputs have been asked for it starts the copies of
 that one's inputs, which then run while this unit is recomputed and differentiated.
-
-[Note: Key/value caches]
-Hugging Face models hand every block a cache that it appends to, by default also in training; a recompute would append
-again. In training an empty cache is replaced by None for the unit, as those models do when they checkpoint, so the
-cache that the model returns is empty. Otherwise (evaluation with gradients on, prefix tuning) the unit runs as it is.
 """
 
 import itertools
@@ -34,6 +29,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.streaming.caches import KeptCache, cached_tensors, can_replace, is_cache, replaced
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
 from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
@@ -136,19 +133,20 @@ class UnitForward(StandIn):
         """Run the unit so that backward recomputes it; as it is where no gradient is asked for."""
         if not torch.is_grad_enabled() or not self._carries_gradient(args, kwargs):
             return call_under(compiler, self.original, args, kwargs)
-        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-        if caches and not (self.module.training and all(cache.get_seq_length() == 0 for cache in caches)):
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        if caches and not (self.module.training and all(map(can_replace, caches))):
             return call_under(compiler, self.original, args, kwargs)  # See [Note: Key/value caches]
         self.offload.own_checkpointing.switch_off([compiled_module(self.module)])  # it may be on since the last call
         self.offload.own_checkpointing.look_around(self.name)
-        args = tuple(None if _is_cache(value) else value for value in args)
-        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
         call = _UnitCall(self, compiler, args, kwargs)
         return checkpoint(call, self.offload.placeholder, use_reentrant=False)
 
     def _carries_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        return any(tensor.requires_grad for tensor in (*inputs, *self.module.parameters()))
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        cached = [tensor for leaf in leaves for tensor in cached_tensors(leaf)]
+        return any(tensor.requires_grad for tensor in (*inputs, *cached, *peek(self.module)))
 
     def keep(self, tensor: torch.Tensor, position: int) -> UnitInput:
         """Keep a tensor that a call is given; `position` counts the different tensors of the call."""
@@ -163,8 +161,8 @@ class _UnitCall:
     def __init__(self, unit: UnitForward, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._unit = unit
         self._compiler = compiler  # See [Note: Compiled units]
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # gone when the forward starts
         leaves, self._structure = tree_flatten((args, kwargs))
+        self._arguments: list[Any] | None = leaves  # gone when the forward starts
         by_tensor: dict[int, UnitInput] = {}  # one that appears twice is one tensor in the recompute as well
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in by_tensor:
@@ -177,7 +175,7 @@ class _UnitCall:
     def __call__(self, _placeholder: torch.Tensor) -> Any:
         if self._arguments is None:
             return self._recompute()
-        (args, kwargs), self._arguments = self._arguments, None
+        (args, kwargs), self._arguments = self._unflatten(self._arguments), None
         with self._unit.offload.running("forward"):
             output = call_under(self._compiler, self._unit.original, args, kwargs)
         self._settle()
@@ -205,9 +203,14 @@ class _UnitCall:
         if before is not None:
             before.prefetch()
         leaves = [tensors[leaf] if isinstance(leaf, UnitInput) else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._structure)
+        args, kwargs = self._unflatten(leaves)
         with self._state.replay(), self._unit.offload.running("recompute"):
             return call_under(self._compiler, self._unit.original, args, kwargs)
+
+    def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = [leaf.fresh() if isinstance(leaf, KeptCache) else leaf for leaf in leaves]
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(own, self._structure)
+        return arguments
 
     def prefetch(self) -> None:
         """Start bringing the inputs to the device."""
@@ -226,7 +229,3 @@ def _around_and_inside(units: list[nn.Module], model: nn.Module | None) -> list[
         if id(module) not in parts and any(id(child) in parts for child in module.modules()):
             parts[id(module)] = module
     return list(parts.values())
-
-
-def _is_cache(value: Any) -> bool:
-    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))

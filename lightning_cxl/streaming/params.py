@@ -5,8 +5,9 @@ A streamed parameter shows (``p.data``) its home, a piece of host memory, except
 a slot on the device that holds a copy. Optimizers, checkpoints and the user's own code between units therefore always
 find the weights on the host, and only the home is ever written.
 
-* Enter: a unit's forward starts. Its slot is the one that has a copy of these very weights (by version: a step, a
-  loaded checkpoint or any other write in place makes copies old), or gets one now. The device waits for the copy.
+* Enter: a unit's forward starts. Its slot is the one that has a copy of these very weights, or gets one now. A step, a
+  loaded checkpoint or any other write makes copies old: versions count writes in place, and [Note: Awaited parameters]
+  who may write through ``.data``. The device waits for the copy.
 * Leave: the forward has returned. Queued kernels may still read the slot; a later copy into it starts after them (see
   [Note: Copies and streams]), so the host need not wait.
 * In backward the recompute of an offloaded unit enters it again, and it stays entered, because its gradients are
@@ -71,6 +72,7 @@ class ParamStreamer:
         self._entered: dict[int, tuple[UnitWeights, Slot]] = {}  # by id of the unit
         self._next: dict[_Visit, _Visit] = {}  # what followed what
         self._latest: _Visit | None = None
+        self._units = list(units)
         self._attached = [_StreamedForward(self, unit) for unit in units]
 
     def enter(self, unit: UnitWeights) -> None:
@@ -85,6 +87,10 @@ class ParamStreamer:
         if in_backward:
             self.release(keep=unit)
         unit.wait()
+        for each in self._units:
+            each.forget_looks()
+        if id(unit) not in self._entered:
+            unit.unwatch()
         with self._lock:
             slot = self._occupy(unit)
             visit = _Visit(unit, in_backward)
@@ -113,6 +119,7 @@ class ParamStreamer:
                 f"unit `{unit.name}` wrote to its weights in its forward or backward: they visit the device as a copy, "
                 "so the change would be lost. Leave the unit out of `units`, or write between steps."
             )
+        unit.watch()
 
     def release(self, keep: UnitWeights | None = None) -> None:
         """Leave every unit but one: their backward is over."""
@@ -128,12 +135,13 @@ class ParamStreamer:
             for unit in self._expected():
                 slot = self._ring.find(unit)
                 if slot is None:
-                    if unit.is_updating():
+                    if unit.is_updating() or unit.is_seen:
                         return
                     slot = self._ring.fetch(unit, keep)
                     if slot is None:
                         return
                     self.num_fetches += 1
+                    slot.drop_if_seen()
                 keep.add(slot)
 
     def detach(self) -> None:
@@ -142,6 +150,8 @@ class ParamStreamer:
             self.leave(unit)
         while self._attached:
             self._attached.pop().remove()
+        for unit in self._units:
+            unit.unwatch()
 
     def _occupy(self, unit: UnitWeights) -> Slot | None:
         """Return the slot that the unit shows from now on; None if it shows one already."""
@@ -205,7 +215,8 @@ class _StreamedForward(StandIn):
         if phase is None and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
             raise UnsupportedError(
                 f"the forward of unit `{unit.name}` would be differentiated without a recompute, after its weights "
-                "have left the device: attach offloaded activations to the same units, after this"
+                "have left the device: it is not attached to offloaded activations, or got a key/value cache that "
+                "cannot be replayed. Evaluate under torch.no_grad(), pass use_cache=False, or set stream_weights=False"
             )
         return output
 

@@ -60,6 +60,9 @@ class UnitWeights:
         self.places: list[Place] = []
         self.num_forwards = 0
         """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
+        self.is_seen = False
+        """Whether someone may be about to write to parameters that they have looked up."""
+        self._num_looks = 0
         self._update: Future[None] | None = None
         for parameters in pieces:
             self._move(parameters, allocate)
@@ -89,8 +92,7 @@ class UnitWeights:
         """
         self.wait()
         self._update = update
-        for module in self.module.modules():
-            guard(module, self.wait)
+        self.watch()
 
     def is_updating(self) -> bool:
         """Return whether the homes are being written."""
@@ -105,12 +107,40 @@ class UnitWeights:
             update.result()
         finally:  # not earlier: until then nobody may take the weights for new
             self._update = None
-            for module in self.module.modules():
-                unguard(module)
+
+    def watch(self) -> None:
+        """Notice from now on when someone looks at the parameters through their modules."""
+        for module in self.module.modules():
+            guard(module, self._see)
+
+    def unwatch(self) -> None:
+        """Let anyone look unnoticed."""
+        for module in self.module.modules():
+            unguard(module)
+
+    def _see(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self.unwatch()
+            self.is_seen = True
+            self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
 
     def versions(self) -> tuple[int, ...]:
-        """Return what changes whenever someone writes to a parameter, except through ``.data``."""
-        return tuple(place.parameter._version for place in self.places)
+        """Return what changes whenever someone writes to a parameter, or looks it up and so can write unnoticed."""
+        return (self._num_looks, *(place.parameter._version for place in self.places))
+
+    def forget_looks(self) -> None:
+        """The code that has looked is over: bring home what it has set with ``parameter.data = ...``, watch again."""
+        if not self.is_seen:
+            return
+        with torch.no_grad():
+            for parameter, _, home in self.places:
+                if parameter.data_ptr() != home.data_ptr() or parameter.stride() != home.stride():
+                    home.copy_(parameter.detach())
+                    parameter.data = home
+        self.is_seen = False
+        self.watch()
 
     def enter(self, slot: torch.Tensor) -> None:
         """Let the parameters show a copy of the piece.

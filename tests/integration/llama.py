@@ -21,4 +21,5 @@ class LlamaTask(Task):
 
     def loss(self, batch):
         x, y = batch
-        return nn.functional.cross_entropy(self.model(input_ids=x).logits.flatten(0, -2).float(), y.flatten())
+        logits = self.model(input_ids=x).logits[:, -x.shape[1] :]  # without the tokens that prompt tuning adds
+        return nn.functional.cross_entropy(logits.flatten(0, -2).float(), y.flatten())
