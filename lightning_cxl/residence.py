@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from lightning_cxl.optim.wanted import Wanted
 from lightning_cxl.placed_memory import PlacedMemory
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
+from lightning_cxl.streaming.unit_weights import UnitWeights, piece_nbytes, streamable
 from lightning_cxl.streaming.units import NamedUnits
 from lightning_cxl.streaming.weights import place_weights
 from lightning_cxl.tiers.placement import TensorRole
@@ -48,8 +48,8 @@ class Residence:
         pieces = [(name, module, memory.placements.grouped(own, weights)) for name, module, own in chosen]
         rest = [p for p in model.parameters() if on_host and not is_lazy(p) and id(p) not in self.streamed_ids]
         memory.reserve(
-            [Wanted(group[0], weights, _nbytes(group)) for _, _, groups in pieces for group in groups]
-            + [Wanted(parameter, weights, _nbytes([parameter])) for parameter in rest]
+            [Wanted(group[0], weights, piece_nbytes(module, group)) for _, module, groups in pieces for group in groups]
+            + [Wanted(parameter, weights, parameter.nbytes) for parameter in rest]
         )
         self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in pieces]
         self.unplaced: tuple[str, ...] = ()
@@ -103,7 +103,3 @@ class Residence:
             for module, parameters in before:
                 moved = module._parameters
                 module._parameters = {name: moved.get(name, parameter) for name, parameter in parameters.items()}
-
-
-def _nbytes(parameters: list[nn.Parameter]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)

@@ -170,7 +170,7 @@ class OffloadRuntime:
         self.units = tuple(name for name, _ in units)
         self._activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
         streamer = self._residence.stream(self._phase)
-        self._activations.attach(units)
+        self._activations.attach(units, self._model)
         if streamer is not None and self._worker is not None:
             self._updates = UnitUpdates(
                 self._residence.units, self._worker, self.masters, self._grads, streamer.fetch_ahead

@@ -221,12 +221,6 @@ class CXLOffloadStrategy(ParallelStrategy):
         """Let the activation arenas forget the step before."""
         self.runtime.end_step()
 
-    def on_validation_start(self) -> None:
-        """Copy weights anew: averaged ones may be swapped in, before and after. So in the methods that follow."""
-        self.runtime.forget_copies()
-
-    on_validation_end = on_test_start = on_predict_start = on_validation_start
-
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     @property

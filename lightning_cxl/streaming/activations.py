@@ -15,14 +15,8 @@ that is dropped, used up by a backward, or never finished because of an exceptio
 
 Ahead by one: a call knows the call before it (weakly). When its own inputs have been asked for it starts the copies of
 that one's inputs, which then run while this unit is recomputed and differentiated.
-
-[Note: Key/value caches]
-Hugging Face models hand every block a cache that it appends to, by default also in training; a recompute would append
-again. In training an empty cache is replaced by None for the unit, as those models do when they checkpoint, so the
-cache that the model returns is empty. Otherwise (evaluation with gradients on, prefix tuning) the unit runs as it is.
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +29,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.streaming.caches import KeptCache, cached_tensors, can_replace, is_cache, replaced
 from lightning_cxl.streaming.module_state import ModuleState
+from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
 from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
+from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under, compiled_module
 from lightning_cxl.transfer.engine import TransferEngine
 
 DEFAULT_MIN_BYTES = 1 << 16
@@ -64,9 +62,14 @@ class ActivationOffload:
         """Why a unit's own forward runs now: for the first time, to be repeated; again, in backward; or neither."""
         self._latest: Callable[[], _UnitCall | None] = _no_call
         self._attached: list[UnitForward] = []
+        self.own_checkpointing = OwnCheckpointing()
 
-    def attach(self, units: Iterable[tuple[str, nn.Module]]) -> None:
+    def attach(self, units: Iterable[tuple[str, nn.Module]], model: nn.Module | None = None) -> None:
         """Wrap the forward of each unit.
+
+        Args:
+            units: names and modules.
+            model: what they are part of, to switch off its checkpointing of them.
 
         Raises:
             ConfigError: a module is already attached, here or to another `ActivationOffload`; none is wrapped then.
@@ -78,14 +81,14 @@ class ActivationOffload:
                 raise ConfigError(f"unit `{name}` ({type(module).__name__}) is attached already: detach it first")
             seen.add(id(module))
         for name, module in new:
-            forward = UnitForward(self, name, module)
-            module.__dict__["forward"] = forward
-            self._attached.append(forward)
+            self._attached.append(UnitForward(self, name, module))
+        self.own_checkpointing.switch_off(_around_and_inside([module for _, module in new], model))
 
     def detach(self) -> None:
         """Give every unit its own forward back. Graphs that exist can still run backward. Idempotent."""
         while self._attached:
             self._attached.pop().remove()
+        self.own_checkpointing.restore()
 
     def stats(self) -> dict[str, int]:
         """Return ``saved_bytes`` and ``num_saved`` (inputs on the tier now) and ``peak_saved_bytes``."""
@@ -116,38 +119,34 @@ class ActivationOffload:
         return before
 
 
-class UnitForward:
-    """Stands in for the forward of one attached unit.
-
-    A copy of the model (deepcopy, pickle) gets the plain forward instead: it shares no memory with this run.
-    """
+class UnitForward(StandIn):
+    """Stands in for the forward of one attached unit."""
 
     def __init__(self, offload: ActivationOffload, name: str, module: nn.Module) -> None:
+        super().__init__(module)
         self.offload = offload
         self.name = name
-        self.module = module
-        self.original: Callable[..., Any] = module.forward
         self.changed_inputs: set[int] = set()  # positions among the tensors of a call; see UnitInput
         self.is_observed = False
-        self._had_own = module.__dict__.get("forward")
-        self._is_removed = False
-        functools.update_wrapper(self, self.original, updated=())  # name, docstring, signature
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the unit so that backward recomputes it; as it is where no gradient is asked for."""
-        if self._is_removed or not torch.is_grad_enabled() or not self._carries_gradient(args, kwargs):
-            return self.original(*args, **kwargs)
-        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-        if caches and not (self.module.training and all(cache.get_seq_length() == 0 for cache in caches)):
-            return self.original(*args, **kwargs)  # See [Note: Key/value caches]
-        args = tuple(None if _is_cache(value) else value for value in args)
-        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-        call = _UnitCall(self, args, kwargs)
+        if not torch.is_grad_enabled() or not self._carries_gradient(args, kwargs):
+            return call_under(compiler, self.original, args, kwargs)
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        if caches and not (self.module.training and all(map(can_replace, caches))):
+            return call_under(compiler, self.original, args, kwargs)  # See [Note: Key/value caches]
+        self.offload.own_checkpointing.switch_off([compiled_module(self.module)])  # it may be on since the last call
+        self.offload.own_checkpointing.look_around(self.name)
+        args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+        call = _UnitCall(self, compiler, args, kwargs)
         return checkpoint(call, self.offload.placeholder, use_reentrant=False)
 
     def _carries_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        return any(tensor.requires_grad for tensor in (*inputs, *self.module.parameters()))
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        cached = [tensor for leaf in leaves for tensor in cached_tensors(leaf)]
+        return any(tensor.requires_grad for tensor in (*inputs, *cached, *peek(self.module)))
 
     def keep(self, tensor: torch.Tensor, position: int) -> UnitInput:
         """Keep a tensor that a call is given; `position` counts the different tensors of the call."""
@@ -155,28 +154,15 @@ class UnitForward:
         cautious = not self.is_observed or position in self.changed_inputs
         return UnitInput(tensor, kept, self.name, cautious=cautious)
 
-    def remove(self) -> None:
-        """Undo the wrapping; where someone has wrapped this object meanwhile, stay in place and pass calls through."""
-        self._is_removed = True
-        if self.module.__dict__.get("forward") is not self:
-            return
-        if self._had_own is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.__dict__["forward"] = self._had_own
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copy and pickle as the plain forward."""
-        return _same_object, (self.original,)
-
 
 class _UnitCall:
     """One call of a unit's forward, and what its recomputes need. Called by checkpoint()."""
 
-    def __init__(self, unit: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, unit: UnitForward, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._unit = unit
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # gone when the forward starts
+        self._compiler = compiler  # See [Note: Compiled units]
         leaves, self._structure = tree_flatten((args, kwargs))
+        self._arguments: list[Any] | None = leaves  # gone when the forward starts
         by_tensor: dict[int, UnitInput] = {}  # one that appears twice is one tensor in the recompute as well
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in by_tensor:
@@ -192,9 +178,9 @@ class _UnitCall:
     def __call__(self, _placeholder: torch.Tensor) -> Any:
         if self._arguments is None:
             return self._recompute()
-        (args, kwargs), self._arguments = self._arguments, None
+        (args, kwargs), self._arguments = self._unflatten(self._arguments), None
         with self._unit.offload.running("forward"):
-            output = self._unit.original(*args, **kwargs)
+            output = call_under(self._compiler, self._unit.original, args, kwargs)
         self._settle()
         return output
 
@@ -220,9 +206,14 @@ class _UnitCall:
         if before is not None:
             before.prefetch()
         leaves = [tensors[leaf] if isinstance(leaf, UnitInput) else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._structure)
+        args, kwargs = self._unflatten(leaves)
         with self._state.replay(), self._unit.offload.running("recompute"):
-            return self._unit.original(*args, **kwargs)
+            return call_under(self._compiler, self._unit.original, args, kwargs)
+
+    def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = [leaf.fresh() if isinstance(leaf, KeptCache) else leaf for leaf in leaves]
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(own, self._structure)
+        return arguments
 
     def let_go(self) -> None:
         """Keep no inputs on the device: another unit runs."""
@@ -239,9 +230,10 @@ def _no_call() -> None:
     """Stand for a reference to no call at all."""
 
 
-def _same_object(value: Any) -> Any:
-    return value
-
-
-def _is_cache(value: Any) -> bool:
-    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+def _around_and_inside(units: list[nn.Module], model: nn.Module | None) -> list[nn.Module]:
+    """Return what the units consist of and what contains them."""
+    parts = {id(part): part for unit in units for part in unit.modules()}
+    for module in () if model is None else model.modules():
+        if id(module) not in parts and any(id(child) in parts for child in module.modules()):
+            parts[id(module)] = module
+    return list(parts.values())

@@ -1,10 +1,13 @@
-"""`AwaitedParameters`: makes whoever looks at a module's parameters wait while they are being updated.
+"""`AwaitedParameters`: tells when someone looks at a module's parameters, and lets them wait for an update.
 
 [Note: Awaited parameters]
 Everything that reads a model through its modules, be it ``module.weight``, ``named_parameters``, ``state_dict``, a copy
-or a hook of the user, goes through the dict ``module._parameters``. While an update runs behind, that dict is replaced
-by one that waits for it first and puts the plain one back. Names can be read without waiting. A parameter that someone
-holds a reference to is read without waiting: optimizers do, which know about updates.
+or a hook of the user, goes through the dict ``module._parameters``. While a unit is not entered, that dict is replaced
+by one that first waits for an update that runs behind, and puts the plain one back. Names can be read without that. A
+parameter that someone holds a reference to is read without waiting: optimizers do, which know about updates.
+
+Who has looked may write, also through ``.data`` (peft merges adapters so), which torch does not count. So a look makes
+copies on the device old, and until the next unit is entered, when the code that looked is over, none is made.
 """
 
 from collections.abc import Callable, Iterator
@@ -96,6 +99,14 @@ def guard(module: nn.Module, settle: Callable[[], None]) -> None:
     plain = module._parameters
     if not isinstance(plain, AwaitedParameters):
         module.__dict__["_parameters"] = AwaitedParameters(plain, settle)
+
+
+def peek(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of `module` and its children; only for what an update leaves alone, such as versions."""
+    for each in module.modules():
+        parameters = each.__dict__["_parameters"]
+        plain = parameters.plain if isinstance(parameters, AwaitedParameters) else parameters
+        yield from (parameter for parameter in plain.values() if parameter is not None)
 
 
 def unguard(module: nn.Module) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cxl.streaming.awaited import peek
+
 _SMALL_NUMEL = 1 << 14
 _INTERNAL = (frozenset(nn.Module().__dict__) - {"training"}) | {"forward"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
@@ -63,7 +65,7 @@ class ModuleState:
         for kept in self._unsettled:
             kept.settle()
         self._unsettled = []
-        self._parameters = [(each, version_of(each), each.requires_grad) for each in self._unit.parameters()]
+        self._parameters = [(each, version_of(each), each.requires_grad) for each in peek(self._unit)]
 
     @contextmanager
     def replay(self) -> Iterator[None]:

@@ -5,8 +5,9 @@ A streamed parameter shows (``p.data``) its home, a piece of host memory, except
 a slot on the device that holds a copy. Optimizers, checkpoints and the user's own code between units therefore always
 find the weights on the host, and only the home is ever written.
 
-* Enter: a unit's forward starts. Its slot is the one that has a copy of these very weights (by version: a step, a
-  loaded checkpoint or any other write in place makes copies old), or gets one now. The device waits for the copy.
+* Enter: a unit's forward starts. Its slot is the one that has a copy of these very weights, or gets one now. A step, a
+  loaded checkpoint or any other write makes copies old: versions count writes in place, and [Note: Awaited parameters]
+  who may write through ``.data``. The device waits for the copy.
 * Leave: the forward has returned. Queued kernels may still read the slot; a later copy into it starts after them (see
   [Note: Copies and streams]), so the host need not wait.
 * In backward the recompute of an offloaded unit enters it again, and it stays entered, because its gradients are
@@ -20,7 +21,6 @@ A unit whose forward must be differentiated without a recompute keeps views of t
 other weights later. That is refused.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.slots import Slot, SlotRing
+from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -72,6 +73,7 @@ class ParamStreamer:
         self._entered: dict[int, tuple[UnitWeights, Slot]] = {}  # by id of the unit
         self._next: dict[_Visit, _Visit] = {}  # what followed what
         self._latest: _Visit | None = None
+        self._units = list(units)
         self._attached = [_StreamedForward(self, unit) for unit in units]
 
     def stats(self) -> dict[str, int]:
@@ -96,7 +98,10 @@ class ParamStreamer:
         if in_backward:
             self.release(keep=unit)
         unit.wait()
+        for each in self._units:
+            each.forget_looks()
         if id(unit) not in self._entered:
+            unit.unwatch()
             unit.take_in()
         with self._lock:
             slot = self._occupy(unit)
@@ -126,6 +131,7 @@ class ParamStreamer:
                 f"unit `{unit.name}` wrote to its weights in its forward or backward: they visit the device as a copy, "
                 "so the change would be lost. Leave the unit out of `units`, or write between steps."
             )
+        unit.watch()
 
     def release(self, keep: UnitWeights | None = None) -> None:
         """Leave every unit but one: their backward is over."""
@@ -142,12 +148,13 @@ class ParamStreamer:
                 slot = self._ring.find(unit)
                 if slot is None:
                     versions = unit.versions()  # before the question: another thread may begin an update in between
-                    if unit.is_updating():
+                    if unit.is_updating() or unit.is_seen:
                         return
                     slot = self._ring.fetch(unit, versions, keep)
                     if slot is None:
                         return
                     self.num_fetches += 1
+                    slot.drop_if_seen()
                 keep.add(slot)
 
     def forget(self) -> None:
@@ -166,6 +173,8 @@ class ParamStreamer:
             self._ring.clear()
         while self._attached:
             self._attached.pop().remove()
+        for unit in self._units:
+            unit.unwatch()
 
     def _occupy(self, unit: UnitWeights) -> Slot | None:
         """Return the slot that the unit shows from now on; None if it shows one already."""
@@ -206,59 +215,34 @@ class _Visit(NamedTuple):
     in_backward: bool
 
 
-class _StreamedForward:
-    """Stands in for the forward of one unit; a copy of the model gets the plain forward."""
+class _StreamedForward(StandIn):
+    """Stands in for the forward of one unit."""
 
     def __init__(self, streamer: ParamStreamer, unit: UnitWeights) -> None:
-        forward = unit.module.__dict__.get("forward")
-        if isinstance(forward, _StreamedForward):
+        if isinstance(unit.module.__dict__.get("forward"), _StreamedForward):
             raise ConfigError(f"unit `{unit.name}` is attached already: detach it first")
+        super().__init__(unit.module)
         self._streamer = streamer
         self._unit = unit
-        self._had_own = forward
-        self._is_removed = False
-        self.original: Callable[..., Any] = unit.module.forward
-        functools.update_wrapper(self, self.original, updated=())
-        unit.module.__dict__["forward"] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_removed:
-            return self.original(*args, **kwargs)
+    def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the unit with its weights on the device."""
         streamer, unit = self._streamer, self._unit
         phase = streamer.phase()
         streamer.enter(unit)
         try:
-            output = self.original(*args, **kwargs)
+            output = call_under(compiler, self.original, args, kwargs)
         finally:  # a recompute may end in an exception of checkpoint(), which has all it needs then
             if phase != "recompute":
                 streamer.leave(unit)
         if phase is None and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
             raise UnsupportedError(
                 f"the forward of unit `{unit.name}` would be differentiated without a recompute, after its weights "
-                "have left the device: as with a key/value cache outside of training, or with prefix tuning. Run it "
-                "under `torch.no_grad()`, without a cache, or with `stream_weights=False`"
+                "have left the device: it is not attached to offloaded activations, or got a key/value cache that "
+                "cannot be replayed. Evaluate under torch.no_grad(), pass use_cache=False, or set stream_weights=False"
             )
         return output
-
-    def remove(self) -> None:
-        """Undo the wrapping; where someone has wrapped this object meanwhile, pass calls through."""
-        self._is_removed = True
-        module = self._unit.module
-        if module.__dict__.get("forward") is not self:
-            return
-        if self._had_own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = self._had_own
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copy and pickle as the plain forward."""
-        return _same_object, (self.original,)
 
 
 def _ignore(_unit: UnitWeights) -> None:
     """Do nothing."""
-
-
-def _same_object(value: Any) -> Any:
-    return value

@@ -12,6 +12,7 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.streaming.awaited import guard, unguard
+from lightning_cxl.streaming.quantised import DATA, companions, is_quantised_later, show, tensors_of
 from lightning_cxl.streaming.units import NamedUnits
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -30,6 +31,15 @@ class Place(NamedTuple):
     parameter: nn.Parameter
     offset: int
     home: torch.Tensor  # on the host; its storage is its own, so that saving one parameter saves just that
+
+
+class Quantised(NamedTuple):
+    """Where a parameter and the tensors beside it lie, by key. See [Note: Quantised parameters]."""
+
+    module: nn.Module
+    parameter: nn.Parameter
+    offsets: dict[str, int]
+    homes: dict[str, torch.Tensor]
 
 
 class Piece(NamedTuple):
@@ -59,26 +69,36 @@ class UnitWeights:
         self.nbytes = 0
         self.pieces: list[Piece] = []
         self.places: list[Place] = []
+        self._quantised: list[Quantised] = []
+        self._slot: torch.Tensor | None = None  # that the parameters show
         self.num_forwards = 0
         """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
+        self.is_seen = False
+        """Whether someone may be about to write to parameters that they have looked up."""
+        self._num_looks = 0
         self._update: Future[None] | None = None
         for parameters in pieces:
             self._move(parameters, allocate)
 
     @torch.no_grad()
     def _move(self, parameters: Sequence[nn.Parameter], allocate: AllocateWeights) -> None:
-        offsets, end = [], 0
+        module_of = owners_in(self.module)
+        memory = allocate(piece_nbytes(self.module, parameters), parameters)
+        end = 0
         for parameter in parameters:
-            offsets.append(end)
-            end += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
-        memory = allocate(end, parameters)
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            nbytes = parameter.numel() * parameter.element_size()
-            flat = memory.slice(offset, nbytes).tensor((parameter.numel(),), parameter.dtype)
-            home = laid_out_as(flat, parameter)
-            home.copy_(parameter.detach())
-            parameter.data = home
-            self.places.append(Place(parameter, self.nbytes + offset, home))
+            module = module_of[id(parameter)]
+            offsets: dict[str, int] = {}
+            homes: dict[str, torch.Tensor] = {}
+            for key, tensor in tensors_of(module, parameter).items():
+                flat = memory.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype)
+                homes[key] = laid_out_as(flat, tensor)
+                homes[key].copy_(tensor.detach())
+                offsets[key] = self.nbytes + end
+                end += _aligned_nbytes(tensor)
+            show(module, parameter, homes)
+            self.places.append(Place(parameter, offsets[DATA], homes[DATA]))
+            if companions(module, parameter):
+                self._quantised.append(Quantised(module, parameter, offsets, homes))
         self.pieces.append(Piece(self.nbytes, memory.tensor((end,), torch.uint8)))
         self.nbytes += end
 
@@ -90,8 +110,7 @@ class UnitWeights:
         """
         self.wait()
         self._update = update
-        for module in self.module.modules():
-            guard(module, self.wait)
+        self.watch()
 
     def is_updating(self) -> bool:
         """Return whether the homes are being written."""
@@ -106,12 +125,36 @@ class UnitWeights:
             update.result()
         finally:  # not earlier: until then nobody may take the weights for new
             self._update = None
-            for module in self.module.modules():
-                unguard(module)
+
+    def watch(self) -> None:
+        """Notice from now on when someone looks at the parameters through their modules."""
+        for module in self.module.modules():
+            guard(module, self._see)
+
+    def unwatch(self) -> None:
+        """Let anyone look unnoticed."""
+        for module in self.module.modules():
+            unguard(module)
+
+    def _see(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self.unwatch()
+            self.is_seen = True
+            self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
 
     def versions(self) -> tuple[int, ...]:
-        """Return what changes whenever someone writes to a parameter, except through ``.data``."""
-        return tuple(place.parameter._version for place in self.places)
+        """Return what changes whenever someone writes to a parameter, or looks it up and so can write unnoticed."""
+        return (self._num_looks, *(place.parameter._version for place in self.places))
+
+    def forget_looks(self) -> None:
+        """The code that has looked is over: bring home what it has set with ``parameter.data = ...``, watch again."""
+        if not self.is_seen:
+            return
+        self.take_in()
+        self.is_seen = False
+        self.watch()
 
     @torch.no_grad()
     def take_in(self) -> None:
@@ -122,7 +165,7 @@ class UnitWeights:
         """
         for parameter, _, home in self.places:
             data = parameter.data
-            if data.data_ptr() == home.data_ptr() and data.shape == home.shape:
+            if data.data_ptr() == home.data_ptr() and (data.shape, data.stride()) == (home.shape, home.stride()):
                 continue
             if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
                 raise UnsupportedError(
@@ -140,24 +183,67 @@ class UnitWeights:
             slot: uint8, at least `nbytes`, aligned as the piece is.
         """
         for parameter, offset, home in self.places:
-            flat = slot[offset : offset + home.nbytes].view(home.dtype)
-            parameter.data = flat.as_strided(home.shape, home.stride())
+            parameter.data = _in_slot(slot, offset, home)
+        for each in self._quantised:
+            views = {key: _in_slot(slot, each.offsets[key], home) for key, home in each.homes.items()}
+            show(each.module, each.parameter, views)
+        self._slot = slot
 
     def leave(self) -> None:
-        """Let the parameters show the piece on the host again."""
+        """Let the parameters show the piece on the host again.
+
+        Raises:
+            UnsupportedError: the bytes of a quantised parameter have been replaced by others.
+        """
+        slot, self._slot = self._slot, None
+        replaced = [
+            each.parameter
+            for each in self._quantised
+            if slot is not None and each.parameter.data_ptr() != slot.data_ptr() + each.offsets[DATA]
+        ]
         for parameter, _, home in self.places:
             parameter.data = home
+        for each in self._quantised:
+            show(each.module, each.parameter, each.homes)
+        if replaced:
+            raise UnsupportedError(
+                f"unit `{self.name}` replaced the bytes of {len(replaced)} quantised weights in its forward, as "
+                "bitsandbytes does when it evaluates on a CPU: set stream_weights=False there"
+            )
+
+
+def piece_nbytes(unit: nn.Module, parameters: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of a piece that holds these parameters of `unit` and what belongs to them."""
+    module_of = owners_in(unit)
+    return sum(_aligned_nbytes(t) for p in parameters for t in tensors_of(module_of[id(p)], p).values())
+
+
+def owners_in(unit: nn.Module) -> dict[int, nn.Module]:
+    """Return the module that has each parameter itself, by the parameter's id."""
+    return {id(p): module for module in unit.modules() for p in module.parameters(recurse=False)}
+
+
+def _aligned_nbytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _in_slot(slot: torch.Tensor, offset: int, home: torch.Tensor) -> torch.Tensor:
+    flat = slot[offset : offset + home.nbytes].view(home.dtype)
+    return flat.as_strided(home.shape, home.stride())
 
 
 def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
     """Yield every unit with the parameters that can stream: its alone, dense, in plain memory of this host.
 
-    Others (tied to a module outside of the unit, lazy, tensor subclasses, views of shared storage) stay where they are.
+    Others (tied to a module outside of the unit, lazy, not quantised yet, data of a tensor subclass, views of shared
+    storage) stay where they are.
     """
     owners = _owners(model, units)
     storages = _shared_storages(model)
     for name, unit in units:
-        own = [p for p in unit.parameters() if owners[id(p)] == {name} and _is_plain(p)]
+        module_of = owners_in(unit)
+        own = [p for p in unit.parameters() if owners[id(p)] == {name} and not is_lazy(p) and not is_quantised_later(p)]
+        own = [p for p in own if all(map(_is_plain, tensors_of(module_of[id(p)], p).values()))]
         chosen = [p for p in own if p.untyped_storage().data_ptr() not in storages]
         if chosen:
             yield name, unit, chosen
@@ -173,9 +259,9 @@ def _owners(model: nn.Module, units: NamedUnits) -> dict[int, set[str]]:
     return owners
 
 
-def _is_plain(parameter: nn.Parameter) -> bool:
-    plain = not is_lazy(parameter) and type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
-    return plain and parameter.numel() > 0 and parameter.layout is torch.strided and is_dense(parameter)
+def _is_plain(tensor: torch.Tensor) -> bool:
+    plain = type(tensor.data) is torch.Tensor and tensor.device.type == "cpu"
+    return plain and tensor.numel() > 0 and tensor.layout is torch.strided and is_dense(tensor)
 
 
 def _shared_storages(model: nn.Module) -> set[int]:

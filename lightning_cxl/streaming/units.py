@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.streaming.stand_in import compiled_module
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -22,7 +23,8 @@ def find_units(model: nn.Module, units: str | Sequence[str] = "auto") -> NamedUn
             the largest `ModuleList` or `Sequential` of at least two composite blocks of one class (largest by number
             of parameters), else none. Otherwise one or more module-name globs (``"model.layers.*"``) or class names.
 
-    Where one unit would contain another, the outer one is the unit.
+    Where one unit would contain another, the outer one is the unit. A block that ``torch.compile`` has wrapped is found
+    as what it wraps, by class and by name; the wrapper is the unit.
 
     Raises:
         ConfigError: a glob or class name matches no module.
@@ -40,8 +42,12 @@ def find_units(model: nn.Module, units: str | Sequence[str] = "auto") -> NamedUn
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    by_name = name != "" and fnmatch.fnmatchcase(name, pattern)
-    return by_name or type(module).__name__ == pattern
+    names = {name, name.replace("_orig_mod.", "")} - {""}
+    return any(fnmatch.fnmatchcase(each, pattern) for each in names) or _class_name(module) == pattern
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(compiled_module(module)).__name__
 
 
 def _declared_blocks(model: nn.Module) -> NamedUnits:
@@ -53,7 +59,7 @@ def _declared_blocks(model: nn.Module) -> NamedUnits:
     for module in model.modules():
         declared = getattr(module, "_no_split_modules", None)
         classes.update(declared if isinstance(declared, (list, tuple, set, frozenset)) else ())
-    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
+    blocks = [(name, module) for name, module in model.named_modules() if _class_name(module) in classes]
     members = {id(child) for _, _, children in _containers(model) for _, child in children}
     return [(name, module) for name, module in blocks if id(module) in members] or blocks
 
@@ -62,7 +68,7 @@ def _largest_stack(model: nn.Module) -> NamedUnits:
     best: NamedUnits = []
     best_size = (0, 0)
     for name, container, children in _containers(model):
-        blocks = [child for _, child in children]
+        blocks = [compiled_module(child) for _, child in children]
         alike = len(blocks) >= 2 and len({type(block) for block in blocks}) == 1
         if isinstance(container, nn.ModuleDict) or not alike or next(blocks[0].children(), None) is None:
             continue
@@ -87,7 +93,7 @@ def _outermost(units: NamedUnits) -> NamedUnits:
 
 def _no_match_message(model: nn.Module, pattern: str) -> str:
     names = [name for name, _ in model.named_modules() if name]
-    classes = sorted({type(module).__name__ for module in model.modules()})
+    classes = sorted({_class_name(module) for module in model.modules()})
     close = difflib.get_close_matches(pattern, names + classes, n=3, cutoff=0.4)
     hint = f" Did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
     automatic = [name for name, _ in find_units(model)]

@@ -1,4 +1,5 @@
 import pytest
+import torch
 from torch import nn
 
 from lightning_cxl.errors import ConfigError
@@ -107,3 +108,25 @@ def test_what_matches_nothing_is_an_error_that_names_what_exists():
     with pytest.raises(ConfigError, match=r"`Blok` matches no module.* of Pair\. Did you mean `Block`") as error:
         find_units(Pair(), ["large.*", "Blok"])
     assert "`large.0` to `large.2`" in str(error.value) and "Linear" in str(error.value)
+
+
+def compiled(model, *containers):
+    """Wrap every block but the first one of each container."""
+    for container in containers:
+        for index in range(1, len(container)):
+            container[index] = torch.compile(container[index], backend="eager")
+    return model
+
+
+def test_compiled_blocks_are_found_as_what_they_wrap():
+    model = Declared(3)
+    compiled(model, model.layers)
+    assert names(model) == names(model, "Layer") == names(model, "layers.*") == ["layers.0", "layers.1", "layers.2"]
+    assert dict(find_units(model))["layers.1"] is model.layers[1]
+    pair = Pair()
+    assert names(compiled(pair, pair.small, pair.large)) == ["large.0", "large.1", "large.2"]
+
+
+def test_blocks_of_a_compiled_model_have_their_own_names():
+    whole = nn.ModuleDict({"model": torch.compile(Declared(), backend="eager")})
+    assert names(whole) == names(whole, "model.layers.*") == ["model._orig_mod.layers.0", "model._orig_mod.layers.1"]

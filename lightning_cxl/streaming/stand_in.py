@@ -1,0 +1,104 @@
+"""`StandIn`: takes the place of a module's forward, outside of whatever the user compiles.
+
+[Note: Compiled units]
+A stand-in decides, copies and counts: none of that belongs into a graph of ``torch.compile``. There are three ways to
+compile a unit, and in all of them its own forward is what is compiled, and what we do is not:
+
+* The unit is wrapped (``torch.compile(block)`` in a `ModuleList`): the stand-in is on the wrapper, outside.
+* The stand-in is inside what is compiled (``block.compile()``, ``torch.compile(model)``, a block that was wrapped after
+  it was attached): the compiler leaves its graph at the stand-in. It would go on with every function that we call, so
+  it is set aside while we run, and is back while the unit's own forward runs.
+* The recompute, in backward, where no compiler is active, runs under the compiler of the call that it repeats: a
+  compiled forward that a plain one repeats would have saved other tensors, with other rounding.
+
+``torch.compiler.disable`` sets the compiler aside but cannot bring it back, so two private functions of torch are used,
+here alone.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Compiler = Any
+"""What torch calls with a frame to compile; None for none."""
+_set_compiler: Callable[[Compiler], Compiler] = torch._C._dynamo.eval_frame.set_eval_frame
+_REASON = (
+    "lightning_cxl moves a unit's weights and inputs here, so a unit cannot be part of a bigger graph. Where "
+    "fullgraph=True is wanted, let `torch.compile(block, fullgraph=True)` take the place of each block in the model "
+    "before the run"
+)
+
+
+class StandIn:
+    """Takes the place of the forward of one module. A copy of the model (deepcopy, pickle) gets the plain forward.
+
+    Args:
+        module: its ``forward`` is replaced.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        _leave_to_python(StandIn.__call__)
+        self.module = module
+        self.original: Callable[..., Any] = module.forward
+        self._had_own = module.__dict__.get("forward")
+        self._is_removed = False
+        functools.update_wrapper(self, self.original, updated=())  # name, docstring, signature
+        module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `run` with the active compiler set aside. See [Note: Compiled units]."""
+        compiler = _set_compiler(None)
+        try:
+            if self._is_removed:
+                return call_under(compiler, self.original, args, kwargs)
+            return self.run(compiler, args, kwargs)
+        finally:
+            _set_compiler(compiler)
+
+    def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what is to be done instead of ``original(*args, **kwargs)``, which is to run under `compiler`."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Undo the wrapping; where someone has wrapped this object meanwhile, stay in place and pass calls through."""
+        self._is_removed = True
+        if self.module.__dict__.get("forward") is not self:
+            return
+        if self._had_own is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self._had_own
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        """Copy and pickle as the plain forward."""
+        return _same_object, (self.original,)
+
+
+def call_under(compiler: Compiler, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `function` under a compiler that a stand-in has set aside."""
+    before = _set_compiler(compiler)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _set_compiler(before)
+
+
+def compiled_module(module: nn.Module) -> nn.Module:
+    """Return the module inside a wrapper of ``torch.compile``; any other module as it is."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None or type(module).__name__ != "OptimizedModule" else inner
+
+
+def _leave_to_python(function: Any) -> None:
+    """Keep the compiler from tracing `function`, but not what it calls. Idempotent; imports the compiler."""
+    from torch._dynamo.decorators import skip
+
+    skip(function)
+    function._torchdynamo_disable_msg = _REASON
+
+
+def _same_object(value: Any) -> Any:
+    return value

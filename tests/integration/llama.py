@@ -1,0 +1,25 @@
+"""A tiny Llama and its task, for what only Hugging Face models do."""
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.models import Task
+
+
+def tiny_llama(num_layers=3, **config):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = LlamaForCausalLM(
+        LlamaConfig(**{**shape, "num_key_value_heads": 2, "num_hidden_layers": num_layers, **config})
+    )
+    return model.train()
+
+
+class LlamaTask(Task):
+    """Next-token loss of a model that takes and returns what Hugging Face models do."""
+
+    def loss(self, batch):
+        x, y = batch
+        logits = self.model(input_ids=x).logits[:, -x.shape[1] :]  # without the tokens that prompt tuning adds
+        return nn.functional.cross_entropy(logits.flatten(0, -2).float(), y.flatten())

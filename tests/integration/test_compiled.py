@@ -1,0 +1,179 @@
+"""`torch.compile` on blocks and on models: what the user compiles stays compiled, and nothing of ours is compiled."""
+
+import pytest
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
+
+from tests.integration.devices import device_apart  # noqa: F401
+from tests.integration.test_parity import assert_identical
+from tests.integration.training import EXACT, make_trainer, offload, train
+from tests.models import Task, TinyTransformer, token_data
+
+pytestmark = [
+    pytest.mark.usefixtures("device_apart"),
+    # torch's own, when its compiler looks at a block's input
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+DEPTH = 3
+
+
+class Counting:
+    """A backend that counts graphs and how often they run."""
+
+    def __init__(self, inner="eager"):
+        self.inner = lookup_backend(inner)
+        self.num_graphs = self.num_calls = 0
+
+    def __call__(self, graph, inputs):
+        self.num_graphs += 1
+        compiled = self.inner(graph, inputs)
+
+        def call(*args):
+            self.num_calls += 1
+            return compiled(*args)
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_in_place(model, **options):
+    for block in model.blocks:
+        block.compile(**options)
+    return model
+
+
+def wrapped(model, **options):
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, **options)
+    return model
+
+
+def as_a_whole(model, **options):
+    return torch.compile(model, **options)
+
+
+def first_wrapped(model, **options):
+    model.blocks[0] = torch.compile(model.blocks[0], **options)
+    return model
+
+
+class Later(Task):
+    """Compiles its blocks when everything has been set up."""
+
+    how, backend = None, None
+
+    def on_train_start(self):
+        self.how(self.model, backend=self.backend)
+
+
+def run(how, strategy, backend, *, later=False, **arguments):
+    """Train; returns (losses, weights under the names of a model that is not compiled), graphs and calls per step."""
+    marks = []
+
+    class Marks(Later if later else Task):
+        def on_train_batch_end(self, *_):
+            marks.append((backend.num_graphs, backend.num_calls))
+
+    Marks.how, Marks.backend = staticmethod(how), backend
+    torch._dynamo.reset()
+    make = TinyTransformer if later else lambda: how(TinyTransformer(depth=DEPTH), backend=backend)
+    losses, state = train(make, strategy, task=Marks, **{"steps": 5, **arguments})
+    return losses, {name.replace("_orig_mod.", ""): value for name, value in state.items()}, marks
+
+
+@pytest.mark.parametrize(
+    ("how", "inner"),
+    [(compiled_in_place, "aot_eager"), (wrapped, "eager"), (as_a_whole, "aot_eager"), (first_wrapped, "eager")],
+)
+def test_units_stay_compiled_and_losses_stay_the_same(how, inner):
+    *plain, _ = run(how, "auto", Counting(inner))
+    counters.clear()
+    backend = Counting(inner)
+    *ours, marks = run(how, offload(**EXACT), backend)
+    assert_identical(plain, ours)
+    num_units = 1 if how is first_wrapped else DEPTH
+    # one graph serves all blocks, forward and recompute, in every step, wherever the weights are
+    assert marks == [(1, 2 * num_units * (step + 1)) for step in range(5)]
+    assert counters["frames"]["ok"] == 1, "a frame that is not a forward of a block was compiled"
+
+
+@pytest.mark.parametrize("how", [compiled_in_place, wrapped])
+def test_compiling_after_set_up(how):
+    *plain, _ = run(how, "auto", Counting(), later=True)
+    backend = Counting()
+    *ours, marks = run(how, offload(**EXACT), backend, later=True)
+    assert_identical(plain, ours)
+    assert marks == [(1, 2 * DEPTH * (step + 1)) for step in range(5)]
+
+
+def test_updates_behind_the_backward_cause_no_recompile():
+    plain = run(compiled_in_place, offload(overlap_step=False), Counting())
+    ours = run(compiled_in_place, offload(on_overflow="ignore"), Counting())
+    assert_identical(plain[:2], ours[:2])
+    assert ours[2][0][0] == ours[2][-1][0] == 1
+
+
+@pytest.mark.parametrize("how", [compiled_in_place, wrapped])
+def test_blocks_that_must_be_one_graph(how):
+    def full(model, **options):
+        return how(model, fullgraph=True, **options)
+
+    plain, ours = run(full, "auto", Counting()), run(full, offload(**EXACT), Counting())
+    assert_identical(plain[:2], ours[:2])
+
+
+class ChangingLength(Task):
+    """Every step has another sequence length, and one step has two."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = super().training_step((x[:, : 4 + batch_idx], y[:, : 4 + batch_idx]), batch_idx)
+        return loss + super().training_step((x, y), batch_idx) if batch_idx == 3 else loss
+
+
+def test_changing_lengths_recompile_once_for_all_lengths():
+    def lengths(strategy):
+        torch._dynamo.reset()
+        backend = Counting("aot_eager")
+        module = train(
+            lambda: compiled_in_place(TinyTransformer(depth=2), backend=backend), strategy,
+            task=ChangingLength, steps=5,
+        )  # fmt: skip
+        return module, backend.num_graphs
+
+    (plain, num_plain), (ours, num_ours) = lengths("auto"), lengths(offload(**EXACT))
+    assert_identical(plain, ours)
+    assert num_ours == num_plain == 2
+
+
+def test_evaluation_is_compiled_too():
+    backend = Counting()
+    module = Task(compiled_in_place(TinyTransformer(depth=DEPTH), backend=backend))
+    make_trainer(offload()).validate(module, token_data(2), verbose=False)
+    assert backend.num_graphs == 1 and backend.num_calls == 2 * DEPTH
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_inductor():
+    def inductor(model, **_):
+        return compiled_in_place(model)
+
+    plain, ours = run(inductor, "auto", Counting()), run(inductor, offload(**EXACT), Counting())
+    assert_identical(plain[:2], ours[:2])
+
+
+def test_a_run_leaves_nothing_behind():
+    model = wrapped(compiled_in_place(TinyTransformer(depth=DEPTH), backend="eager"), backend="eager")
+    before = [block.__dict__.get("forward") for block in model.blocks]
+    train(lambda: model, offload(), steps=2)
+    assert [block.__dict__.get("forward") for block in model.blocks] == before
+    assert all("forward" not in block._orig_mod.__dict__ for block in model.blocks)

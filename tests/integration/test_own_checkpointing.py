@@ -1,0 +1,111 @@
+"""Models that checkpoint their blocks themselves: the same losses, and no block is computed three times in vain."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.integration.devices import device_apart  # noqa: F401
+from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.test_parity import assert_identical
+from tests.integration.training import EXACT, offload, train
+from tests.models import TinyTransformer
+
+pytestmark = pytest.mark.usefixtures("device_apart")
+
+
+def enable(model, use_reentrant):
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(
+        {"use_reentrant": use_reentrant}
+    )
+
+
+def checkpointed_llama(use_reentrant):
+    model = tiny_llama()
+    enable(model, use_reentrant)
+    return model
+
+
+def count_forwards(model):
+    """Return a list that gets an entry whenever an MLP of a block runs."""
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_hugging_face_checkpointing_is_switched_off_while_ours_runs(use_reentrant, streams, caplog):
+    plain = train(lambda: checkpointed_llama(use_reentrant), "auto", task=LlamaTask, steps=4)
+    model = checkpointed_llama(use_reentrant)
+    calls = count_forwards(model)
+    with caplog.at_level(logging.INFO, "lightning_cxl"):
+        ours = train(lambda: model, offload(stream_weights=streams, **EXACT), task=LlamaTask, steps=4)
+    assert_identical(plain, ours)
+    assert len(calls) == 4 * 3 * 2
+    assert len([record for record in caplog.records if "checkpointing is switched off" in record.message]) == 1
+    assert model.model.gradient_checkpointing and all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_hugging_face_checkpointing_that_is_enabled_during_the_run():
+    class Enables(LlamaTask):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 1:
+                enable(self.model, False)
+
+    plain = train(tiny_llama, "auto", task=Enables, steps=4)
+    model = tiny_llama()
+    calls = count_forwards(model)
+    assert_identical(plain, train(lambda: model, offload(**EXACT), task=Enables, steps=4))
+    assert len(calls) <= 4 * 3 * 2 + 3  # a first call may be under way when it is noticed
+
+
+class Checkpointing(TinyTransformer):
+    """Checkpoints its blocks, `span` at a time."""
+
+    use_reentrant, span = False, 1
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for start in range(0, len(self.blocks), self.span):
+            x = checkpoint(self.some, x, start, use_reentrant=self.use_reentrant)
+        return self.head(self.norm(x))
+
+    def some(self, x, start):
+        for block in self.blocks[start : start + self.span]:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("span", "streams"), [(1, True), (2, True), (4, True), (2, False)])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_in_the_users_forward_nest_with_ours(use_reentrant, span, streams, caplog):
+    def make():
+        model = Checkpointing(depth=4)
+        model.use_reentrant, model.span = use_reentrant, span
+        return model
+
+    with caplog.at_level(logging.INFO, "lightning_cxl"):
+        ours = train(make, offload(stream_weights=streams, **EXACT), steps=4)
+    assert_identical(train(make, "auto", steps=4), ours)
+    assert len([record for record in caplog.records if "computed three times" in record.message]) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_updates_behind_the_backward_wait_for_both_recomputes(use_reentrant):
+    def make():
+        model = Checkpointing()
+        model.use_reentrant = use_reentrant
+        return model
+
+    plain = train(make, offload(overlap_step=False), steps=5)
+    assert_identical(plain, train(make, offload(on_overflow="ignore"), steps=5))
+
+
+def test_nothing_is_said_of_a_model_that_does_not_checkpoint(caplog):
+    with caplog.at_level(logging.INFO, "lightning_cxl"):
+        train(TinyTransformer, offload(**EXACT), steps=2)
+    assert not [record for record in caplog.records if "checkpoint" in record.message]
+    assert torch._C._current_graph_task_id() == -1

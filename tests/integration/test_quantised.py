@@ -1,0 +1,111 @@
+"""Quantised frozen weights of bitsandbytes with adapters on top: their bytes and what belongs to them stream."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cxl import runtime
+from lightning_cxl.streaming.unit_weights import UnitWeights
+from tests.fakes import DelayingEngine
+from tests.integration.devices import device_apart  # noqa: F401
+from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.test_parity import assert_identical
+from tests.integration.training import EXACT, offload, train
+
+bnb = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.usefixtures("device_apart"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+]
+
+
+def four_bit(linear, *, nested):
+    return bnb.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4",
+        compress_statistics=nested,
+    )  # fmt: skip
+
+
+def eight_bit(linear):
+    return bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
+
+
+KINDS = {
+    "4 bit": lambda linear: four_bit(linear, nested=False),
+    "4 bit, nested": lambda linear: four_bit(linear, nested=True),
+    "8 bit": eight_bit,
+}
+
+
+def quantised(kind, width=64):
+    model = tiny_llama(hidden_size=width)
+    for layer in model.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, linear in list(parent.named_children()):
+                if isinstance(linear, nn.Linear):
+                    twin = KINDS[kind](linear)
+                    twin.load_state_dict(linear.state_dict())
+                    setattr(parent, name, twin.to("cpu"))  # quantises
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind.startswith("4"), kind.startswith("8")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_the_plain_run(kind):
+    arguments = {"task": LlamaTask, "steps": 4}
+    plain = train(lambda: quantised(kind), "auto", **arguments)
+    ours = train(lambda: quantised(kind), offload(**EXACT), **arguments)
+    assert_identical(plain, ours)
+    assert len(set(plain[0])) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_a_kernel_reads_is_in_the_slot(kind, monkeypatch):
+    """While a unit computes all its tensors lie in one slot; in between all of them lie in its home."""
+    engine = DelayingEngine(0.0005, computes_on_host=False)
+    monkeypatch.setattr(runtime, "make_engine", lambda _device: engine)
+    inside, outside = [], []
+    enter, leave = UnitWeights.enter, UnitWeights.leave
+
+    def is_within(tensor, memory):
+        start = memory.data_ptr()
+        return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + memory.numel()
+
+    def entered(unit, slot):
+        enter(unit, slot)
+        inside.extend(is_within(tensor, slot) for tensor in all_tensors(unit.module))
+
+    def left(unit):
+        leave(unit)
+        outside.extend(is_within(tensor, unit.pieces[0].flat) for tensor in all_tensors(unit.module))
+
+    monkeypatch.setattr(UnitWeights, "enter", entered)
+    monkeypatch.setattr(UnitWeights, "leave", left)
+    train(lambda: quantised(kind), offload(**EXACT), task=LlamaTask, steps=2)
+    assert inside and all(inside) and outside and all(outside)
+
+
+def all_tensors(unit):
+    """Every tensor that the quantised layers of a unit hold, found without knowing their names."""
+    for module in unit.modules():
+        for parameter in module.parameters(recurse=False):
+            yield parameter
+            holders = [parameter, getattr(parameter, "quant_state", None), getattr(module, "state", None)]
+            holders.append(getattr(holders[1], "state2", None))
+            for holder in holders:
+                values = {} if holder is None else holder.__dict__
+                yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def test_bytes_of_a_quantised_model_on_the_host():
+    strategy = offload(**EXACT)
+    train(lambda: quantised("4 bit, nested", width=128), strategy, task=LlamaTask, steps=1)
+    weights = sum(strategy.report()["planned_roles"]["compute_weights"].values())
+    full = sum(p.nbytes for p in tiny_llama(hidden_size=128).parameters())
+    assert weights < full / 3
+    assert "compute_grads" in strategy.report()["planned_roles"]

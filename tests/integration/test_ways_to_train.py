@@ -1,0 +1,137 @@
+"""What users do in a step, with streamed weights: autocast, other lengths, other blocks, and going on after a stop."""
+
+import random
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from tests.integration.devices import device_apart  # noqa: F401
+from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.test_checkpoint import fit
+from tests.integration.test_parity import assert_identical
+from tests.integration.training import EXACT, offload, train
+from tests.models import Task, TinyTransformer
+
+pytestmark = pytest.mark.usefixtures("device_apart")
+
+
+class DropsBlocks(TinyTransformer):
+    """Runs other blocks in every step, in any order, some of them twice; with dropout, whose numbers must not shift."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        if self.training:
+            order = [int(torch.randint(len(self.blocks), ())) for _ in range(4)]
+        else:
+            order = range(len(self.blocks))
+        for index in order:
+            x = self.blocks[index](x, scale=0.5)
+        return self.head(self.norm(x))
+
+
+class ChangesLength(Task):
+    """Another length in every micro-batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        length = random.Random(batch_idx).randint(2, x.shape[1])
+        return super().training_step((x[:, :length], y[:, :length]), batch_idx)
+
+
+class ScalesInside(Task):
+    """Its own autocast around a part of the step, with the cache of casts that torch keeps by default."""
+
+    def loss(self, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().loss(batch)
+
+
+class PaddedLlama(LlamaTask):
+    """Rows of different length: a mask goes to every block beside its input."""
+
+    def loss(self, batch):
+        x, y = batch
+        mask = torch.ones_like(x)
+        mask[0, 7:] = 0
+        logits = self.model(input_ids=x, attention_mask=mask).logits
+        return torch.nn.functional.cross_entropy(logits[mask.bool()], y[mask.bool()])
+
+
+CASES = {
+    "bf16-mixed": (TinyTransformer, Task, {"precision": "bf16-mixed"}),
+    "autocast in the step": (TinyTransformer, ScalesInside, {}),
+    "lengths": (TinyTransformer, ChangesLength, {}),
+    "lengths, bf16-mixed": (TinyTransformer, ChangesLength, {"precision": "bf16-mixed"}),
+    "dropped and repeated blocks": (lambda: DropsBlocks(depth=6), Task, {}),
+    "SDPA with a mask": (lambda: tiny_llama(attn_implementation="sdpa", attention_dropout=0.1), PaddedLlama, {}),
+    "attention without SDPA": (lambda: tiny_llama(attn_implementation="eager"), PaddedLlama, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_the_plain_run(case):
+    make, task, trainer_args = CASES[case]
+    arguments = {"task": task, "steps": 4, "trainer_args": {**trainer_args, "accumulate_grad_batches": 2}}
+    assert_identical(train(make, "auto", **arguments), train(make, offload(**EXACT), **arguments))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_updates_behind_the_backward_change_nothing(case):
+    make, task, trainer_args = CASES[case]
+    arguments = {"task": task, "steps": 4, "trainer_args": trainer_args}
+    plain = train(make, offload(overlap_step=False), **arguments)
+    assert_identical(plain, train(make, offload(on_overflow="ignore"), **arguments))
+
+
+class SavesOnce(Callback):
+    """Saves right after the step that ends a window of accumulation, or in the middle of the next one."""
+
+    def __init__(self, path, at_batch):
+        self.path, self.at_batch = path, at_batch
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == self.at_batch:
+            trainer.save_checkpoint(self.path)
+
+
+class CountsBatches(Task):
+    """Takes the batch that the number of batches seen so far says, also after a resume."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.register_buffer("num_batches", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch, batch_idx):
+        generator = torch.Generator().manual_seed(int(self.num_batches))
+        self.num_batches += 1
+        tokens = torch.randint(0, 37, (2, 13), generator=generator)
+        return super().training_step((tokens[:, :-1], tokens[:, 1:]), batch_idx)
+
+
+@pytest.mark.parametrize("options", [EXACT, {}, {"on_overflow": "ignore"}], ids=["torch AdamW", "CPUAdam", "behind"])
+def test_resume_at_the_end_of_a_window_of_accumulation(tmp_path, options):
+    path = tmp_path / "window.ckpt"
+    arguments = {"task": CountsBatches, "accumulate_grad_batches": 3}
+    straight, _ = fit(offload(**options), 5, callbacks=[SavesOnce(path, 5)], **arguments)
+    resumed, _ = fit(offload(**options), 5, ckpt_path=path, **arguments)
+    assert resumed.losses == straight.losses[6:] and len(resumed.losses) == 9
+    for name, value in straight.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("options", [EXACT, {"on_overflow": "ignore"}], ids=["torch AdamW", "behind"])
+def test_resume_in_the_middle_is_the_plain_resume(tmp_path, options):
+    """Gradients of an unfinished window are lost in Lightning's checkpoints: ours goes on as plain Lightning does."""
+
+    def continued(strategy, name):
+        path = tmp_path / f"{name}.ckpt"
+        arguments = {"task": CountsBatches, "accumulate_grad_batches": 3}
+        fit(strategy(), 3, callbacks=[SavesOnce(path, 4)], **arguments)
+        module, _ = fit(strategy(), 5, ckpt_path=path, **arguments)
+        return module.losses, module.state_dict()
+
+    def plain():
+        return "auto" if options is EXACT else offload(overlap_step=False)
+
+    assert_identical(continued(plain, "plain"), continued(lambda: offload(**options), "ours"))

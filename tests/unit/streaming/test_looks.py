@@ -1,0 +1,69 @@
+"""Weights that are written through ``.data``, which torch does not count: no copy on the device survives a look."""
+
+import pytest
+import torch
+
+from tests.unit.streaming.test_params import WIDTH, Streamed, descend, make
+
+
+def batch(step):
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def in_place(model, sign):
+    """As peft merges an adapter."""
+    for block in model.blocks:
+        block.up.weight.data += sign * 0.25
+
+
+def to_other_memory(model, sign):
+    """As peft merges an adapter with ``safe_merge=True``."""
+    for block in model.blocks:
+        block.up.weight.data = block.up.weight.data + sign * 0.25
+
+
+def run(model, write, finish=lambda: None):
+    """Two micro-batches a step; writes before an evaluation, and undoes it, after every backward."""
+    losses = []
+    for step in range(6):
+        loss = model(batch(step))
+        loss.backward()
+        finish()
+        write(model, 1)
+        with torch.no_grad():
+            losses += [loss.item(), model(batch(100)).item()]
+        write(model, -1)
+        if step % 2:
+            descend(model)
+    return losses
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 9])
+@pytest.mark.parametrize("write", [in_place, to_other_memory])
+def test_writes_that_torch_does_not_count_are_seen(engine, write, num_slots):
+    ours, theirs = make(), make()
+    streamed = Streamed(engine, ours, num_slots)
+    assert run(ours, write, streamed.streamer.release) == run(theirs, write)
+    streamed.close()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_look_makes_copies_old_once(engine):
+    """Of units that were looked at, just the first one is late: none is copied while the one who looks may write."""
+    model = make()
+    streamed = Streamed(engine, model, 3)
+
+    def num_late(steps, look):
+        late = streamed.streamer.num_late
+        for step in steps:
+            model(batch(step)).backward()
+            streamed.streamer.release()
+            look()
+        return streamed.streamer.num_late - late
+
+    num_late(range(2), lambda: None)
+    unseen = num_late(range(2, 6), lambda: None)
+    seen = num_late(range(6, 10), lambda: dict(model.named_parameters()))
+    assert unseen == 0 and seen == 3  # three of the four passes come after a look
+    streamed.close()
+    assert {type(module._parameters) for module in model.modules()} == {dict}
