@@ -20,7 +20,10 @@ def _engine(request, monkeypatch):
     name = request.config.getoption("--engine")
     if name != "host":
         monkeypatch.setattr(runtime, "make_engine", {"delaying": _delaying, "reordering": _reordering}[name])
-        make_autograd_see_another_device(monkeypatch)
+        if request.node.get_closest_marker("weights_stay"):
+            pytest.skip("weights that stream move to memory of their units")
+        if not request.node.get_closest_marker("exact_repeats"):
+            make_autograd_see_another_device(monkeypatch)
 
 
 def _delaying(_device):

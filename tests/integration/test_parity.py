@@ -44,6 +44,7 @@ MODELS = {
 }
 
 
+@pytest.mark.exact_repeats
 @pytest.mark.parametrize(
     ("model", "accumulate", "optimizer"),
     [*itertools.product(MODELS, [1, 8], ["adamw"]), *itertools.product(["transformer", "convolution"], [2], ["sgd"])],
@@ -208,6 +209,7 @@ def test_single_update_within_two_ulp():
         assert ulps <= 2
 
 
+@pytest.mark.exact_repeats
 @pytest.mark.parametrize("offload_activations", [True, False])
 def test_every_gradient_is_counted(offload_activations):
     """A block used twice, several backwards per step, unused parameters: gradients equal autograd's own."""

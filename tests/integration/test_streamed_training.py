@@ -110,6 +110,7 @@ def test_gradients_are_on_the_host_when_backward_returns(another_device, device)
     streamed.close()
 
 
+@pytest.mark.exact_repeats
 def test_gradients_asked_for_beside_leave_those_so_far_alone(device):
     """`torch.autograd.grad` runs through the same leaves and recomputes the same units, but delivers nothing.
 

@@ -69,6 +69,7 @@ CASES = {
 }
 
 
+@pytest.mark.exact_repeats
 @pytest.mark.parametrize("case", CASES)
 def test_is_the_plain_run(case):
     make, task, trainer_args = CASES[case]

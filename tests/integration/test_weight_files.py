@@ -83,6 +83,7 @@ def test_a_pretrained_model_is_where_it_belongs_at_once_and_trains_as_any_other(
     assert module.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
+@pytest.mark.weights_stay
 def test_rules_are_applied_at_setup_and_decorators_at_once(folder):
     rules = {"model.model.layers.1*": {"weights": "cxl"}}
     module = fit(lambda: ours(folder), offload(tier_rules=rules))
@@ -134,6 +135,7 @@ def test_a_model_of_ones_own_with_decorated_classes(tmp_path):
     }
 
 
+@pytest.mark.weights_stay
 def test_bf16_true_loads_in_the_precision_of_the_run(folder):
     def load():
         return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder, torch.get_default_dtype())
