@@ -26,15 +26,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, wait
 from functools import partial
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
+from lightning_cxl.optim.host_step import has_step_hooks
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.wanted import Wanted
 from lightning_cxl.streaming.unit_weights import UnitWeights
@@ -87,7 +86,7 @@ class UnitUpdates:
         """
         if objection is None and len(optimizers) > 1:
             objection = "there are several optimizers"
-        if objection is None and any(map(is_watched, optimizers)):
+        if objection is None and any(map(has_step_hooks, optimizers)):
             objection = "there are hooks around the optimizer's step"
         self.in_backward = objection is None
         if objection is not None:
@@ -97,7 +96,7 @@ class UnitUpdates:
     def begin(self, optimizer: CPUAdam) -> None:
         """Note that the closure of a step of `optimizer` is about to be evaluated."""
         self._step = None
-        self._optimizer = optimizer if self.in_backward and not is_watched(optimizer) else None
+        self._optimizer = optimizer if self.in_backward and not has_step_hooks(optimizer) else None
         for unit in self._units:
             unit.num_forwards = 0
 
@@ -109,7 +108,8 @@ class UnitUpdates:
         """Start the update of a unit whose backward is over, if it may start now."""
         if self._optimizer is None or unit.num_forwards != 1:
             return
-        hosts = self._grads.hand_over(place.parameter for place in unit.places if self._is_ready_for_worker(place))
+        found = [self._masters.find(place.parameter) for place in unit.places]
+        hosts = self._grads.hand_over(host for host in found if host is not None and self._is_for_worker(host))
         if not hosts:
             return
         if self._step is None:
@@ -131,10 +131,10 @@ class UnitUpdates:
         for each in work:
             host = self._masters.find(each.update.parameter)
             unit = None if host is None else self._unit_of.get(id(host.compute))
-            if host is None or unit is None or not (host.is_shared or each.update.compute is not None):
-                now.append(each)
-            else:
+            if host is not None and unit is not None and self._is_for_worker(host):
                 parts.setdefault(id(unit), []).append(each)
+            else:
+                now.append(each)
         step.apply(now, optimizer.grad_scale)
         torch.autograd.graph.increment_version(written_by(now))
         for unit in self._units:
@@ -160,9 +160,9 @@ class UnitUpdates:
         )
         return kept + [each for group in largest for each in group]
 
-    def _is_ready_for_worker(self, place: Any) -> bool:
-        host = self._masters.find(place.parameter)
-        return host is not None and (host.is_shared or host.master in self._masters.kernel_weights)
+    def _is_for_worker(self, host: HostParameter) -> bool:
+        """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
+        return host.is_shared or host.master in self._masters.kernel_weights
 
     def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
         """Let a job that writes the homes of `unit` run on the worker.
@@ -202,9 +202,3 @@ def _run(job: Callable[[], None], update: "Future[None]") -> None:
 @torch.no_grad()
 def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
     step.apply(work, scale)
-
-
-def is_watched(optimizer: Optimizer) -> bool:
-    """Whether someone has put hooks around the step, which may look at gradients or weights."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))

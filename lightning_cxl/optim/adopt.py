@@ -25,7 +25,13 @@ from lightning_cxl.optim.awaited_params import AwaitedParams
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.formats import MasterForm, StatePrecision
 from lightning_cxl.optim.grads import GradientSink
-from lightning_cxl.optim.host_step import AllocationScope, HostStep, Overlap, evaluates_closure_first
+from lightning_cxl.optim.host_step import (
+    AllocationScope,
+    HostStep,
+    Overlap,
+    evaluates_closure_first,
+    has_step_hooks,
+)
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.moment import AllocateState, choose_precision, moment_bytes
@@ -258,10 +264,9 @@ class _Hooks:
             self._options.overlap.give_up()
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
-        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         if self._options.overlap is None:
             step()
-        elif hooked or not isinstance(optimizer, CPUAdam):
+        elif not isinstance(optimizer, CPUAdam) or has_step_hooks(optimizer):
             self._options.overlap.wait()
             step()
         else:

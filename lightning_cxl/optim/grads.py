@@ -156,9 +156,9 @@ class GradientSink:
         if id(host) in self._arrived:
             return  # a part of it has come in this backward already, of another use of the parameter
         self._taken.pop(id(host), None)  # of a backward that failed: the user may have zeroed gradients since
-        grad = host.compute.grad
+        grad = host.master.grad
         if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
-            self._taken[id(host)], host.compute.grad = grad, None
+            self._taken[id(host)], host.master.grad = grad, None
             if self._visits_device(host):
                 self._arrived[id(host)] = host
                 self._finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
@@ -187,8 +187,7 @@ class GradientSink:
         if self._engine.computes_on_host:
             host.master.grad = self._folded(host, host.master.grad, grad, self._next_key())
         else:
-            if host.master.grad is not None:
-                self._taken[id(host)], host.master.grad = host.master.grad, None
+            self._take_away(host)
             self._fetch(host, grad)
 
     def _receive_streamed(self, host: HostParameter) -> None:
@@ -256,12 +255,12 @@ class GradientSink:
         self._meter.accumulate(grad, accumulator, key)
         return accumulator
 
-    def hand_over(self, parameters: Iterable[torch.Tensor]) -> list[HostParameter]:
-        """Return those of the parameters whose gradients have come from the device in this backward, as they came.
+    def hand_over(self, candidates: Iterable[HostParameter]) -> list[HostParameter]:
+        """Return those of the candidates whose gradients have come from the device in this backward, as they came.
 
         Who calls this takes care of these gradients, with `take`; `finish` no longer does.
         """
-        own = {id(host): host for host, _ in (self._watched[id(p)] for p in parameters if id(p) in self._watched)}
+        own = {id(host) for host in candidates}
         hosts = [host for key, host in self._arrived.items() if key in own]
         for host in hosts:
             del self._arrived[id(host)]

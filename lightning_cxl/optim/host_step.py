@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -185,6 +186,12 @@ def evaluates_closure_first(optimizer: Optimizer) -> bool:
     """Whether the optimizer's `step` is known to evaluate its closure once, before it touches anything."""
     owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
     return owner.__module__.startswith(_CLOSURE_FIRST) and not issubclass(owner, LBFGS)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether someone has put hooks around the step, of this optimizer or of all, which may look at anything."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -73,7 +73,6 @@ class ParamStreamer:
         self._entered: dict[int, tuple[UnitWeights, Slot]] = {}  # by id of the unit
         self._next: dict[_Visit, _Visit] = {}  # what followed what
         self._latest: _Visit | None = None
-        self._units = list(units)
         self._attached = [_StreamedForward(self, unit) for unit in units]
 
     def stats(self) -> dict[str, int]:

@@ -4,10 +4,15 @@ With ``--engine delaying`` or ``--engine reordering`` the CPU plays a device wit
 late or finish in another order, and whose memory is poisoned when it is let go: the same tests then look for races.
 """
 
+import threading
+import time
+
 import pytest
 
 from lightning_cxl import runtime
-from tests.fakes import DelayingEngine, ReorderingEngine, make_autograd_see_another_device
+from lightning_cxl.optim.adam_step import AdamStep
+from tests.fakes import make_autograd_see_another_device
+from tests.integration.devices import delaying, reordering
 
 
 @pytest.fixture(autouse=True)
@@ -19,16 +24,21 @@ def _offload_small_activations(monkeypatch):
 def _engine(request, monkeypatch):
     name = request.config.getoption("--engine")
     if name != "host":
-        monkeypatch.setattr(runtime, "make_engine", {"delaying": _delaying, "reordering": _reordering}[name])
+        monkeypatch.setattr(runtime, "make_engine", {"delaying": delaying, "reordering": reordering}[name])
         if request.node.get_closest_marker("weights_stay"):
             pytest.skip("weights that stream move to memory of their units")
         if not request.node.get_closest_marker("exact_repeats"):
             make_autograd_see_another_device(monkeypatch)
 
 
-def _delaying(_device):
-    return DelayingEngine(0.0005, computes_on_host=False)
+@pytest.fixture
+def slow_updates(monkeypatch):
+    """Let every update of a unit take longer than the device's work."""
+    apply = AdamStep.apply
 
+    def late(step, work, scale):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)
+        apply(step, work, scale)
 
-def _reordering(_device):
-    return ReorderingEngine(7, 0.0005, computes_on_host=False)
+    monkeypatch.setattr(AdamStep, "apply", late)

@@ -8,23 +8,17 @@ import time
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cxl import runtime, updates
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.optim.adam_step import AdamStep
-from tests.fakes import DelayingEngine, ReorderingEngine, make_autograd_see_another_device
+from tests.fakes import make_autograd_see_another_device
+from tests.integration.devices import delaying, reordering
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
 IGNORE = {"on_overflow": "ignore"}
-
-
-def delaying(_device):
-    return DelayingEngine(0.0005, computes_on_host=False)
-
-
-def reordering(_device):
-    return ReorderingEngine(3, 0.0005, computes_on_host=False)
 
 
 @pytest.fixture(autouse=True, params=[delaying, reordering, None], ids=["delaying", "reordering", "host"])
@@ -35,19 +29,6 @@ def _device(request, monkeypatch):
     else:  # the CPU itself, for which both must be asked for
         monkeypatch.setenv("LIGHTNING_CXL_STREAM_WEIGHTS", "true")
         monkeypatch.setenv("LIGHTNING_CXL_OVERLAP_STEP", "true")
-
-
-@pytest.fixture
-def slow_updates(monkeypatch):
-    """Let every update of a unit take longer than the device's work."""
-    apply = AdamStep.apply
-
-    def late(step, work, scale):
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.01)
-        apply(step, work, scale)
-
-    monkeypatch.setattr(AdamStep, "apply", late)
 
 
 def fit(options, *, make_model=TinyTransformer, task=Task, steps=6, **trainer_args):
@@ -319,6 +300,19 @@ def test_hooks_around_the_step_get_the_plain_schedule(monkeypatch):
 
     monkeypatch.setattr(updates.UnitUpdates, "start", lambda *_: pytest.fail("an update ran behind"))
     ours = fit(IGNORE, task=Hooked)
+    assert len(set(seen)) == 6
+    assert_same(ours, fit({"overlap_step": False}))
+
+
+def test_hooks_around_every_optimizers_step_run_too():
+    seen = []
+    handle = register_optimizer_step_post_hook(
+        lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][3].sum().item())
+    )
+    try:
+        ours = fit({})
+    finally:
+        handle.remove()
     assert len(set(seen)) == 6
     assert_same(ours, fit({"overlap_step": False}))
 

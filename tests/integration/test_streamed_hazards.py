@@ -1,7 +1,6 @@
 """What users do to weights, gradients and optimizers between steps and around them, while weights stream."""
 
 import gc
-import threading
 import time
 import weakref
 
@@ -12,10 +11,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lightning_cxl import runtime, updates
-from lightning_cxl.optim.adam_step import AdamStep
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.streaming import params
-from tests.fakes import DelayingEngine, make_autograd_see_another_device
+from tests.fakes import make_autograd_see_another_device
+from tests.integration.devices import delaying
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -23,22 +22,13 @@ IGNORE = {"on_overflow": "ignore"}
 STAYS = {"stream_weights": False, "overlap_step": False}
 
 
+pytestmark = pytest.mark.usefixtures("slow_updates")
+
+
 @pytest.fixture(autouse=True)
 def _device_apart(monkeypatch):
     make_autograd_see_another_device(monkeypatch)
-    monkeypatch.setattr(runtime, "make_engine", lambda _device: DelayingEngine(0.0005, computes_on_host=False))
-
-
-@pytest.fixture(autouse=True)
-def _slow_updates(monkeypatch):
-    apply = AdamStep.apply
-
-    def late(step, work, scale):
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.01)
-        apply(step, work, scale)
-
-    monkeypatch.setattr(AdamStep, "apply", late)
+    monkeypatch.setattr(runtime, "make_engine", delaying)
 
 
 def fit(options, *, make_model=TinyTransformer, task=Task, steps=6, validation=None, **trainer_args):

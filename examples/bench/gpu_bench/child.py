@@ -4,14 +4,24 @@ import argparse
 import json
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from step import status_bytes
 
 from gpu_bench.job import batches, make_model
-from gpu_bench.meter import HostWork, StepClock, device_seconds, status_bytes
+from gpu_bench.meter import HostWork, StepClock, device_seconds
 
 LEARNING_RATE = 1e-5
+
+
+def be_the_only_process() -> None:
+    """Set what torch.distributed and DeepSpeed read from the environment."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000)), "RANK": "0", "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }  # fmt: skip
 
 
 def run_cxl_offload(args: argparse.Namespace, clock: StepClock) -> dict[str, float]:
@@ -66,9 +76,7 @@ def run_fsdp2(args: argparse.Namespace, clock: StepClock) -> dict[str, float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000)), "RANK": "0", "WORLD_SIZE": "1"
-    }  # fmt: skip
+    be_the_only_process()
     cuda = args.device == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     mesh = init_device_mesh(args.device, (1,))
@@ -85,28 +93,23 @@ def run_fsdp2(args: argparse.Namespace, clock: StepClock) -> dict[str, float]:
         fully_shard(model.model.lm_head, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    profile = Profile(args, clock)
-    tokens = next(batches(args.shape, args.seq, args.batch)).to(args.device)
-    clock.start()
-    for step in range(args.steps + 1):
-        profile.before(step, None)
+
+    def train(tokens: torch.Tensor) -> torch.Tensor:
         loss = model(tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        clock.lap(loss.item())
-        profile.after(step + 1, None)
+        return loss
+
+    seconds = run_loop(args, clock, train)
     dist.destroy_process_group()
-    return profile.seconds
+    return seconds
 
 
 def run_deepspeed(args: argparse.Namespace, clock: StepClock) -> dict[str, float]:
     import deepspeed
 
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000)), "RANK": "0", "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-    }  # fmt: skip
+    be_the_only_process()
     offload = {"device": "cpu", "pin_memory": args.device == "cuda"}
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
@@ -118,14 +121,26 @@ def run_deepspeed(args: argparse.Namespace, clock: StepClock) -> dict[str, float
         model = make_model(args.shape, args.seq)
     model.model.gradient_checkpointing_enable({"use_reentrant": False})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    profile = Profile(args, clock)
-    tokens = next(batches(args.shape, args.seq, args.batch)).to(engine.device)
-    clock.start()
-    for step in range(args.steps + 1):
-        profile.before(step, None)
+
+    def train(tokens: torch.Tensor) -> torch.Tensor:
         loss = engine(tokens)
         engine.backward(loss)
         engine.step()
+        return loss
+
+    return run_loop(args, clock, train)
+
+
+def run_loop(
+    args: argparse.Namespace, clock: StepClock, train: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, float]:
+    """Take the timed steps and the profiled one; `train` takes a step and returns its loss."""
+    profile = Profile(args, clock)
+    tokens = next(batches(args.shape, args.seq, args.batch)).to(args.device)
+    clock.start()
+    for step in range(args.steps + 1):
+        profile.before(step, None)
+        loss = train(tokens)
         clock.lap(loss.item())
         profile.after(step + 1, None)
     return profile.seconds

@@ -2,18 +2,9 @@
 
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
-
-
-def status_bytes(field: str) -> int:
-    """Return a field of this process's status, e.g. ``VmHWM``, its peak memory."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 class StepClock:
