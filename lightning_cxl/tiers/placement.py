@@ -1,6 +1,7 @@
 """What is placed (`TensorRole`) and where it should go (`Placement`)."""
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -27,13 +28,33 @@ class Placement:
     """Page-locked and registered with the device driver (only when a CUDA device is in use)."""
     reason: str = ""
     """Why, in a few words: shown by the report."""
+    shares: tuple[float, ...] = ()
+    """What fraction of the bytes goes to each of `tiers`, in stripes; those with 0 are where it may spill. Empty:
+    everything goes to the first."""
 
     def __post_init__(self) -> None:
-        """Refuse a placement that names no tier."""
+        """Refuse a placement that names no tier, or whose shares are not fractions of one whole."""
         if not self.tiers:
             raise ValueError("a Placement must name at least one tier")
+        if self.shares:
+            fits = len(self.shares) == len(self.tiers) and min(self.shares) >= 0
+            if not fits or not math.isclose(sum(self.shares), 1, abs_tol=1e-6):
+                raise ValueError(
+                    f"shares must be one fraction per tier, not negative and 1 together, "
+                    f"got {self.shares} for {self.tiers}"
+                )
+
+    def split(self) -> dict[str, float]:
+        """Return the tiers that get bytes, with their fractions; they add up to 1."""
+        if not self.shares:
+            return {self.tiers[0]: 1.0}
+        return {tier: share for tier, share in zip(self.tiers, self.shares, strict=True) if share > 0}
 
     def describe(self) -> str:
-        """Return e.g. ``"cxl, else dram, pinned (decorator on LlamaDecoderLayer)"``."""
-        text = ", else ".join(self.tiers) + (", pinned" if self.pinned else "")
+        """Return e.g. ``"cxl, else dram, pinned (decorator on LlamaDecoderLayer)"`` or ``"dram 80 %, cxl 20 %"``."""
+        split = self.split()
+        parts = [f"{tier} {share:.0%}".replace("%", " %") for tier, share in split.items()]
+        text = ", ".join(parts) if len(split) > 1 else next(iter(split))
+        text += "".join(f", else {tier}" for tier in self.tiers if tier not in split)
+        text += ", pinned" if self.pinned else ""
         return f"{text} ({self.reason})" if self.reason else text
