@@ -11,23 +11,21 @@ R = TensorRole
 
 def machine(*, dram: int = 128, cards: tuple[int, ...] = (256,), unit: int = GIB, **options) -> Machine:
     """Return a machine with the speeds of arXiv 2507.03305's (FACTS quoted in tests/unit/planner/test_perf.py)."""
-    near = MachineTier(
-        name="dram0", kind=TierKind.DRAM, capacity_bytes=dram * unit, adam_bytes_per_s=278e9,
-        device_read_bytes_per_s=278e9, device_write_bytes_per_s=278e9,
-    )  # fmt: skip
-    far = [
-        MachineTier(
-            name=f"cxl{i}",
-            kind=TierKind.CXL,
-            capacity_bytes=size * unit,
-            adam_bytes_per_s=69e9,
-            device_read_bytes_per_s=53e9,
-            device_write_bytes_per_s=38e9,
-        )  # fmt: skip
-        for i, size in enumerate(cards)
-    ]
+    near = tier("dram0", TierKind.DRAM, dram * unit, 278e9, 278e9, 278e9)
+    far = [tier(f"cxl{i}", TierKind.CXL, size * unit, 69e9, 53e9, 38e9) for i, size in enumerate(cards)]
     device = Device(flops=150e12, h2d_bytes_per_s=55.6e9, d2h_bytes_per_s=55.6e9)
     return Machine(**{"name": "test", "tiers": (near, *far), "device": device, "write_contention": 6.2, **options})
+
+
+def tier(name: str, kind: TierKind, capacity: int, adam: float, read: float, write: float) -> MachineTier:
+    return MachineTier(
+        name=name,
+        kind=kind,
+        capacity_bytes=capacity,
+        adam_bytes_per_s=adam,
+        device_read_bytes_per_s=read,
+        device_write_bytes_per_s=write,
+    )
 
 
 def job_of(sizes: dict[TensorRole, int], *, fixed: dict[tuple[TensorRole, str], int] | None = None, **options) -> Job:

@@ -1,5 +1,7 @@
 """The paper's greedy, row by row, and its rules on other machines."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_cxl.errors import TierFullError
@@ -49,12 +51,9 @@ def test_a_full_card_leaves_its_part_to_the_other():
 
 
 def test_nodes_of_a_tier_count_each():
-    two = machine(dram=40, cards=(100,), unit=1)
-    tiers = (
-        two.tiers[0],
-        type(two.tiers[1])(**{f: getattr(two.tiers[1], f) for f in two.tiers[1].__slots__} | {"num_nodes": 2}),
-    )
-    split = LatencyFirst().decide(job_of({R.MOMENTUM: 90}), type(two)(name="m", tiers=tiers, device=two.device)).splits
+    host = machine(dram=40, cards=(100,), unit=1)
+    host = replace(host, tiers=(host.tiers[0], replace(host.tiers[1], num_nodes=2)))
+    split = LatencyFirst().decide(job_of({R.MOMENTUM: 90}), host).splits
     assert split[R.MOMENTUM] == pytest.approx({"dram0": 1 / 3, "cxl0": 2 / 3})
 
 
