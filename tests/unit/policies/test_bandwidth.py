@@ -51,7 +51,7 @@ def test_a_machine_with_one_kind_of_memory():
 
 
 def test_reasons_say_what_moves_and_what_was_weighed():
-    reasons = Bandwidth().decide(QWEN_7B, machine(dram=4096)).reasons
+    reasons = Bandwidth().decide(QWEN_7B, machine(dram=4096, cards=(256, 256))).reasons
     assert "streamed by the CPUs" in reasons[R.MOMENTUM] and "% in DRAM" in reasons[R.MOMENTUM]
     assert "read by the device" in reasons[R.COMPUTE_WEIGHTS] and "on the cards" in reasons[R.COMPUTE_WEIGHTS]
 
