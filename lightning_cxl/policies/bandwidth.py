@@ -1,0 +1,163 @@
+"""Our policy: the splits under which the predicted step is shortest, within the capacity of every tier."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_cxl.errors import TierFullError
+from lightning_cxl.planner.job import Job, MemoryClass
+from lightning_cxl.planner.machine import Machine, MachineTier, Split
+from lightning_cxl.planner.step import StepModel
+from lightning_cxl.policies.api import Decision
+from lightning_cxl.policies.latency_first import LatencyFirst
+from lightning_cxl.policies.order import in_order
+from lightning_cxl.policies.room import Room
+from lightning_cxl.policies.search import Bounds, Fractions, minimise
+from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.tiers.topology import TierKind
+
+_TIE_BREAK = 1e-6
+_SLIVER = 1 / 128  # a part this small is not worth a split
+
+
+class Bandwidth:
+    """Minimises the predicted step time; DRAM and the cards work at the same time.
+
+    Every class has one variable, its part in DRAM; the rest is striped over the cards in proportion to bandwidth.
+    Where the step's time does not depend on a class, because something else takes longer, the tie goes to the split
+    under which its own moves take least, so that DRAM is not left empty.
+    """
+
+    def decide(self, job: Job, machine: Machine) -> Decision:
+        """Return the best splits found; never worse than those of `LatencyFirst` where these fit.
+
+        Raises:
+            TierFullError: the tiers together cannot hold the job.
+        """
+        classes = in_order(job)
+        problem = _Problem(job, machine, classes)
+        if not problem.far.tiers or not problem.near.tiers:
+            only = problem.near if problem.near.tiers else problem.far
+            return Decision(
+                {each.role: only.split(problem.total) for each in classes},
+                {each.role: "the only kind of memory there is" for each in classes},
+            )
+        x = minimise(problem.cost, problem.bounds, problem.starts(job, machine))
+        x = problem.without_slivers(x)
+        splits = problem.splits(x)
+        reasons = {each.role: problem.reason(each, part) for each, part in zip(classes, x, strict=True)}
+        return Decision(splits, reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tiers of one kind, used as one."""
+
+    tiers: tuple[MachineTier, ...]
+    left: tuple[int, ...]
+
+    @property
+    def room(self) -> int:
+        return sum(self.left)
+
+    def split(self, nbytes: float) -> Split:
+        """Return how `nbytes` lie on the tiers: by bandwidth, and a full tier leaves its part to the others."""
+        bytes_on = dict.fromkeys((tier.name for tier in self.tiers), 0.0)
+        left = {tier.name: float(size) for tier, size in zip(self.tiers, self.left, strict=True)}
+        while nbytes > 0.5:
+            able = [tier for tier in self.tiers if left[tier.name] > 0]
+            if not able:
+                break
+            total = sum(tier.adam_bytes_per_s for tier in able)
+            part = min([nbytes, *(left[tier.name] * total / tier.adam_bytes_per_s for tier in able)])
+            for tier in able:
+                bytes_on[tier.name] += part * tier.adam_bytes_per_s / total
+                left[tier.name] = max(0.0, left[tier.name] - part * tier.adam_bytes_per_s / total)
+            nbytes -= part
+        placed = sum(bytes_on.values())
+        if not placed:
+            return {self.tiers[0].name: 1.0}
+        return {name: size / placed for name, size in bytes_on.items() if size}
+
+    def seconds(self, each: MemoryClass, machine: Machine) -> float:
+        """Return what the moves of a class take one after the other, all of it here."""
+        device = machine.device
+        rates = {
+            "cpu": sum(tier.adam_bytes_per_s for tier in self.tiers),
+            "h2d": min(device.h2d_bytes_per_s, sum(tier.device_read_bytes_per_s for tier in self.tiers)),
+            "d2h": min(device.d2h_bytes_per_s, sum(tier.device_write_bytes_per_s for tier in self.tiers)),
+        }
+        return sum(move.nbytes / rates[move.kind] for move in each.moves)
+
+
+class _Problem:
+    """The variables, bounds and cost of one job on one machine."""
+
+    def __init__(self, job: Job, machine: Machine, classes: Sequence[MemoryClass]) -> None:
+        room = Room(job, machine)
+        self.classes = classes
+        self.total = sum(each.nbytes for each in classes)
+        self.near = _group(room, TierKind.DRAM)
+        self.far = _group(room, TierKind.CXL)
+        if self.total > self.near.room + self.far.room:
+            largest = max(classes, key=lambda each: each.nbytes)
+            raise room.full(largest.role, self.total, "` and `".join(t.name for t in self.near.tiers + self.far.tiers))
+        self.bounds = Bounds(tuple(each.nbytes for each in classes), self.near.room, max(0, self.total - self.far.room))
+        self._model = StepModel(job, machine)
+        self._near_s = [self.near.seconds(each, machine) for each in classes] if self.near.tiers else []
+        self._far_s = [self.far.seconds(each, machine) for each in classes] if self.far.tiers else []
+
+    def splits(self, x: Fractions) -> dict[TensorRole, Split]:
+        local = self.bounds.local(x)
+        near, far = self.near.split(local), self.far.split(self.total - local)
+        splits = {}
+        for each, part in zip(self.classes, x, strict=True):
+            parts = {name: share * part for name, share in near.items()}
+            parts |= {name: share * (1 - part) for name, share in far.items()}
+            splits[each.role] = {name: share for name, share in parts.items() if share}
+        return splits
+
+    def cost(self, x: Fractions) -> float:
+        alone = sum(n * part + f * (1 - part) for n, f, part in zip(self._near_s, self._far_s, x, strict=True))
+        return self._model.seconds(self.splits(x)) + _TIE_BREAK * alone
+
+    def starts(self, job: Job, machine: Machine) -> list[Fractions]:
+        """Return the greedy outcome, an equal part of every class in DRAM, and DRAM by what it is worth per byte."""
+        worth = [
+            (f - n) / max(1, each.nbytes) for n, f, each in zip(self._near_s, self._far_s, self.classes, strict=True)
+        ]
+        by_worth, left = [0.0] * len(worth), float(self.near.room)
+        for i in sorted(range(len(worth)), key=lambda i: -worth[i]):
+            by_worth[i] = min(1.0, left / max(1, self.classes[i].nbytes))
+            left -= by_worth[i] * self.classes[i].nbytes
+        found = [tuple(by_worth), (min(1.0, self.near.room / max(1, self.total)),) * len(worth)]
+        try:
+            greedy = LatencyFirst().decide(job, machine).splits
+        except TierFullError:
+            return found
+        near = {tier.name for tier in self.near.tiers}
+        return [*found, tuple(sum(s for t, s in greedy[each.role].items() if t in near) for each in self.classes)]
+
+    def without_slivers(self, x: Fractions) -> Fractions:
+        """Return fractions of which those next to 0 or 1 are exactly that, where it fits and costs nothing."""
+        for i, part in enumerate(x):
+            whole = round(part)
+            y = (*x[:i], float(whole), *x[i + 1 :])
+            fits = self.bounds.least_local <= self.bounds.local(y) <= self.bounds.most_local
+            if 0 < abs(part - whole) < _SLIVER and fits and self.cost(y) <= self.cost(x) * (1 + 1e-4):
+                x = y
+        return x
+
+    def reason(self, each: MemoryClass, part: float) -> str:
+        moved = {kind: sum(m.nbytes for m in each.moves if m.kind == kind) for kind in ("cpu", "h2d", "d2h")}
+        names = {"cpu": "streamed by the CPUs", "h2d": "read by the device", "d2h": "written by the device"}
+        uses = " and ".join(names[kind] for kind, nbytes in moved.items() if nbytes) or "hardly moved"
+        if part in (0.0, 1.0):
+            worth = self._far_s[self.classes.index(each)] - self._near_s[self.classes.index(each)]
+            where = "in DRAM, which saves" if part else "on the cards, where its moves cost"
+            return f"{uses}: {where} {worth:.2g} s a step if nothing hides them"
+        return f"{uses}: {part:.0%} in DRAM, so that DRAM and cards are done together".replace("%", " %")
+
+
+def _group(room: Room, kind: TierKind) -> _Group:
+    tiers = tuple(tier for tier in room.tiers if tier.kind is kind and tier.backed_by is None)
+    return _Group(tiers, tuple(room.left(tier.name) for tier in tiers))
