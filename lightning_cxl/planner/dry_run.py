@@ -62,6 +62,7 @@ def dry_run(
     *,
     min_bytes: int,
     mixed: bool = False,
+    computes_on_host: bool = False,
 ) -> DryRun:
     """Run forward and backward once. See [Note: Dry run].
 
@@ -71,6 +72,7 @@ def dry_run(
         compute_loss: runs the model's forward on meta tensors and returns a loss.
         min_bytes: smaller inputs of units stay on the device.
         mixed: under autocast to bfloat16.
+        computes_on_host: stored inputs are read where they are.
 
     Raises:
         Exception: whatever the model raises because a tensor has no values.
@@ -81,7 +83,7 @@ def dry_run(
         stored[unit] = stored.get(unit, 0) + nbytes
         return _NoBytes()
 
-    offload = ActivationOffload(_NoCopies(), allocate, min_bytes=min_bytes)
+    offload = ActivationOffload(_NoCopies(computes_on_host), allocate, min_bytes=min_bytes)
     with ExitStack() as stack:
         offload.attach(units, model)
         stack.callback(offload.detach)
@@ -114,7 +116,9 @@ class _NoCopies:
     """A `TransferEngine` between a device without memory and a host without memory."""
 
     device = _META
-    computes_on_host = False
+
+    def __init__(self, computes_on_host: bool) -> None:
+        self.computes_on_host = computes_on_host
 
     def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         """Do nothing."""
@@ -148,11 +152,11 @@ def _drop_grad(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts living bytes of tensors that operations make, and floating-point operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0.0
         self.peak_bytes = 0
         self._live_bytes = 0
@@ -182,7 +186,8 @@ class _Meter(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class _Functions(TorchFunctionMode):
@@ -204,7 +209,8 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             query, key, value = (self._narrow(each) for each in args[:3])
-            return _FlashAttention.apply(query, key, value, self._meter)  # type: ignore[no-untyped-call]
+            attend: Any = _FlashAttention.apply
+            return attend(query, key, value, self._meter)
         if self._mixed and func in _PRODUCTS:
             args = tuple(self._narrow(each) for each in args)
             kwargs = {name: self._narrow(each) for name, each in kwargs.items()}
