@@ -11,7 +11,7 @@ Resources work side by side: the device, each direction of its link, every memor
 where ``read`` and ``written`` are copies of all devices and ``cpu`` is what the host's cores read and write. A phase
 fetches, computes and writes back unit after unit, in a pipeline of three stages that take F, C and W seconds in all::
 
-    F = max(link h2d, read of every tier)       W = soft maximum(link d2h, written of every tier)
+    F = max(link h2d, read of every tier)       W = soft maximum(link d2h, written of the slowest tier)
     phase = max((F + C + W) / units + (1 - 1 / units) * max(F, C, W), busiest tier + C / units)
 
 The first term is such a pipeline's exact length when units are alike: its longest stage, and of the others one unit's
@@ -223,16 +223,16 @@ class StepModel:
     def _seconds(self, load: _Load) -> float:
         """Return what a phase takes; the formula is the module's."""
         h2d, d2h = self._link_seconds(load)
-        fetch, stores, busiest = h2d, [d2h], 0.0
+        fetch, stored, busiest = h2d, 0.0, 0.0
         for (read, written, cpu), (per_read, per_write, per_byte) in zip(load.tiers, self._speeds, strict=True):
             if read or written or cpu:
                 reading, writing = read * per_read, written * per_write
                 fetch = max(fetch, reading)
-                stores.append(writing)
+                stored = max(stored, writing)
                 busiest = max(busiest, cpu * per_byte + max(reading, writing, (read + written) * per_byte))
         if self._device.is_host:
             return max(load.compute, busiest)
-        store = soft_maximum(stores, self._machine.write_contention)
+        store = soft_maximum(d2h, stored, self._machine.write_contention)
         stages = (fetch, load.compute, store)
         pipeline = sum(stages) / self._units + (1 - 1 / self._units) * max(stages)
         return max(pipeline, busiest + load.compute / self._units)
