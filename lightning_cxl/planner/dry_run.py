@@ -34,6 +34,7 @@ from lightning_cxl.streaming.units import NamedUnits
 from lightning_cxl.transfer.engine import FinishedTransfer, Transfer
 
 _META = torch.device("meta")
+_on_accumulated: Any = torch.Tensor.register_post_accumulate_grad_hook
 _PRODUCTS = frozenset(
     {
         functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm,
@@ -140,7 +141,7 @@ class _NoCopies:
 @contextmanager
 def _gradients_leave(model: nn.Module) -> Iterator[None]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handles = [parameter.register_post_accumulate_grad_hook(_drop_grad) for parameter in trained]
+    handles = [_on_accumulated(parameter, _drop_grad) for parameter in trained]
     try:
         yield
     finally:
@@ -210,7 +211,8 @@ class _Functions(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             query, key, value = (self._narrow(each) for each in args[:3])
             attend: Any = _FlashAttention.apply
-            return attend(query, key, value, self._meter)
+            causal = bool(kwargs.get("is_causal", len(args) > 5 and args[5]))
+            return attend(query, key, value, causal, self._meter)
         if self._mixed and func in _PRODUCTS:
             args = tuple(self._narrow(each) for each in args)
             kwargs = {name: self._narrow(each) for name, each in kwargs.items()}
@@ -227,20 +229,21 @@ class _Functions(TorchFunctionMode):
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keeps what a flash kernel keeps, and counts its products; whole squares, also where half of one is masked."""
+    """Keeps what a flash kernel keeps, and counts its products: of a causal one half, the backward's twice."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, meter: _Meter) -> torch.Tensor:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, meter: _Meter) -> Any:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, row_sums)
         ctx.meter = meter
-        ctx.flops = 2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        products = 2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        ctx.flops = products / 2 if causal else products
         meter.flops += ctx.flops
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         query, key, value, _, _ = ctx.saved_tensors
-        ctx.meter.flops += 2.5 * ctx.flops  # scores once more, and four products of their size
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        ctx.meter.flops += 2 * ctx.flops
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

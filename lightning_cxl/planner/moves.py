@@ -3,8 +3,8 @@
 Per micro-batch the device reads the weights of units twice, for the forward and for the recompute, and activations go
 out and come back. A gradient comes once per micro-batch. With one micro-batch it lands where it stays and the host
 reads it once to measure it; with several, each is read where it landed and added to sums that are read and written.
-The update reads gradients, and reads and writes weights, masters and moments; beside float32 masters, 16-bit weights are
-only written. Where the CPU computes, the same bytes are read and written by it instead of copied.
+The update reads gradients, and reads and writes weights, masters and moments; weights beside float32 masters are only
+written. Where the CPU computes, the same bytes are read and written by it instead of copied.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,9 @@ def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move,
         found = (Move("backward", "d2h", float(direct)), Move("backward", "cpu", float(kept)))
         return tuple(m for m in (*found, Move("update", "cpu", float(traffic.grad_bytes))) if m.nbytes)
     if role is TensorRole.STAGING:
-        return Move("backward", "d2h", float(traffic.staged_bytes)), Move("backward", "cpu", float(traffic.staged_bytes))
+        return Move("backward", "d2h", float(traffic.staged_bytes)), Move(
+            "backward", "cpu", float(traffic.staged_bytes)
+        )
     if role is TensorRole.ACTIVATIONS:
         return Move("forward", "d2h", float(n * nbytes)), Move("backward", "h2d", float(n * nbytes))
     moved = (Move("update", "cpu", 2.0 * nbytes),)
