@@ -3,6 +3,7 @@
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class Chase:
         lines = memory.view(torch.int64).view(-1, _membench.LINE_WORDS)
         order = torch.randperm(len(lines))
         lines[order, 0] = order.roll(-1)
-        self._links = memoryview(memory.view(torch.uint64).numpy())
+        self._links: Any = memory.view(torch.uint64).numpy()
         self._steps = steps
         self._cpus = cpus
         self.line = 0

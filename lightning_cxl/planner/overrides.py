@@ -8,13 +8,10 @@ from typing import Any
 import yaml
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.planner.machine import Cache, Device, Machine, MachineTier, field_names
-from lightning_cxl.units import parse_bytes
+from lightning_cxl.planner.machine import Cache, Device, Machine, MachineTier
+from lightning_cxl.planner.machine_file import read_fields
 
-_TIER_FIELDS = frozenset(field_names(MachineTier)) - {"name", "kind", "num_nodes", "backed_by"}
-_DEVICE_FIELDS = frozenset(field_names(Device)) - {"is_host"}
-_TEXTS = frozenset({"name", "source"})
-_COUNTS = frozenset({"capacity_bytes", "memory_bytes", "device_write_buffer_bytes", "nbytes", "count"})
+_OF_THE_HARDWARE = ("name", "kind", "num_nodes", "backed_by")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,76 +25,48 @@ class Overrides:
 
 
 def load_overrides(path: str | Path) -> Overrides:
-    """Read fields of this machine from YAML.
+    """Read some fields of a machine, written as in a machine file (`lightning_cxl.planner.machine_file`).
 
-    Such as::
+    For example::
 
         tiers:
-          cxl: {adam_bytes_per_s: 60e9, capacity_bytes: 200GiB}
-        device: {flops: 4e14}
+          - {name: cxl, adam_bytes_per_s: 60 GB/s, capacity_bytes: 200GiB}
+        device: {flops: 4.0e+14}
 
-    A file with a whole machine will do, too: what tiers are made of is left out, this machine knows that itself.
+    A whole machine file will do, too. What a tier is made of, and whether the device is the host, is left out: the
+    machine knows that itself.
 
     Raises:
-        ConfigError: no such file, no YAML, or something in it that is no field; the message names those that are.
+        ConfigError: no such file, no YAML, or something in it that is no field or value; the message names the fields.
     """
     path = Path(path)
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read speeds from {path}: {error}") from error
-    top = _mapping(path, "the file", {} if content is None else content)
-    own = frozenset(field_names(Machine))
-    _refuse_unknown(path, "the file", top, own)
-    return Overrides(
-        tiers={
-            name: _fields(path, f"tier `{name}`", row, _TIER_FIELDS, MachineTier) for name, row in _tiers(path, top)
-        },
-        device=_fields(path, "device", top.get("device", {}), _DEVICE_FIELDS, Device),
-        cache=_fields(path, "cache", top.get("cache", {}), frozenset(field_names(Cache)), Cache),
-        machine=_fields(
-            path, "the file", {k: top[k] for k in top if k in ("name", "write_contention", "source")}, own, Machine
-        ),
-    )
-
-
-def _tiers(path: Path, top: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return names and fields of tiers, given by name or as a list of tiers with names."""
-    tiers = top.get("tiers", {})
-    if isinstance(tiers, list):
-        for row in tiers:
-            if not isinstance(row, dict) or "name" not in row:
-                raise ConfigError(f"{path}: each tier of the list `tiers` needs a `name`, got {row!r}")
-        return [(str(row["name"]), {key: row[key] for key in row if key != "name"}) for row in tiers]
-    return [(str(name), row) for name, row in _mapping(path, "tiers", tiers).items()]
-
-
-def _fields(path: Path, what: str, row: object, wanted: frozenset[str], kind: type) -> dict[str, Any]:
-    row = _mapping(path, what, row)
-    _refuse_unknown(path, what, row, frozenset(field_names(kind)))
-    return {name: _value(path, what, name, value) for name, value in row.items() if name in wanted}
-
-
-def _value(path: Path, what: str, name: str, value: object) -> Any:
-    """Return a number from what YAML makes of it: `60e9`, without a point, is a text to it, as is `200GiB`."""
-    if name in _TEXTS:
-        return str(value)
+    except OSError as error:
+        raise ConfigError(f"cannot read speeds from {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
     try:
-        if name in _COUNTS:
-            return parse_bytes(value)  # type: ignore[arg-type]  # refuses the rest itself
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise ValueError(f"got {value!r}")
-        return float(value)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {name} of {what} must be a number: {error}") from error
+        return _overrides({} if content is None else content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
-def _mapping(path: Path, what: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: {what} must be a mapping of names to values, got {value!r}")
-    return value
-
-
-def _refuse_unknown(path: Path, what: str, row: Mapping[str, Any], known: frozenset[str]) -> None:
-    if unknown := sorted(set(map(str, row)) - known):
-        raise ConfigError(f"{path}: {what} has no field {unknown[0]!r}; there are: {', '.join(sorted(known))}")
+def _overrides(content: object) -> Overrides:
+    parts = {"tiers", "device", "cache"}
+    top = {key: content[key] for key in content if key not in parts} if isinstance(content, Mapping) else content
+    machine = read_fields(Machine, top, "the file")
+    assert isinstance(content, Mapping)  # else refused
+    tiers: dict[str, dict[str, Any]] = {}
+    rows = content.get("tiers", [])
+    if not isinstance(rows, list):
+        raise ConfigError(f"tiers must be a list, each entry with a name and what is known of it, got {rows!r}")
+    for number, row in enumerate(rows, 1):
+        where = f"tier {number} of {len(rows)}"
+        values = read_fields(MachineTier, row, where)
+        if "name" not in values:
+            raise ConfigError(f"{where} needs a name")
+        tiers[values["name"]] = {name: values[name] for name in values if name not in _OF_THE_HARDWARE}
+    device = read_fields(Device, content.get("device", {}), "device")
+    device.pop("is_host", None)
+    return Overrides(tiers, device, read_fields(Cache, content.get("cache", {}), "cache"), machine)

@@ -3,8 +3,8 @@ import socket
 
 import pytest
 
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.cache import cache_folder
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.corpus import corpus_fingerprint, load_documents, stdlib_files, user_files
 
 
