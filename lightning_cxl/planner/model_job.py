@@ -76,12 +76,56 @@ class ModelJob:
     """What is assumed or missing, one sentence each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A dry run of one micro-batch, or an estimate of one."""
+
+    run: DryRun
+    note: str = ""
+    """Why it is an estimate."""
+
+
+def measure(
+    model: nn.Module, config: OffloadConfig, load: Workload, compute_loss: Callable[[], torch.Tensor]
+) -> Measured:
+    """Run one micro-batch dry; a model that cannot be run without values gets an estimate.
+
+    Args:
+        model: on the meta device, in training mode and training precision.
+        config: the user's choices.
+        load: of one step.
+        compute_loss: one micro-batch's forward on the meta device.
+    """
+    units = _units(model, config)
+    try:
+        run = dry_run(
+            model,
+            units,
+            compute_loss,
+            min_bytes=DEFAULT_MIN_BYTES,
+            mixed=load.mixed,
+            computes_on_host=load.computes_on_host,
+        )
+    except Exception as error:  # the user's model may do anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        tokens = load.batch * load.sequence
+        width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
+        nbytes = tokens * width * (4 if load.mixed else next(model.parameters()).element_size())
+        forward = 2.0 * tokens * sum(p.numel() for p in model.parameters())
+        note = (
+            f"the model cannot be run without values ({reason}): activations are estimated as batch x sequence x "
+            f"{width} per unit, flops as 2 per parameter and token, and memory on the device is not known"
+        )
+        return Measured(DryRun({name: nbytes for name, _ in units}, 0, forward, 3 * forward), note)
+    return Measured(run)
+
+
 def model_job(
     name: str,
     model: nn.Module,
     config: OffloadConfig,
     load: Workload,
-    compute_loss: Callable[[], torch.Tensor],
+    measured: Measured,
     tier_of: TierOf = lambda _owner, _role: None,
 ) -> ModelJob:
     """Return the job of a model that one AdamW trains.
@@ -91,10 +135,11 @@ def model_job(
         model: in training mode and training precision; see the module's docstring.
         config: the user's choices.
         load: of one step.
-        compute_loss: one micro-batch's forward on the meta device.
+        measured: what `measure` returned for them.
         tier_of: decorators and rules.
     """
-    units = find_units(model, config.units) if config.activation_offload else []
+    run, notes = measured.run, [measured.note] if measured.note else []
+    units = _units(model, config)
     streams = config.streams_weights(load.computes_on_host)
     chosen = list(streamable(model, units if streams else []))
     pieces = [(unit, module, _grouped(own, tier_of)) for unit, module, own in chosen]
@@ -105,7 +150,6 @@ def model_job(
     wanted = _wanted(model, config, load, unit_of, accumulates)
     kept = gradients_at_once(wanted, unit_of) if overlap == "backward" and not accumulates else wanted
     staged = _staged(wanted, unit_of, load)
-    run, notes = _run_dry(model, units, compute_loss, load)
     traffic = _traffic(model, weights, wanted, staged, load, unit_of)
     held = [*weights, *kept, *(Wanted(each.parameter, TensorRole.STAGING, each.nbytes) for each in staged.at_once)]
     bytes_of: dict[tuple[TensorRole, str | None], int] = {}
@@ -141,8 +185,12 @@ def job_of(
     compute_loss: Callable[[], torch.Tensor],
     tier_of: TierOf = lambda _owner, _role: None,
 ) -> Job:
-    """Return the job alone; see `model_job`."""
-    return model_job(name, model, config, load, compute_loss, tier_of).job
+    """Return the job alone; see `measure` and `model_job`."""
+    return model_job(name, model, config, load, measure(model, config, load, compute_loss), tier_of).job
+
+
+def _units(model: nn.Module, config: OffloadConfig) -> NamedUnits:
+    return find_units(model, config.units) if config.activation_offload else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,32 +242,6 @@ def _staged(wanted: Iterable[Wanted], streamed: Mapping[int, str], load: Workloa
             if num_landed:
                 landing.append(Wanted(parameter, TensorRole.STAGING, parameter.nbytes))
     return _Staged(heapq.nlargest(MAX_PENDING, landing, key=lambda each: each.nbytes), total)
-
-
-def _run_dry(
-    model: nn.Module, units: NamedUnits, compute_loss: Callable[[], torch.Tensor], load: Workload
-) -> tuple[DryRun, list[str]]:
-    try:
-        run = dry_run(
-            model,
-            units,
-            compute_loss,
-            min_bytes=DEFAULT_MIN_BYTES,
-            mixed=load.mixed,
-            computes_on_host=load.computes_on_host,
-        )
-    except Exception as error:  # the user's model may do anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        tokens = load.batch * load.sequence
-        width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
-        nbytes = tokens * width * (4 if load.mixed else next(model.parameters()).element_size())
-        forward = 2.0 * tokens * sum(p.numel() for p in model.parameters())
-        note = (
-            f"the model cannot be run without values ({reason}): activations are estimated as batch x sequence x "
-            f"{width} per unit, flops as 2 per parameter and token, and memory on the device is not known"
-        )
-        return DryRun({name: nbytes for name, _ in units}, 0, forward, 3 * forward), [note]
-    return run, []
 
 
 def _traffic(
