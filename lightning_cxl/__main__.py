@@ -1,4 +1,4 @@
-"""``python -m lightning_cxl``: the main job's commands, ``env`` and ``bench``."""
+"""``python -m lightning_cxl``: the main job's commands, ``env``, ``calibrate``, ``plan`` and ``bench``."""
 
 import argparse
 import sys
@@ -11,6 +11,14 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["env"]:
             _env(sys.argv[2:])
+        elif sys.argv[1:2] == ["calibrate"]:
+            from lightning_cxl.calibrate.command import main as calibrate
+
+            calibrate(sys.argv[2:])
+        elif sys.argv[1:2] == ["plan"]:
+            from lightning_cxl.plan.command import run as plan
+
+            plan()
         elif sys.argv[1:2] == ["bench"]:
             _bench(sys.argv[2:])
         else:

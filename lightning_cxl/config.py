@@ -107,6 +107,16 @@ class OffloadConfig:
             raise ConfigError(f'tiers must map tier names to budgets, such as {{"cxl": "64GiB"}}, got {self.tiers!r}')
         return {name: _budget(name, value) for name, value in self.tiers.items()}
 
+    def streams_weights(self, computes_on_host: bool) -> bool:
+        """Return whether the weights of units stream, if the model has units."""
+        choice = not computes_on_host if self.stream_weights == "auto" else self.stream_weights
+        return choice and self.activation_offload
+
+    def overlaps_step(self, computes_on_host: bool) -> bool:
+        """Return whether updates of streamed units run behind what the device does."""
+        choice = not computes_on_host if self.overlap_step == "auto" else self.overlap_step
+        return choice and self.cpu_adam
+
     def describe(self, origins: Mapping[str, Origin]) -> dict[str, dict[str, Any]]:
         """Return every field as ``{"value": ..., "origin": ...}`` for a report; `origins` as `resolve` returns them."""
         return {f.name: {"value": getattr(self, f.name), "origin": origins[f.name]} for f in fields(self)}

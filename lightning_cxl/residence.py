@@ -8,7 +8,7 @@
   of them (embedding, final norm, head), does not stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -23,6 +23,9 @@ from lightning_cxl.streaming.units import NamedUnits
 from lightning_cxl.streaming.weights import place_weights
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.engine import TransferEngine
+
+Pieces = tuple[str, nn.Module, list[list[nn.Parameter]]]
+"""A unit's name and module, and its streamed parameters, those that belong on the same tier together."""
 
 
 class Residence:
@@ -46,11 +49,7 @@ class Residence:
         on_host = engine.device.type == "cpu"
         weights = TensorRole.COMPUTE_WEIGHTS
         pieces = [(name, module, memory.placements.grouped(own, weights)) for name, module, own in chosen]
-        rest = [p for p in model.parameters() if on_host and not is_lazy(p) and id(p) not in self.streamed_ids]
-        memory.reserve(
-            [Wanted(group[0], weights, piece_nbytes(module, group)) for _, module, groups in pieces for group in groups]
-            + [Wanted(parameter, weights, parameter.nbytes) for parameter in rest]
-        )
+        memory.reserve(wanted_weights(model, pieces, computes_on_host=on_host))
         self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in pieces]
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
@@ -103,3 +102,19 @@ class Residence:
             for module, parameters in before:
                 moved = module._parameters
                 module._parameters = {name: moved.get(name, parameter) for name, parameter in parameters.items()}
+
+
+def wanted_weights(model: nn.Module, pieces: Sequence[Pieces], *, computes_on_host: bool) -> list[Wanted]:
+    """Return the host memory that a model's weights take.
+
+    Args:
+        model: every parameter is looked at.
+        pieces: of the units that stream.
+        computes_on_host: what does not stream is in host memory, too.
+    """
+    role = TensorRole.COMPUTE_WEIGHTS
+    streamed = {id(parameter) for _, _, groups in pieces for group in groups for parameter in group}
+    rest = [p for p in model.parameters() if computes_on_host and not is_lazy(p) and id(p) not in streamed]
+    return [Wanted(group[0], role, piece_nbytes(module, group)) for _, module, groups in pieces for group in groups] + [
+        Wanted(parameter, role, parameter.nbytes) for parameter in rest
+    ]

@@ -155,15 +155,11 @@ class OffloadRuntime:
     @property
     def streams_weights(self) -> bool:
         """Whether the weights of units stream, if the model has units."""
-        choice = (
-            not self.engine.computes_on_host if self.config.stream_weights == "auto" else self.config.stream_weights
-        )
-        return choice and self.config.activation_offload
+        return self.config.streams_weights(self.engine.computes_on_host)
 
     @property
     def _overlaps(self) -> bool:
-        choice = self.config.overlap_step
-        return self.config.cpu_adam and (not self.engine.computes_on_host if choice == "auto" else choice)
+        return self.config.overlaps_step(self.engine.computes_on_host)
 
     def _attach(self, units: NamedUnits) -> None:
         assert self._placed is not None and self._residence is not None and self._grads is not None
@@ -207,8 +203,8 @@ class OffloadRuntime:
                 overlap=self._updates,
             ),
         )
-        self._adoption.consider(optimizers)
-        wanted = wanted_tensors(optimizers, self._adoption, self.config, accumulates=self.accumulates)
+        self._adoption.forms.consider(optimizers)
+        wanted = wanted_tensors(optimizers, self._adoption.forms, self.config, accumulates=self.accumulates)
         early = self._updates is not None and self._updates.allow_in_backward(self.needs_whole_step, optimizers)
         if self._updates is not None and early and not self.accumulates:
             self._grads.reserves_streamed, wanted = False, self._updates.at_most(wanted)

@@ -23,7 +23,7 @@ the backward. An exception in the middle of a backward leaves a step half made w
 import heapq
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from functools import partial
 
@@ -150,15 +150,7 @@ class UnitUpdates:
 
     def at_most(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Return what is wanted without the gradients that are updates' before others come."""
-        kept: list[Wanted] = []
-        of_unit: dict[int, list[Wanted]] = {}
-        for each in wanted:
-            unit = self._unit_of.get(id(each.parameter)) if each.role in _GRADIENTS else None
-            (kept if unit is None else of_unit.setdefault(id(unit), [])).append(each)
-        largest = heapq.nlargest(
-            MAX_UNITS_IN_FLIGHT + 1, of_unit.values(), key=lambda group: sum(each.nbytes for each in group)
-        )
-        return kept + [each for group in largest for each in group]
+        return gradients_at_once(wanted, self._unit_of)
 
     def _is_for_worker(self, host: HostParameter) -> bool:
         """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
@@ -188,6 +180,24 @@ class UnitUpdates:
     def _update_arrived(self, step: AdamStep, hosts: list[HostParameter], scale: float) -> None:
         grads: dict[torch.Tensor, torch.Tensor] = {host.master: self._grads.take(host) for host in hosts}
         step.apply(step.collect(grads), scale)
+
+
+def gradients_at_once(wanted: Iterable[Wanted], unit_of: Mapping[int, object]) -> list[Wanted]:
+    """Return what is wanted, of the gradients of units only those that exist at a time behind the backward.
+
+    Args:
+        wanted: everything.
+        unit_of: unit of each streamed parameter, by the parameter's id.
+    """
+    kept: list[Wanted] = []
+    of_unit: dict[int, list[Wanted]] = {}
+    for each in wanted:
+        unit = unit_of.get(id(each.parameter)) if each.role in _GRADIENTS else None
+        (kept if unit is None else of_unit.setdefault(id(unit), [])).append(each)
+    largest = heapq.nlargest(
+        MAX_UNITS_IN_FLIGHT + 1, of_unit.values(), key=lambda group: sum(each.nbytes for each in group)
+    )
+    return kept + [each for group in largest for each in group]
 
 
 def _run(job: Callable[[], None], update: "Future[None]") -> None:

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "lightning_cxl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {
-    "config": 0, "errors": 0, "units": 0,
+    "config": 0, "errors": 0, "units": 0, "cache": 0,
     "tiers": 1,
     "memory": 2,
     "transfer": 3, "storage": 3,
@@ -19,15 +19,15 @@ LAYERS = {
     "placements": 5, "placed_memory": 5, "residence": 5, "updates": 5, "runtime": 5, "checkpoint": 5, "planner": 5,
     "weights": 5, "policies": 5,
     "_lightning": 6, "checkpoint_io": 6, "precision": 6, "strategy": 6, "callbacks": 6, "cli": 6, "finetune": 6,
-    "bench": 6, "hf": 6,
+    "bench": 6, "calibrate": 6, "hf": 6, "plan": 6,
     "__init__": 6, "__main__": 6,
 }  # fmt: skip
 COMPILED = {
     "_numa": ("memory",),
     "_adam": ("optim",),
     "_grads": ("optim",),
-    "_cpu": ("optim", "planner", "bench"),
-    "_membench": ("bench",),
+    "_cpu": ("optim", "planner", "bench", "calibrate"),
+    "_membench": ("bench", "calibrate"),
 }
 # third-party packages a layer may import
 OUTSIDE = {0: (), 1: (), 2: ("torch",), 3: ("torch",), 4: ("torch",), 5: ("torch",)}

@@ -11,9 +11,10 @@ import torch
 
 from lightning_cxl import _cpu
 from lightning_cxl.bench.timing import Timings
+from lightning_cxl.planner.fingerprint import cpu_model
 
 # above this part of the CPU time in other processes, numbers come with a warning
-_QUIET = 0.03
+QUIET = 0.03
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Results:
         for name, why in timings.skipped.items():
             print(f"  {name}: skipped, {why}")
         self.add(f"{title}: CPU time of other processes", timings.others_fraction, "of all")
-        if timings.others_fraction > _QUIET:
+        if timings.others_fraction > QUIET:
             print(f"  doubtful: other processes took {timings.others_fraction:.0%} of the CPU time meanwhile")
 
     def write(self, path: Path) -> None:
@@ -107,7 +108,7 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 def machine(num_threads: int) -> dict[str, Any]:
     """Return what the numbers depend on besides the code."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "threads": num_threads,
         "available_threads": _cpu.available_threads(),
         "isa": _cpu.best_isa(),
@@ -117,13 +118,6 @@ def machine(num_threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-
-
-def _cpu_model() -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _memory_bytes() -> int:

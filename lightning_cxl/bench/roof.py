@@ -33,8 +33,13 @@ def update(tensor: torch.Tensor) -> Stream:
     return Stream(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _membench.UPDATE)
 
 
+def write(tensor: torch.Tensor) -> Stream:
+    """Return the stream of a dense tensor, aligned to a cache line, that is overwritten past the caches."""
+    return Stream(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _membench.WRITE_PAST_CACHE)
+
+
 class Roof:
-    """One pass over the bytes of a kernel; contents stay as they are. Call it to run it.
+    """One pass over the bytes of a kernel; contents stay as they are, except what is only written. Call it to run it.
 
     What is fastest differs from CPU to CPU by up to a tenth: how wide loads are, and whether a thread walks one place
     of a tensor or several. All are tried, and the fastest is the roof.

@@ -79,7 +79,7 @@ def measure(contenders: Sequence[Contender], rounds: int) -> Timings:
     order = random.Random(0)
     gc.collect()
     gc.disable()
-    start = _cpu_seconds()
+    start = cpu_seconds()
     try:
         for index in range(rounds):
             for name in order.sample(fast, len(fast)) + order.sample(slow, len(slow)):
@@ -88,7 +88,7 @@ def measure(contenders: Sequence[Contender], rounds: int) -> Timings:
                 timings.seconds[name].append(turn)
     finally:
         gc.enable()
-    timings.others_fraction = _others_fraction(start, _cpu_seconds())
+    timings.others_fraction = others_fraction(start, cpu_seconds())
     return timings
 
 
@@ -137,7 +137,7 @@ def _is_due(index: int, rounds: int) -> bool:
     return index % max(1, -(-rounds // _SLOW_ROUNDS)) == 0
 
 
-def _cpu_seconds(root: str = "/") -> tuple[float, float, float]:
+def cpu_seconds(root: str = "/") -> tuple[float, float, float]:
     """Return seconds that all CPUs were busy, all there were, and this process used. Zeros where nobody tells."""
     try:
         fields = Path(root, "proc/stat").read_text().splitlines()[0].split()
@@ -148,7 +148,8 @@ def _cpu_seconds(root: str = "/") -> tuple[float, float, float]:
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks), time.process_time()
 
 
-def _others_fraction(start: tuple[float, float, float], end: tuple[float, float, float]) -> float:
+def others_fraction(start: tuple[float, float, float], end: tuple[float, float, float]) -> float:
+    """Return the part of all CPU time that other processes took between two calls of `cpu_seconds`."""
     busy, total, own = (after - before for before, after in zip(start, end, strict=True))
     return max(0.0, busy - own) / total if total > 0 else 0.0
 

@@ -10,18 +10,13 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
+from lightning_cxl.cache import cache_folder
 from lightning_cxl.errors import ConfigError
 
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
 """Not part of the library, tests, or tables rather than text."""
-
-
-def cache_folder() -> Path:
-    """Return the folder of our caches: environment variable LIGHTNING_CXL_CACHE, else ``~/.cache/lightning_cxl``."""
-    root = os.environ.get("LIGHTNING_CXL_CACHE")
-    return Path(root).expanduser() if root else Path.home() / ".cache" / "lightning_cxl"
 
 
 def stdlib_files(root: str | Path | None = None) -> list[Path]:

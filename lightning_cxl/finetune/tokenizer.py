@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lightning_cxl.cache import cache_folder
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.finetune.corpus import cache_folder
 
 END_OF_TEXT = "<|endoftext|>"
 _RECIPE = "bpe1"  # part of the cache key: change it when train_tokenizer() changes

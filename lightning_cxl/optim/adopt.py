@@ -10,7 +10,7 @@ on optimizer objects.
 
 import logging
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_cxl.optim.awaited_params import AwaitedParams
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.formats import MasterForm, StatePrecision
+from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.host_step import (
     AllocationScope,
@@ -34,7 +35,7 @@ from lightning_cxl.optim.host_step import (
 )
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.meter import GradientMeter
-from lightning_cxl.optim.moment import AllocateState, choose_precision, moment_bytes
+from lightning_cxl.optim.moment import AllocateState
 from lightning_cxl.optim.overflow import OverflowGuard
 from lightning_cxl.tiers.placement import TensorRole
 
@@ -85,7 +86,7 @@ class Adoption:
         self._grads = grads
         self._options = options
         self._adopted: list[tuple[Optimizer, Optimizer]] = []  # the user's object, the one in use
-        self._foreign: set[int] = set()  # ids of parameters that not just one CPUAdam updates
+        self.forms = Forms(options.use_cpu_adam, options.state, options.master, options.is_sensitive)
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that takes the place of `optimizer` (itself unless it is torch's Adam or AdamW).
@@ -95,7 +96,7 @@ class Adoption:
         self._adopted.append((optimizer, optimizer))
         hosts: list[HostParameter] = []
         for group in optimizer.param_groups:
-            own = [self._masters.adopt(p, self.form_for(optimizer, p)) for p in group["params"]]
+            own = [self._masters.adopt(p, self.forms.form_for(optimizer, p)) for p in group["params"]]
             group["params"][:] = [host.master for host in own]  # in place: LBFGS has a reference of its own
             hosts += own
         for host in hosts:
@@ -103,7 +104,7 @@ class Adoption:
         self._options.adopted(hosts)
         self._grads.watch(hosts)
         current = optimizer
-        if self._becomes_cpu_adam(optimizer):
+        if self.forms.becomes_cpu_adam(optimizer):
             current = self._make_cpu_adam(optimizer)
             current.meter = self._options.meter
             if self._options.overlap is not None:
@@ -150,7 +151,7 @@ class Adoption:
     def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
         entries: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-        hosts = [self._masters.adopt(p, self.form_for(optimizer, p)) for p in parameters]
+        hosts = [self._masters.adopt(p, self.forms.form_for(optimizer, p)) for p in parameters]
         self._options.adopted(hosts)
         self._grads.watch(hosts)
         masters = [
@@ -159,51 +160,12 @@ class Adoption:
         ]
         return {**group, "params": masters}
 
-    def consider(self, optimizers: Iterable[Optimizer]) -> None:
-        """Learn which parameters not just one CPUAdam holds, before any is adopted: those have no split masters."""
-        seen: set[int] = set()
-        for optimizer in optimizers:
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self._foreign |= own & seen if self._becomes_cpu_adam(optimizer) else own
-            seen |= own
-
-    def form_for(self, optimizer: Optimizer, parameter: torch.Tensor) -> MasterForm | None:
-        """Return the form of a 16-bit parameter's master; None where not only CPUAdam updates it."""
-        is_ours = self._becomes_cpu_adam(optimizer) and id(parameter) not in self._foreign
-        return self._options.master if is_ours else None
-
-    def moment_bytes(self, optimizer: Optimizer, parameter: torch.Tensor) -> int:
-        """Return the bytes of each of the two moments of a compute parameter; 0 where CPUAdam does not make them."""
-        if not parameter.requires_grad or not self._becomes_cpu_adam(optimizer):
-            return 0
-        sensitive = self._is_sensitive(optimizer, parameter)
-        return moment_bytes(
-            parameter.numel(), choose_precision(parameter, self._state_of(optimizer), sensitive=sensitive)
-        )
-
-    def _state_of(self, optimizer: Optimizer) -> StatePrecision:
-        return optimizer.state_precision if isinstance(optimizer, CPUAdam) else self._options.state
-
-    def _becomes_cpu_adam(self, optimizer: Optimizer) -> bool:
-        if isinstance(optimizer, CPUAdam):
-            return True
-        if not (self._options.use_cpu_adam and is_plain_adam(optimizer)):
-            return False
-        dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
-        other = dtypes - {torch.float32, torch.bfloat16, torch.float16}
-        if other:
-            log.info(
-                f"{type(optimizer).__name__} stays torch's own: CPUAdam updates float32 and 16-bit weights, and some "
-                f"are {', '.join(map(str, other))}"
-            )
-        return not other
-
     def _make_cpu_adam(self, optimizer: Optimizer) -> CPUAdam:
         options: dict[str, Any] = {
             "num_threads": self._options.num_threads,
             "compute_weights": self._masters.kernel_weights,
             "state": self._options.state,
-            "fp32_state": _Sensitive(self._masters, partial(self._is_sensitive, optimizer)),
+            "fp32_state": _Sensitive(self._masters, partial(self.forms.is_sensitive, optimizer)),
         }
         if isinstance(optimizer, CPUAdam):  # the user's own: what it was constructed with holds
             options |= {
@@ -216,10 +178,6 @@ class Adoption:
                 ),
             }
         return CPUAdam.from_torch(optimizer, allocate_state=self._allocate_state, **options)
-
-    def _is_sensitive(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-        own = isinstance(optimizer, CPUAdam) and parameter in optimizer.fp32_state
-        return own or self._options.is_sensitive(parameter)
 
     def _allocate_state(self, master: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return self._options.allocate_state(self._masters.compute_of(master), role, dtype, numel)
@@ -289,11 +247,6 @@ def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
     """State of an optimizer is keyed by parameter: move it along."""
     if old is not new and old in optimizer.state:
         optimizer.state[new] = optimizer.state.pop(old)
-
-
-def is_plain_adam(optimizer: Optimizer) -> bool:
-    """Whether this is torch's own Adam or AdamW; a subclass may do anything and is left alone."""
-    return type(optimizer) in (Adam, AdamW)
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:

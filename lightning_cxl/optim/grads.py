@@ -45,7 +45,7 @@ from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
-_MAX_PENDING = 16
+MAX_PENDING = 16
 """Copies in flight at most: bounds the staging memory, and is more than a copy engine needs to stay busy."""
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -218,7 +218,7 @@ class GradientSink:
         if id(host) in self._pending:
             self._pending.pop(id(host)).result()
         self._pending[id(host)] = _OwnFold(transfer, fold) if self._worker is None else self._worker.submit(fold)
-        while self._pending and (len(self._pending) > _MAX_PENDING or next(iter(self._pending.values())).done()):
+        while self._pending and (len(self._pending) > MAX_PENDING or next(iter(self._pending.values())).done()):
             self._settle_oldest()
 
     def _finish_at_the_end(self) -> None:

@@ -93,7 +93,7 @@ class MasterWeights:
         return host
 
     def _make_master(self, compute: Parameter, dtype: torch.dtype) -> Parameter:
-        if not needs_master(compute, dtype):
+        if not needs_master(compute, dtype, on_host=is_on_host(compute)):
             return compute
         data = self._allocate(compute, TensorRole.MASTER_WEIGHTS, dtype)
         data.copy_(compute.detach())
@@ -157,9 +157,14 @@ def master_dtype(compute: torch.Tensor, form: MasterForm | None) -> torch.dtype:
     return compute.dtype
 
 
-def needs_master(compute: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_on_host(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is in host memory."""
+    return parameter.device.type == "cpu"
+
+
+def needs_master(compute: torch.Tensor, dtype: torch.dtype, *, on_host: bool) -> bool:
     """Whether the optimizer must work on a copy: the weights are off the host, or the master has another dtype."""
-    return compute.device.type != "cpu" or compute.dtype != dtype
+    return not on_host or compute.dtype != dtype
 
 
 def _agree(master: torch.Tensor, compute: torch.Tensor) -> torch.Tensor:

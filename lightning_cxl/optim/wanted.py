@@ -1,6 +1,6 @@
 """What adopting optimizers will allocate: summed up before the first byte is taken."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -8,9 +8,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.optim.adopt import Adoption
 from lightning_cxl.optim.formats import MasterForm
-from lightning_cxl.optim.masters import master_dtype, needs_master
+from lightning_cxl.optim.forms import Forms
+from lightning_cxl.optim.masters import is_on_host, master_dtype, needs_master
 from lightning_cxl.tiers.placement import TensorRole
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -25,17 +25,32 @@ class Wanted(NamedTuple):
 
 
 def wanted_tensors(
-    optimizers: Iterable[Optimizer], adoption: Adoption, config: OffloadConfig, *, accumulates: bool
+    optimizers: Iterable[Optimizer],
+    forms: Forms,
+    config: OffloadConfig,
+    *,
+    accumulates: bool,
+    on_host: Callable[[torch.Tensor], bool] = is_on_host,
 ) -> list[Wanted]:
-    """Return masters, gradients and, for CPUAdam, its state; each parameter and role once."""
+    """Return masters, gradients and, for CPUAdam, its state; each parameter and role once.
+
+    Args:
+        optimizers: as the user made them.
+        forms: in which masters and moments will be kept; has considered the optimizers.
+        config: of the run.
+        accumulates: several micro-batches are added up before a step.
+        on_host: whether a parameter will be in host memory between steps; a planner asks before it is anywhere.
+    """
     wanted: dict[tuple[int, TensorRole], Wanted] = {}
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if is_lazy(parameter):
                 continue
-            form = adoption.form_for(optimizer, parameter)
-            bytes_of = _master_and_grad(parameter, form, half_sums=config.accumulate == "bf16", accumulates=accumulates)
-            moment = adoption.moment_bytes(optimizer, parameter)
+            form = forms.form_for(optimizer, parameter)
+            separate = needs_master(parameter, master_dtype(parameter, form), on_host=on_host(parameter))
+            half_sums = config.accumulate == "bf16"
+            bytes_of = _master_and_grad(parameter, form, separate, half_sums=half_sums, accumulates=accumulates)
+            moment = forms.moment_bytes(optimizer, parameter)
             bytes_of |= {TensorRole.MOMENTUM: moment, TensorRole.VARIANCE: moment}
             for role, nbytes in bytes_of.items():
                 if nbytes:
@@ -44,10 +59,9 @@ def wanted_tensors(
 
 
 def _master_and_grad(
-    parameter: torch.Tensor, form: MasterForm | None, *, half_sums: bool, accumulates: bool
+    parameter: torch.Tensor, form: MasterForm | None, separate: bool, *, half_sums: bool, accumulates: bool
 ) -> dict[TensorRole, int]:
     numel, dtype = parameter.numel(), master_dtype(parameter, form)
-    separate = needs_master(parameter, dtype)
     master_bytes = numel * dtype.itemsize if separate else 0
     if dtype in _HALF and parameter.requires_grad:
         master_bytes += 2 * numel  # the lower halves

@@ -12,9 +12,12 @@ import torch
 
 from lightning_cxl import _cpu
 from lightning_cxl.errors import MissingTierWarning
+from lightning_cxl.planner.calibration import load_calibration
+from lightning_cxl.planner.speeds import tier_speeds
 from lightning_cxl.tiers.limits import cgroup_limits
 from lightning_cxl.tiers.nodes import Node, allowed_node_ids, node_free_bytes, read_nodes, read_text
 from lightning_cxl.tiers.topology import Topology
+from lightning_cxl.transfer.engine import cuda_devices
 from lightning_cxl.units import format_bytes
 
 _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
@@ -23,8 +26,8 @@ _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
 def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
     """Return what matters about this machine as a JSON-able dict.
 
-    Keys: ``tiers``, ``nodes`` and ``notes`` (the topology), ``limits``, ``kernel``, ``cpu``, ``accelerator``,
-    ``versions``, and ``advice``, what to change, one sentence each.
+    Keys: ``tiers``, ``nodes`` and ``notes`` (the topology), ``speeds`` (of tiers, and their source), ``limits``,
+    ``kernel``, ``cpu``, ``accelerator``, ``versions``, and ``advice``, what to change, one sentence each.
 
     Args:
         root: where ``sys`` and ``proc`` lie; for tests.
@@ -38,6 +41,7 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
         "tiers": [_tier_row(topology, name) for name in topology.names],
         "nodes": [_node_row(root, node) for node in read_nodes(root)],
         "notes": list(topology.notes),
+        "speeds": _speed_rows(topology),
         "limits": {
             "memory_bytes": topology.host_limit_bytes(),
             "available_bytes": topology.host_available_bytes(),
@@ -82,6 +86,13 @@ def advice(report: Mapping[str, Any]) -> list[str]:
             "There is no CXL memory: tier 'cxl' takes DRAM. If a card is installed, show it with `daxctl list` and "
             "bring it online with `daxctl reconfigure-device --mode=system-ram --no-movable daxX.Y`."
         )
+    tiers = {tier["name"]: tier for tier in report["tiers"]}
+    for name, speeds in report["speeds"].items():
+        if speeds["source"] == "unknown" and tiers[name]["kind"] == "cxl" and not tiers[name]["emulated"]:
+            found.append(
+                f"How fast tier `{name}` is, neither the firmware tells nor a measurement, so nothing can be planned "
+                f"for it: measure with `python -m lightning_cxl calibrate`."
+            )
     memlock = limits["memlock_bytes"]
     if memlock is not None and memlock < limits["memory_bytes"]:
         found.append(
@@ -109,6 +120,7 @@ def format_environment(report: Mapping[str, Any]) -> str:
         "Versions": [", ".join(f"{name} {version or 'none'}" for name, version in versions.items())],
         "Tiers": [tier["description"] for tier in report["tiers"]] + report["notes"],
         "Nodes": [_node_line(node) for node in report["nodes"]],
+        "Speeds": [_speed_line(name, speeds) for name, speeds in report["speeds"].items()],
         "Limits": [
             f"host memory: {format_bytes(limits['memory_bytes'])}, {format_bytes(limits['available_bytes'])} available",
             *(
@@ -175,6 +187,23 @@ def _node_line(node: Mapping[str, Any]) -> str:
         if node[f"{way}_latency_ns"] is not None:
             text += f" {node[f'{way}_latency_ns']:.0f} ns"
     return text + ("" if node["allowed"] else ", not allowed by the cpuset")
+
+
+def _speed_rows(topology: Topology) -> dict[str, Any]:
+    """Return what the planner takes a tier's speeds for, by tier."""
+    calibration = load_calibration(topology, [device.name for device in cuda_devices()])
+    speeds = {tier.name: tier_speeds(tier, calibration) for tier in topology.tiers}
+    return {name: {"source": each.origin, **each.values} for name, each in speeds.items()}
+
+
+def _speed_line(name: str, speeds: Mapping[str, Any]) -> str:
+    if speeds["source"] == "unknown":
+        return f"{name}: unknown (no ratings of the firmware, no calibration)"
+    adam, read, write = (
+        f"{speeds[f'{kind}_bytes_per_s'] / 1e9:.1f}" for kind in ("adam", "device_read", "device_write")
+    )
+    latency = f", {speeds['latency_ns']:.0f} ns" if "latency_ns" in speeds else ""
+    return f"{name}: Adam {adam}, devices read {read} and write {write} GB/s{latency} ({speeds['source']})"
 
 
 def _memlock_bytes(root: Path) -> int | None:

@@ -51,8 +51,17 @@ def save_machine(machine: Machine, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(dump_machine(machine))
 
 
-def _build(kind: type, content: object, where: str) -> Any:
-    """Return a `kind` from a mapping of its fields; `where` is for messages."""
+def read_fields(kind: type, content: object, where: str) -> dict[str, Any]:
+    """Return those fields of a `kind` that a mapping gives, as their types.
+
+    Args:
+        kind: one of the types of `lightning_cxl.planner.machine`.
+        content: what a YAML file has.
+        where: names the place in messages.
+
+    Raises:
+        ConfigError: no mapping, an unknown key, or a value that is not of the field's type.
+    """
     names = field_names(kind)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where} must map {', '.join(names)} to values, got {content!r}")
@@ -61,11 +70,6 @@ def _build(kind: type, content: object, where: str) -> Any:
         raise ConfigError(
             f"{where} has the unknown key {', '.join(map(repr, unknown))}; its keys are: {', '.join(names)}"
         )
-    missing = [
-        f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING and f.name not in content
-    ]
-    if missing:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}; its keys are: {', '.join(names)}")
     values: dict[str, Any] = {}
     for f in fields(kind):
         if f.name in content:
@@ -74,6 +78,17 @@ def _build(kind: type, content: object, where: str) -> Any:
                 values[f.name] = None
             else:
                 values[f.name] = _reader(kind, f.name)(value, f"{where}: {f.name}")
+    return values
+
+
+def _build(kind: type, content: object, where: str) -> Any:
+    """Return a `kind` from a mapping of its fields; `where` is for messages."""
+    values = read_fields(kind, content, where)
+    missing = [
+        f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING and f.name not in values
+    ]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}; its keys are: {', '.join(field_names(kind))}")
     try:
         return kind(**values)
     except ConfigError as error:

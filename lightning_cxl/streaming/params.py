@@ -35,6 +35,8 @@ from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import TransferEngine
 
 MIN_SLOTS = 2
+NUM_SLOTS = 3
+"""One computes, one is fetched for what comes next, one was used last."""
 
 
 class ParamStreamer:
@@ -56,7 +58,7 @@ class ParamStreamer:
         units: Sequence[UnitWeights],
         phase: Callable[[], str | None],
         *,
-        num_slots: int = 3,
+        num_slots: int = NUM_SLOTS,
     ) -> None:
         if num_slots < MIN_SLOTS:
             raise ConfigError(f"{num_slots} slots: one unit computes while another is fetched, so give at least 2")

@@ -236,7 +236,7 @@ def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Mo
     """Yield every unit with the parameters that can stream: its alone, dense, in plain memory of this host.
 
     Others (tied to a module outside of the unit, lazy, not quantised yet, data of a tensor subclass, views of shared
-    storage) stay where they are.
+    storage) stay where they are. On the meta device, for planning, memory counts as this host's.
     """
     owners = _owners(model, units)
     storages = _shared_storages(model)
@@ -244,7 +244,7 @@ def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Mo
         module_of = owners_in(unit)
         own = [p for p in unit.parameters() if owners[id(p)] == {name} and not is_lazy(p) and not is_quantised_later(p)]
         own = [p for p in own if all(map(_is_plain, tensors_of(module_of[id(p)], p).values()))]
-        chosen = [p for p in own if p.untyped_storage().data_ptr() not in storages]
+        chosen = [p for p in own if _storage_of(p) not in storages]
         if chosen:
             yield name, unit, chosen
 
@@ -260,19 +260,25 @@ def _owners(model: nn.Module, units: NamedUnits) -> dict[int, set[str]]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    plain = type(tensor.data) is torch.Tensor and tensor.device.type == "cpu"
+    plain = type(tensor.data) is torch.Tensor and tensor.device.type in ("cpu", "meta")
     return plain and tensor.numel() > 0 and tensor.layout is torch.strided and is_dense(tensor)
 
 
 def _shared_storages(model: nn.Module) -> set[int]:
-    """Return the addresses of storages that several tensors of the model lie in."""
+    """Return the storages, as `_storage_of` tells them, that several tensors of the model lie in."""
     seen: set[int] = set()
     shared: set[int] = set()
     for tensor in _distinct([*model.parameters(), *model.buffers()]):
         if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel():
-            address = tensor.untyped_storage().data_ptr()
-            (shared if address in seen else seen).add(address)
+            storage = _storage_of(tensor)
+            (shared if storage in seen else seen).add(storage)
     return shared
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return what tells storages apart: where their bytes are, for those without bytes torch's own object."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ Two copy streams, one per direction, so that neither direction waits for the oth
 """
 
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -216,6 +216,22 @@ class CudaEngine:
     def close(self) -> None:
         """Finish all copies and let go of their host tensors."""
         self.synchronize()
+
+
+class DeviceInfo(NamedTuple):
+    """A device that there is an engine for, besides the CPU."""
+
+    device: torch.device
+    name: str
+    memory_bytes: int
+
+
+def cuda_devices() -> tuple[DeviceInfo, ...]:
+    """Return the CUDA devices of this process, none when torch or the machine has none."""
+    if not torch.cuda.is_available():
+        return ()
+    found = [(index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
+    return tuple(DeviceInfo(torch.device("cuda", index), each.name, each.total_memory) for index, each in found)
 
 
 def make_engine(device: torch.device | str) -> TransferEngine:

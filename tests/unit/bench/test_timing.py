@@ -114,13 +114,13 @@ def test_cpu_time_of_other_processes_is_counted(tmp_path):
     tick = 1 / os.sysconf("SC_CLK_TCK")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "stat").write_text("cpu  100 20 30 1000 200 4 5 6 50 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n")
-    busy, total, own = timing._cpu_seconds(str(tmp_path))
+    busy, total, own = timing.cpu_seconds(str(tmp_path))
     assert (busy, total) == pytest.approx((165 * tick, 1365 * tick))
     assert own == pytest.approx(time.process_time(), abs=1)
-    assert timing._cpu_seconds(str(tmp_path / "none")) == (0, 0, 0)
-    assert timing._others_fraction((0, 0, 0), (5, 10, 4)) == pytest.approx(0.1)
-    assert timing._others_fraction((0, 0, 0), (5, 10, 6)) == 0  # the clocks are not the same
-    assert timing._others_fraction((0, 0, 0), (0, 0, 0)) == 0
+    assert timing.cpu_seconds(str(tmp_path / "none")) == (0, 0, 0)
+    assert timing.others_fraction((0, 0, 0), (5, 10, 4)) == pytest.approx(0.1)
+    assert timing.others_fraction((0, 0, 0), (5, 10, 6)) == 0  # the clocks are not the same
+    assert timing.others_fraction((0, 0, 0), (0, 0, 0)) == 0
 
 
 def test_a_row_that_was_never_measured_together_has_no_ratio():

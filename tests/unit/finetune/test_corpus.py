@@ -3,8 +3,9 @@ import socket
 
 import pytest
 
+from lightning_cxl.cache import cache_folder
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.finetune.corpus import cache_folder, corpus_fingerprint, load_documents, stdlib_files, user_files
+from lightning_cxl.finetune.corpus import corpus_fingerprint, load_documents, stdlib_files, user_files
 
 
 def test_stdlib_files_are_the_running_interpreters_sources_without_tests_and_packages():

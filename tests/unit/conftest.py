@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-_FIXTURES = Path(__file__).parents[2] / "fixtures" / "sysfs"
+_FIXTURES = Path(__file__).parents[1] / "fixtures" / "sysfs"
 
 
 @pytest.fixture

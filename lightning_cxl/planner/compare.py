@@ -1,0 +1,100 @@
+"""`compare`: one job under several policies, side by side; `fits`, whether it fits host and device."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from lightning_cxl.errors import ConfigError, TierFullError
+from lightning_cxl.planner.job import Job
+from lightning_cxl.planner.machine import Machine, Split
+from lightning_cxl.planner.step import StepTime, predict_step
+from lightning_cxl.policies.api import PlanningPolicy
+from lightning_cxl.policies.baselines import DramOnly
+from lightning_cxl.policies.registry import get_policy, plans
+from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.tiers.topology import TierKind
+
+_UNLIMITED_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlan:
+    """What one policy makes of a job."""
+
+    policy: str
+    bytes_on: Mapping[TensorRole, Mapping[str, int]]
+    """By role and tier, what decorators and rules fix included; empty if it does not fit."""
+    reasons: Mapping[TensorRole, str]
+    time: StepTime | None
+    """Predicted; None if it does not fit."""
+    error: str = ""
+    """Why it does not fit."""
+
+    def used_bytes(self, tier: str) -> int:
+        """Return the bytes of all roles on a tier."""
+        return sum(tiers.get(tier, 0) for tiers in self.bytes_on.values())
+
+
+def compare(job: Job, machine: Machine, policies: Iterable[str]) -> dict[str, PolicyPlan]:
+    """Return the plan of each policy, by name.
+
+    Raises:
+        ConfigError: no such policy, or one that does not plan whole jobs.
+    """
+    room = with_working_memory(job, machine)
+    return {name: _plan(name, _planning(name), job, room) for name in policies}
+
+
+def dram_only_time(job: Job, machine: Machine) -> StepTime:
+    """Return the predicted step as if DRAM were large enough for everything."""
+    dram = {tier.name: _UNLIMITED_BYTES for tier in machine.select(TierKind.DRAM)}
+    free = replace(job, classes=tuple(replace(each, tier=None) for each in job.classes))
+    return predict_step(free, DramOnly().decide(free, machine.with_capacity(**dram)).splits, machine)
+
+
+def fits(job: Job, machine: Machine, policy: str) -> bool:
+    """Return whether a job fits the tiers under a policy, and the device."""
+    return fits_device(job, machine) and not compare(job, machine, [policy])[policy].error
+
+
+def fits_device(job: Job, machine: Machine) -> bool:
+    """Return whether a job fits the device's memory; yes where either is not known, or the host is the device."""
+    device = machine.device
+    return device.is_host or not device.memory_bytes or (job.device_bytes or 0) <= device.memory_bytes
+
+
+def with_working_memory(job: Job, machine: Machine) -> Machine:
+    """Return the machine that is left when the CPU computes: what it works in lies in DRAM."""
+    if not (machine.device.is_host and job.device_bytes):
+        return machine
+    left, capacity = job.device_bytes, {}
+    for tier in machine.select(TierKind.DRAM):
+        taken = min(left, tier.capacity_bytes)
+        capacity[tier.name] = tier.capacity_bytes - taken
+        left -= taken
+    return machine.with_capacity(**capacity)
+
+
+def _planning(name: str) -> PlanningPolicy:
+    policy = get_policy(name)
+    if not plans(policy):
+        raise ConfigError(
+            f"policy {name!r} places tensor by tensor, so there is nothing to plan ahead: choose one that has `decide`"
+        )
+    return policy  # type: ignore[return-value]
+
+
+def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> PolicyPlan:
+    try:
+        decision = policy.decide(job, machine)
+    except TierFullError as error:
+        return PolicyPlan(name, {}, {}, None, str(error))
+    bytes_on: dict[TensorRole, dict[str, int]] = {}
+    reasons = dict(decision.reasons)
+    for each in job.classes:
+        split: Split = decision.splits[each.role] if each.tier is None else {each.tier: 1.0}
+        if each.tier is not None:
+            reasons.setdefault(each.role, f"asked for {each.tier}")
+        own = bytes_on.setdefault(each.role, {})
+        for tier, share in split.items():
+            own[tier] = own.get(tier, 0) + round(share * each.nbytes)
+    return PolicyPlan(name, bytes_on, reasons, predict_step(job, decision.splits, machine))

@@ -1,0 +1,249 @@
+"""`dry_run`: forward and backward of a model without any bytes, to learn what they would keep and compute.
+
+[Note: Dry run]
+The model is on the meta device, where tensors have a shape and no memory. The engine's own `ActivationOffload` wraps
+its units, with an engine whose copies do nothing and an allocator that counts, so that what would be stored on the host
+is decided by the code that stores it. Below, every operation that makes a tensor is seen: its bytes count from then
+until torch drops the storage, which gives the peak on the device, and its floating-point operations are added up.
+
+* Attention counts as a flash kernel does it: it keeps its inputs, its output and one number per row, no score matrix.
+* Mixed precision is imitated, as torch has no autocast for this device: matrix products, convolutions and attention
+  get 16-bit copies of their inputs; a weight's copy is kept until the forward ends, as autocast's cache does.
+* A parameter's gradient is gone as soon as it is complete: the engine takes it away then.
+
+Not seen: working memory inside of kernels, fragmentation of the device's allocator, what a compiler fuses, memory that
+a copy still reads after torch has dropped it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.units import NamedUnits
+from lightning_cxl.transfer.engine import FinishedTransfer, Transfer
+
+_META = torch.device("meta")
+_on_accumulated: Any = torch.Tensor.register_post_accumulate_grad_hook
+_PRODUCTS = frozenset(
+    {
+        functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm,
+        torch.addmm, torch.baddbmm, torch.einsum, functional.conv1d, functional.conv2d, functional.conv3d,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What one forward and backward of one micro-batch would take."""
+
+    stored_bytes: Mapping[str, int]
+    """Inputs stored on the host, by unit; what several units share counts for the first."""
+    device_peak_bytes: int
+    """Most that is alive at once of what the computation makes; without weights, complete gradients and the batch."""
+    forward_flops: float
+    backward_flops: float
+    """With the recompute of units."""
+
+
+def dry_run(
+    model: nn.Module,
+    units: NamedUnits,
+    compute_loss: Callable[[], torch.Tensor],
+    *,
+    min_bytes: int,
+    mixed: bool = False,
+    computes_on_host: bool = False,
+) -> DryRun:
+    """Run forward and backward once. See [Note: Dry run].
+
+    Args:
+        model: parameters and buffers on the meta device; in training mode. Its gradients are dropped.
+        units: whose inputs are stored and who are recomputed; empty for none.
+        compute_loss: runs the model's forward on meta tensors and returns a loss.
+        min_bytes: smaller inputs of units stay on the device.
+        mixed: under autocast to bfloat16.
+        computes_on_host: stored inputs are read where they are.
+
+    Raises:
+        Exception: whatever the model raises because a tensor has no values.
+    """
+    stored: dict[str, int] = {}
+
+    def allocate(nbytes: int, unit: str) -> _NoBytes:
+        stored[unit] = stored.get(unit, 0) + nbytes
+        return _NoBytes()
+
+    offload = ActivationOffload(_NoCopies(computes_on_host), allocate, min_bytes=min_bytes)
+    with ExitStack() as stack:
+        offload.attach(units, model)
+        stack.callback(offload.detach)
+        stack.enter_context(_gradients_leave(model))
+        meter = stack.enter_context(_Meter())
+        function = stack.enter_context(_Functions(mixed, meter))
+        loss = compute_loss()
+        function.forget_copies()
+        forward_flops, meter.flops = meter.flops, 0.0
+        _run_backward(loss)
+    return DryRun(stored, meter.peak_bytes, forward_flops, meter.flops)
+
+
+def _run_backward(loss: torch.Tensor) -> None:
+    """Do what `loss.backward` does, which would set our function mode aside meanwhile, also for recomputes."""
+    run = torch.autograd.Variable._execution_engine.run_backward
+    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class _NoBytes:
+    """Host memory that is only counted."""
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor on the meta device; nobody counts it for the device."""
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(tuple(shape), dtype=dtype, device=_META)
+
+
+class _NoCopies:
+    """A `TransferEngine` between a device without memory and a host without memory."""
+
+    device = _META
+
+    def __init__(self, computes_on_host: bool) -> None:
+        self.computes_on_host = computes_on_host
+
+    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        """Do nothing."""
+        return FinishedTransfer()
+
+    h2d = d2h
+
+    def mark(self) -> Transfer:
+        """Return what is done."""
+        return FinishedTransfer()
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def _gradients_leave(model: nn.Module) -> Iterator[None]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [_on_accumulated(parameter, _drop_grad) for parameter in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _drop_grad(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts living bytes of tensors that operations make, and floating-point operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0.0
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {_key(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.is_meta and _key(each) not in known | self._seen:
+                self._count(each.untyped_storage())
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self._seen.add(key)
+        self._live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self._live_bytes -= nbytes
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+class _Functions(TorchFunctionMode):
+    """Puts flash attention, and under mixed precision 16-bit inputs, in the place of what torch does on this device."""
+
+    def __init__(self, mixed: bool, meter: _Meter) -> None:
+        super().__init__()
+        self._mixed = mixed
+        self._meter = meter
+        self._copies: dict[int, torch.Tensor] = {}
+        self._keeps_copies = True
+
+    def forget_copies(self) -> None:
+        """Drop the copies of weights: the forward is over."""
+        self._copies.clear()
+        self._keeps_copies = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            query, key, value = (self._narrow(each) for each in args[:3])
+            attend: Any = _FlashAttention.apply
+            causal = bool(kwargs.get("is_causal", len(args) > 5 and args[5]))
+            return attend(query, key, value, causal, self._meter)
+        if self._mixed and func in _PRODUCTS:
+            args = tuple(self._narrow(each) for each in args)
+            kwargs = {name: self._narrow(each) for name, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _narrow(self, value: Any) -> Any:
+        if not self._mixed or not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+            return value
+        if not (value.is_leaf and value.requires_grad and self._keeps_copies):
+            return value.to(torch.bfloat16)
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value.to(torch.bfloat16)
+        return self._copies[id(value)]
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps what a flash kernel keeps, and counts its products: of a causal one half, the backward's twice."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, meter: _Meter) -> Any:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, row_sums)
+        ctx.meter = meter
+        products = 2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        ctx.flops = products / 2 if causal else products
+        meter.flops += ctx.flops
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        query, key, value, _, _ = ctx.saved_tensors
+        ctx.meter.flops += 2 * ctx.flops
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

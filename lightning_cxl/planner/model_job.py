@@ -1,0 +1,311 @@
+"""`model_job`: what this engine would keep in host memory, move and compute for a torch model, before any byte exists.
+
+Bytes of weights, masters, gradients and optimizer state come from the functions that the engine reserves them with
+(`find_units`, `streamable`, `wanted_weights`, `wanted_tensors`, `gradients_at_once`), those of activations from the
+engine's own offload in a dry run ([Note: Dry run]). So plan and run cannot drift apart. Nothing needs to have values:
+the model may be on the meta device, and must be where it is to be run dry.
+
+Device memory at the peak, or where the CPU computes, host memory that is not of the roles, is the sum of::
+
+    weights and buffers that stay on the device   all but those that stream
+    slots                                         NUM_SLOTS x the largest unit that streams
+    activations, logits, loss                     the dry run's peak
+    gradients on their way to the host            those of the largest unit (without units, the largest that are copied)
+
+It leaves out what a dry run does not see, the driver's and CUDA libraries' own memory (about 0.5 GiB a process) and
+what the allocator has cached.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.optim.forms import Forms
+from lightning_cxl.optim.grads import MAX_PENDING
+from lightning_cxl.optim.sensitive import sensitive_parameters
+from lightning_cxl.optim.wanted import Wanted, wanted_tensors
+from lightning_cxl.planner.dry_run import DryRun, dry_run
+from lightning_cxl.planner.job import Job, MemoryClass, Move, Overlap
+from lightning_cxl.planner.moves import Traffic, engine_moves
+from lightning_cxl.residence import Pieces, wanted_weights
+from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES
+from lightning_cxl.streaming.params import NUM_SLOTS
+from lightning_cxl.streaming.unit_weights import piece_nbytes, streamable
+from lightning_cxl.streaming.units import NamedUnits, find_units
+from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.updates import gradients_at_once
+
+TierOf = Callable[[torch.Tensor | str, TensorRole], str | None]
+"""The tier that a decorator or rule asks for, for a role of a parameter or for the activations of a unit, by name."""
+_GRADS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What is trained on, and where."""
+
+    batch: int
+    """Sequences of one micro-batch on one device."""
+    sequence: int
+    """Tokens of each."""
+    num_micro_batches: int = 1
+    """Added up before a step."""
+    mixed: bool = False
+    """Autocast to bfloat16 over float32 weights."""
+    computes_on_host: bool = False
+    """The CPU is the device."""
+    updates_in_backward: bool = False
+    """Nothing calls a step off or looks at gradients, so that overlapped updates may run behind the backward."""
+    num_devices: int = 1
+    """Data parallel; each keeps activations of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelJob:
+    """A job, and where its device memory comes from."""
+
+    job: Job
+    device_parts: Mapping[str, int]
+    """Bytes by what they are for; `Job.device_bytes` is their sum."""
+    notes: tuple[str, ...]
+    """What is assumed or missing, one sentence each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A dry run of one micro-batch, or an estimate of one."""
+
+    run: DryRun
+    note: str = ""
+    """Why it is an estimate."""
+
+
+def measure(
+    model: nn.Module, config: OffloadConfig, load: Workload, compute_loss: Callable[[], torch.Tensor]
+) -> Measured:
+    """Run one micro-batch dry; a model that cannot be run without values gets an estimate.
+
+    Args:
+        model: on the meta device, in training mode and training precision.
+        config: the user's choices.
+        load: of one step.
+        compute_loss: one micro-batch's forward on the meta device.
+    """
+    units = _units(model, config)
+    try:
+        run = dry_run(
+            model,
+            units,
+            compute_loss,
+            min_bytes=DEFAULT_MIN_BYTES,
+            mixed=load.mixed,
+            computes_on_host=load.computes_on_host,
+        )
+    except Exception as error:  # the user's model may do anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        tokens = load.batch * load.sequence
+        width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
+        nbytes = tokens * width * (4 if load.mixed else next(model.parameters()).element_size())
+        forward = 2.0 * tokens * sum(p.numel() for p in model.parameters())
+        note = (
+            f"the model cannot be run without values ({reason}): activations are estimated as batch x sequence x "
+            f"{width} per unit, flops as 2 per parameter and token, and memory on the device is not known"
+        )
+        return Measured(DryRun({name: nbytes for name, _ in units}, 0, forward, 3 * forward), note)
+    return Measured(run)
+
+
+def model_job(
+    name: str,
+    model: nn.Module,
+    config: OffloadConfig,
+    load: Workload,
+    measured: Measured,
+    tier_of: TierOf = lambda _owner, _role: None,
+) -> ModelJob:
+    """Return the job of a model that one AdamW trains.
+
+    Args:
+        name: of the job.
+        model: in training mode and training precision; see the module's docstring.
+        config: the user's choices.
+        load: of one step.
+        measured: what `measure` returned for them.
+        tier_of: decorators and rules.
+    """
+    run, notes = measured.run, [measured.note] if measured.note else []
+    units = _units(model, config)
+    streams = config.streams_weights(load.computes_on_host)
+    chosen = list(streamable(model, units if streams else []))
+    pieces = [(unit, module, _grouped(own, tier_of)) for unit, module, own in chosen]
+    weights = wanted_weights(model, pieces, computes_on_host=load.computes_on_host)
+    overlap = _overlap(config, load, bool(pieces))
+    unit_of = {id(parameter): unit for unit, _, own in chosen for parameter in own}
+    accumulates = load.num_micro_batches > 1
+    wanted = _wanted(model, config, load, unit_of, accumulates)
+    kept = gradients_at_once(wanted, unit_of) if overlap == "backward" and not accumulates else wanted
+    staged = _staged(wanted, unit_of, load)
+    traffic = _traffic(model, weights, wanted, staged, load, unit_of)
+    held = [*weights, *kept, *(Wanted(each.parameter, TensorRole.STAGING, each.nbytes) for each in staged.at_once)]
+    bytes_of: dict[tuple[TensorRole, str | None], int] = {}
+    for parameter, role, nbytes in held:
+        key = role, tier_of(parameter, role)
+        bytes_of[key] = bytes_of.get(key, 0) + nbytes * (load.num_devices if role is TensorRole.STAGING else 1)
+    for unit, nbytes in run.stored_bytes.items():
+        key = TensorRole.ACTIVATIONS, tier_of(unit, TensorRole.ACTIVATIONS)
+        bytes_of[key] = bytes_of.get(key, 0) + nbytes * load.num_devices
+    parts = _device_parts(model, pieces, wanted, load, run)
+    if load.num_devices > 1:
+        notes.append(f"planned as data parallel on {load.num_devices} devices, of which this version drives one")
+    n = load.num_micro_batches
+    job = Job(
+        name=name,
+        classes=_classes(bytes_of, traffic, load),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_units=max(1, len(units)),
+        num_tokens=load.batch * load.sequence * n * load.num_devices,
+        forward_flops=run.forward_flops * n,
+        backward_flops=run.backward_flops * n,
+        overlap=overlap,
+        device_bytes=sum(parts.values()) if run.device_peak_bytes else None,
+    )
+    return ModelJob(job, parts, tuple(notes))
+
+
+def job_of(
+    name: str,
+    model: nn.Module,
+    config: OffloadConfig,
+    load: Workload,
+    compute_loss: Callable[[], torch.Tensor],
+    tier_of: TierOf = lambda _owner, _role: None,
+) -> Job:
+    """Return the job alone; see `measure` and `model_job`."""
+    return model_job(name, model, config, load, measure(model, config, load, compute_loss), tier_of).job
+
+
+def _units(model: nn.Module, config: OffloadConfig) -> NamedUnits:
+    return find_units(model, config.units) if config.activation_offload else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Gradients that land in staging memory before they are where they stay."""
+
+    at_once: list[Wanted]
+    nbytes: int
+    """Of all micro-batches."""
+
+
+def _grouped(parameters: Iterable[nn.Parameter], tier_of: TierOf) -> list[list[nn.Parameter]]:
+    groups: dict[str | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(tier_of(parameter, TensorRole.COMPUTE_WEIGHTS), []).append(parameter)
+    return list(groups.values())
+
+
+def _overlap(config: OffloadConfig, load: Workload, streams: bool) -> Overlap:
+    if not (streams and config.overlaps_step(load.computes_on_host)):
+        return "none"
+    return "backward" if load.updates_in_backward else "forward"
+
+
+def _wanted(
+    model: nn.Module, config: OffloadConfig, load: Workload, streamed: Mapping[int, str], accumulates: bool
+) -> list[Wanted]:
+    optimizers = [AdamW([p for p in model.parameters() if p.requires_grad])]
+    forms = Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
+    forms.consider(optimizers)
+    return wanted_tensors(
+        optimizers,
+        forms,
+        config,
+        accumulates=accumulates,
+        on_host=lambda p: load.computes_on_host or id(p) in streamed,
+    )
+
+
+def _staged(wanted: Iterable[Wanted], streamed: Mapping[int, str], load: Workload) -> _Staged:
+    """Return what `GradientSink` lets land elsewhere: all but the first gradient of a step of what streams."""
+    if load.computes_on_host:
+        return _Staged([], 0)
+    total, landing = 0, []
+    for parameter, role, _ in wanted:
+        if role in _GRADS:
+            num_landed = load.num_micro_batches - (id(parameter) in streamed)
+            total += num_landed * parameter.nbytes
+            if num_landed:
+                landing.append(Wanted(parameter, TensorRole.STAGING, parameter.nbytes))
+    return _Staged(heapq.nlargest(MAX_PENDING, landing, key=lambda each: each.nbytes), total)
+
+
+def _traffic(
+    model: nn.Module,
+    weights: list[Wanted],
+    wanted: list[Wanted],
+    staged: _Staged,
+    load: Workload,
+    streamed: Mapping[int, str],
+) -> Traffic:
+    weight_bytes = sum(each.nbytes for each in weights)
+    all_bytes = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad) / max(1, all_bytes)
+    grads = [each for each in wanted if each.role in _GRADS]
+    separate = [each.parameter for each in grads if each.role is TensorRole.MASTER_GRADS]
+    on_host = [p for p in separate if load.computes_on_host or id(p) in streamed]
+    return Traffic(
+        num_micro_batches=load.num_micro_batches,
+        weight_bytes=weight_bytes,
+        trained_bytes=round(weight_bytes * trained),
+        weights_are_read=not on_host,
+        grad_bytes=sum(each.nbytes for each in grads),
+        arriving_bytes=sum(each.parameter.nbytes for each in grads),
+        staged_bytes=staged.nbytes,
+        written_back_bytes=sum(p.nbytes for p in separate) - sum(p.nbytes for p in on_host),
+    )
+
+
+def _classes(
+    bytes_of: Mapping[tuple[TensorRole, str | None], int], traffic: Traffic, load: Workload
+) -> tuple[MemoryClass, ...]:
+    """Return a class per role and tier; each has its part of the role's moves."""
+    total: dict[TensorRole, int] = {}
+    for (role, _), nbytes in bytes_of.items():
+        total[role] = total.get(role, 0) + nbytes
+    classes = []
+    for (role, tier), nbytes in bytes_of.items():
+        each_device = role in (TensorRole.ACTIVATIONS, TensorRole.STAGING)
+        moves = engine_moves(role, total[role] // (load.num_devices if each_device else 1), traffic)
+        part = nbytes / max(1, total[role])
+        own = tuple(Move(phase, kind, moved * part) for phase, kind, moved in moves)
+        classes.append(MemoryClass(role=role, nbytes=nbytes, tier=tier, moves=own))
+    return tuple(classes)
+
+
+def _device_parts(
+    model: nn.Module, pieces: list[Pieces], wanted: list[Wanted], load: Workload, run: DryRun
+) -> dict[str, int]:
+    """Return device memory at the peak by what it is for; see the module's docstring."""
+    in_units = {id(p): unit for unit, _, groups in pieces for group in groups for p in group}
+    unit_bytes = [sum(piece_nbytes(module, group) for group in groups) for _, module, groups in pieces]
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    rest = sum(p.nbytes for p in model.parameters() if id(p) not in in_units)
+    grads = [each.parameter for each in wanted if each.role in _GRADS]
+    by_unit: dict[str, int] = {}
+    for parameter in grads:
+        if id(parameter) in in_units:
+            unit = in_units[id(parameter)]
+            by_unit[unit] = by_unit.get(unit, 0) + parameter.nbytes
+    leaving = max(by_unit.values(), default=sum(heapq.nlargest(MAX_PENDING, (p.nbytes for p in grads))))
+    parts = {
+        "weights that stay on the device": 0 if load.computes_on_host else rest + buffers,
+        f"{NUM_SLOTS} slots for weights that stream": NUM_SLOTS * max(unit_bytes, default=0),
+        "activations, logits and loss at their peak": run.device_peak_bytes,
+        "gradients on their way to the host": 0 if load.computes_on_host else leaving,
+    }
+    return {name: nbytes for name, nbytes in parts.items() if nbytes}
