@@ -132,7 +132,10 @@ DAMAGE = {
     "moved": (lambda content: changed(content, "machine", "cpu", value="other"), "it is of another machine"),
     "zero": (lambda content: changed(content, "speeds", "nodes", 0, "adam_bytes_per_s", value=0), "adam_bytes_per_s"),
     "text": (lambda content: changed(content, "speeds", "devices", 0, "flops", value="1e9"), "flops is '1e9'"),
-    "infinite": (lambda content: changed(content, "speeds", "nodes", 1, "latency_ns", value=1e400), "latency_ns is inf"),
+    "infinite": (
+        lambda content: changed(content, "speeds", "nodes", 1, "latency_ns", value=1e400),
+        "latency_ns is inf",
+    ),
     "lacking": (lambda content: changed(content, "speeds", "nodes", 0, "node_id", value=None), "node_id"),
     "unknown": (lambda content: changed(content, "speeds", "more", value=1), "more"),
 }

@@ -185,7 +185,7 @@ def test_files_with_mistakes_are_refused(machine, tmp_path, text, error, message
 
 def test_a_missing_file_and_an_unknown_tier_are_refused(machine, tmp_path):
     topology = Topology.detect(machine("2node"))
-    with pytest.raises(ConfigError, match="cannot read speeds from .*none.yaml"):
+    with pytest.raises(ConfigError, match=r"cannot read speeds from .*none\.yaml"):
         machine_of(topology, file=tmp_path / "none.yaml")
     with pytest.raises(TierNotFoundError, match="no tier 'nvm'"):
         machine_of(topology, capacity_bytes={"nvm": 1})
