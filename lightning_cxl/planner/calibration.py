@@ -76,6 +76,11 @@ class Calibration:
     """Adam's mix, over and over the same quarter of them."""
     ssds: tuple[SsdSpeeds, ...] = ()
 
+    @property
+    def origin(self) -> str:
+        """What is said of numbers that come from here. Fewer threads than the machine has show in all of them."""
+        return f"calibration of {self.date} with {self.num_threads} threads"
+
     def node(self, node_id: int) -> NodeSpeeds | None:
         """Return the speeds of a node, None when it was not measured."""
         return next((node for node in self.nodes if node.node_id == node_id), None)

@@ -25,8 +25,9 @@ _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
 _GPU_FLOPS = 272e12
 # PCIe 5.0 x16, either direction: 51.8 GiB/s for copies of 2 GiB (arXiv 2507.03305's authors, numa-gpu-xfer-bench)
 _GPU_LINK_BYTES_PER_S = 51.8 * 2**30
-# bf16 matrix products: 2 threads of an AMD EPYC (Zen 4) as a virtual machine, by our own `calibrate`
-_CPU_FLOPS_PER_THREAD = 1e11
+# bf16 matrix products of size 2048: our own measurement of one thread of an AMD EPYC (Zen 4) in a virtual machine, per
+# second of CPU time, median of 9
+_CPU_FLOPS_PER_THREAD = 0.187e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class TierSpeeds:
 
     @property
     def origin(self) -> str:
-        """Where the speeds come from, e.g. ``"file and calibration of 2026-01-31"``; ``"unknown"``."""
+        """Where the speeds come from, e.g. ``"file and firmware"``, or ``"unknown"``."""
         if not self.known:
             return "unknown"
         return " and ".join(dict.fromkeys(self.origins[name] for name in _NEEDED))
@@ -94,7 +95,7 @@ def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Override
     """Return what is known of a tier, field by field from the best source. An emulated one is as fast as its nodes."""
     sources = {"firmware": _rated(tier)}
     if calibration is not None:
-        sources[f"calibration of {calibration.date}"] = _measured(tier, calibration)
+        sources[calibration.origin] = _measured(tier, calibration)
     if overrides is not None:
         sources["file"] = dict(overrides.tiers.get(tier.name, {}))
     values: dict[str, Any] = {}
@@ -171,19 +172,20 @@ def _device(
             "d2h_bytes_per_s": nearest.device_write_bytes_per_s,
             "is_host": True,
         }
-        origin = "default, as a Zen 4 core"
+        origin = "default, as cores of an AMD EPYC (Zen 4)"
     else:
         values = {"name": "gpu", "flops": _GPU_FLOPS}
         values.update(dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), _GPU_LINK_BYTES_PER_S))
         origin = "default, as an H100 with PCIe 5.0 x16"
-        if device.type == "cuda" and (found := cuda_devices()):
-            info = found[device.index or 0]
+        found = cuda_devices() if device.type == "cuda" else ()
+        if (index := device.index or 0) < len(found):
+            info = found[index]
             values.update(name=info.name, memory_bytes=info.memory_bytes, count=len(found))
     speeds = None if calibration is None else calibration.device(device.type, device.index or 0)
     if calibration is not None and speeds is not None:
         measured = ("flops", "h2d_bytes_per_s", "d2h_bytes_per_s", "copy_latency_s")
         values.update({name: getattr(speeds, name) for name in measured if getattr(speeds, name) is not None})
-        origin = f"calibration of {calibration.date}, bf16 matrix products"
+        origin = f"{calibration.origin}, flops of bf16 matrix products"
     if overrides.device:
         values.update(overrides.device)
         origin += f", but {', '.join(sorted(overrides.device))}: file"

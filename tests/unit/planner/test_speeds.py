@@ -54,7 +54,7 @@ def test_calibration_wins_over_firmware(machine):
     assert (dram.device_read_bytes_per_s, dram.device_write_bytes_per_s) == (30e9, 20e9)
     assert (card.device_read_bytes_per_s, card.device_write_bytes_per_s) == (7e9, 5e9)
     assert (found.cache.nbytes, found.cache.bytes_per_s) == (32 << 20, 1e11)
-    assert "cxl: calibration of 2026-01-31" in found.source
+    assert "cxl: calibration of 2026-01-31 with 2 threads" in found.source
 
 
 def test_a_tier_with_a_node_that_was_not_measured_keeps_its_ratings(machine):
@@ -63,7 +63,7 @@ def test_a_tier_with_a_node_that_was_not_measured_keeps_its_ratings(machine):
     found = machine_of(topology)
     assert found.tier("dram").adam_bytes_per_s == 25e9
     assert found.tier("cxl").device_read_bytes_per_s == 2 * 28672e6
-    assert "dram: calibration of 2026-01-31; cxl: firmware" in found.source
+    assert "dram: calibration of 2026-01-31 with 2 threads; cxl: firmware" in found.source
 
 
 def test_a_file_wins_field_by_field(machine, tmp_path):
@@ -89,7 +89,7 @@ def test_a_file_wins_field_by_field(machine, tmp_path):
     assert found.device.flops == 3e12
     assert (found.cache.nbytes, found.cache.bytes_per_s) == (1 << 20, 1e11)
     assert (found.name, found.write_contention) == ("mine", 4)
-    assert "cxl: file and calibration of 2026-01-31" in found.source
+    assert "cxl: file and calibration of 2026-01-31 with 2 threads" in found.source
     assert "but flops: file" in found.source
     assert found.source.endswith("(my own hands)")
 
@@ -156,7 +156,7 @@ def test_devices_with_a_measurement(machine):
     save_calibration(CALIBRATION, topology, [])
     host = machine_of(topology, "cpu")
     assert host.device.flops == 1e11
-    assert "cpu: calibration of 2026-01-31" in host.source
+    assert "cpu: calibration of 2026-01-31 with 2 threads" in host.source
     gpu = machine_of(topology, "cuda").device
     assert (gpu.flops, gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s, gpu.copy_latency_s) == (4e14, 5e10, 4e10, 1e-5)
 
@@ -207,6 +207,6 @@ def test_the_report_shows_speeds_and_their_source(machine, tmp_path):
     save_calibration(CALIBRATION, Topology.detect(root), [])
     report = environment_report(root)
     assert report["speeds"]["cxl"]["adam_bytes_per_s"] == 9e9
-    line = "cxl: Adam 9.0, devices read 7.0 and write 5.0 GB/s, 250 ns (calibration of 2026-01-31)"
+    line = "cxl: Adam 9.0, devices read 7.0 and write 5.0 GB/s, 250 ns (calibration of 2026-01-31 with 2 threads)"
     assert line in format_environment(report)
     assert not any("calibrate" in text for text in advice(report))
