@@ -4,7 +4,7 @@ Each field comes from the first that has it: a file of the user, the calibration
 ``calibrate``), the firmware's ratings. Nothing is guessed: a tier without a speed leaves the machine unknown.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,9 @@ def _rated(tier: Tier) -> dict[str, float]:
     writes = [node.write_bytes_per_s for node in tier.nodes]
     mixes = [adam_mix(r, w) if r and w else None for r, w in zip(reads, writes, strict=True)]
     found = {
-        "adam_bytes_per_s": _together(mixes),
-        "device_read_bytes_per_s": _together(reads),
-        "device_write_bytes_per_s": _together(writes),
+        "adam_bytes_per_s": _together(tier, mixes),
+        "device_read_bytes_per_s": _together(tier, reads),
+        "device_write_bytes_per_s": _together(tier, writes),
         "latency_ns": tier.read_latency_ns,
     }
     return {name: value for name, value in found.items() if value is not None}
@@ -131,18 +131,28 @@ def _measured(tier: Tier, calibration: Calibration) -> dict[str, float]:
     if len(nodes) < len(tier.nodes):
         return {}
     found = {
-        "adam_bytes_per_s": _together([node.adam_bytes_per_s for node in nodes]),
-        "device_read_bytes_per_s": _together([node.h2d_bytes_per_s or node.read_bytes_per_s for node in nodes]),
-        "device_write_bytes_per_s": _together([node.d2h_bytes_per_s or node.write_bytes_per_s for node in nodes]),
+        "adam_bytes_per_s": _together(tier, [node.adam_bytes_per_s for node in nodes]),
+        "device_read_bytes_per_s": _together(tier, [node.h2d_bytes_per_s or node.read_bytes_per_s for node in nodes]),
+        "device_write_bytes_per_s": _together(tier, [node.d2h_bytes_per_s or node.write_bytes_per_s for node in nodes]),
         "latency_ns": max(node.latency_ns for node in nodes),
     }
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _together(speeds: list[float | None] | list[float]) -> float | None:
-    """Return the speed of nodes with equal shares: the slowest ends last. None when one is not known."""
-    known = [speed for speed in speeds if speed is not None]
-    return len(known) * min(known) if known and len(known) == len(speeds) else None
+def _together(tier: Tier, speeds: Sequence[float | None]) -> float | None:
+    """Return the speed of all nodes, each at its part of a stripe: who ends last decides. None when one is not known.
+
+    A tier's stripes have parts in proportion to rated read bandwidths where all nodes have one, else equal parts
+    (`lightning_cxl.memory.tier_stacks.make_leaf`).
+    """
+    ratings = [node.read_bytes_per_s for node in tier.nodes]
+    parts = [rating or 1.0 for rating in ratings] if all(ratings) else [1.0] * len(ratings)
+    slowest = 0.0
+    for part, speed in zip(parts, speeds, strict=True):
+        if speed is None:
+            return None
+        slowest = max(slowest, part / sum(parts) / speed)
+    return 1 / slowest
 
 
 def _tier(topology: Topology, tier: Tier, speeds: TierSpeeds, capacity_bytes: Mapping[str, int]) -> MachineTier:

@@ -8,7 +8,8 @@ from lightning_cxl.calibrate.compute import measure_flops
 from lightning_cxl.calibrate.copies import D2H, H2D, measure_copies, pinned
 from lightning_cxl.calibrate.measure import NamedEngine, measure_machine
 from lightning_cxl.calibrate.options import Options
-from lightning_cxl.memory.pinned import PinnedResource
+from lightning_cxl.errors import PinnedMemoryError
+from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.planner.calibration import save_calibration
 from lightning_cxl.planner.speeds import machine_of
 from lightning_cxl.tiers.topology import Topology
@@ -49,9 +50,16 @@ def test_copies_of_each_device_and_of_all_together(engines):
 
 
 def test_memory_of_copies_is_page_locked():
-    locked = pinned(object())
-    assert isinstance(locked, PinnedResource)
-    assert locked._required
+    """There is no driver here, so that it fails; a measurement of pageable memory must not come out instead."""
+    topology = Topology.detect()
+    upstream = NumaResource("dram", topology.tiers[0].node_ids[0], topology)
+    resource = pinned(topology)(upstream)
+    if torch.cuda.is_available():
+        assert resource.allocate(4096).nbytes == 4096
+        assert not resource.pageable
+    else:
+        with pytest.raises(PinnedMemoryError, match="cannot page-lock"):
+            resource.allocate(4096)
 
 
 def test_a_machine_with_devices(engines):
@@ -71,7 +79,9 @@ def test_a_machine_with_devices(engines):
     save_calibration(calibration, topology, [])
     tier = machine_of(topology).tiers[0]
     slowest = min(calibration.node(node_id).h2d_bytes_per_s for node_id in topology.tiers[0].node_ids)
-    assert tier.device_read_bytes_per_s == slowest * tier.num_nodes
+    assert tier.device_read_bytes_per_s >= slowest
+    if tier.num_nodes == 1:
+        assert tier.device_read_bytes_per_s == pytest.approx(slowest)
 
 
 def test_products_of_matrices(monkeypatch):

@@ -1,5 +1,7 @@
 """Which source of speeds wins: file, calibration, firmware, and nothing is guessed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,10 +37,11 @@ def test_firmware(machine):
     cards = found.tier("cxl")
     assert (cards.kind, cards.num_nodes, cards.backed_by) == (TierKind.CXL, 2, None)
     assert cards.capacity_bytes == topology.tier("cxl").capacity_bytes
-    # equal shares: twice the slower card
-    assert cards.device_read_bytes_per_s == 2 * 20000e6
-    assert cards.device_write_bytes_per_s == 2 * 10000e6
-    assert cards.adam_bytes_per_s == pytest.approx(2 * min(adam_mix(20e9, 28672e6), adam_mix(28672e6, 10e9)))
+    # stripes have parts in proportion to read ratings: reads end together, the second card is the last with writes
+    assert cards.device_read_bytes_per_s == pytest.approx(20000e6 + 28672e6)
+    part = 28672 / (20000 + 28672)
+    assert cards.device_write_bytes_per_s == pytest.approx(10000e6 / part)
+    assert cards.adam_bytes_per_s == pytest.approx(adam_mix(28672e6, 10e9) / part)
     assert cards.latency_ns == 250
     assert "dram: firmware; cxl: firmware" in found.source
     assert "\n" not in found.source
@@ -62,8 +65,16 @@ def test_a_tier_with_a_node_that_was_not_measured_keeps_its_ratings(machine):
     save_calibration(CALIBRATION, topology, [])  # nodes 0 and 1
     found = machine_of(topology)
     assert found.tier("dram").adam_bytes_per_s == 25e9
-    assert found.tier("cxl").device_read_bytes_per_s == 2 * 28672e6
+    assert found.tier("cxl").device_read_bytes_per_s == pytest.approx(2 * 28672e6)
     assert "dram: calibration of 2026-01-31 with 2 threads; cxl: firmware" in found.source
+
+
+def test_nodes_without_ratings_have_equal_parts(machine):
+    topology = Topology.detect(machine("3node", unrated(1) | unrated(2)))
+    second = replace(CALIBRATION.node(1), node_id=2, adam_bytes_per_s=6e9)
+    save_calibration(replace(CALIBRATION, nodes=(*CALIBRATION.nodes, second)), topology, [])
+    assert machine_of(topology).tier("cxl").adam_bytes_per_s == pytest.approx(2 * 6e9)
+    assert machine_of(topology).tier("cxl").device_read_bytes_per_s == pytest.approx(2 * 7e9)
 
 
 def test_a_file_wins_field_by_field(machine, tmp_path):
