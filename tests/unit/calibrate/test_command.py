@@ -91,6 +91,8 @@ def test_a_busy_machine_is_doubtful(monkeypatch, run, capsys):
     monkeypatch.setattr(calibrate, "others_fraction", lambda start, end: 0.5)
     run("--quick")
     assert "doubtful: other processes took 50% of the CPU time" in capsys.readouterr().out
+    topology = Topology.detect()
+    assert load_calibration(topology, [device.name for device in cuda_devices()]).others_fraction == 0.5
     monkeypatch.setattr(calibrate, "others_fraction", lambda start, end: 0.0)
     run("--quick")
     assert "doubtful" not in capsys.readouterr().out

@@ -169,6 +169,13 @@ def test_a_write_that_fails_leaves_the_old_file(machine, monkeypatch):
     assert load_calibration(topology, []) == CALIBRATION
 
 
+def test_a_disturbed_calibration_says_so_wherever_it_is_named():
+    assert CALIBRATION.origin == "calibration of 2026-01-31 with 2 threads"
+    assert replace(CALIBRATION, others_fraction=0.4).origin == (
+        "calibration of 2026-01-31 with 2 threads, beside others that took 40% of the CPU time"
+    )
+
+
 def test_nodes_and_devices_are_found_by_number():
     assert CALIBRATION.node(1).latency_ns == 250
     assert CALIBRATION.node(2) is None
