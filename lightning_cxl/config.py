@@ -29,6 +29,12 @@ class OffloadConfig:
     tier_rules: Mapping[str, Mapping[str, str] | str] = field(default_factory=dict)
     """Module name pattern -> tier, or -> ``{"weights" | "gradients" | "optimizer_state" | "activations": tier}``.
     The last matching rule wins; a pattern also matches what the named module contains."""
+    policy: str = "auto"
+    """Who places what no rule or decorator does: ``"dram_only"``, ``"interleave"``, ``"latency_first"`` or
+    ``"bandwidth"``, or the import path of a class of your own. ``"auto"`` is ``"bandwidth"`` where there is more than
+    one kind of memory and speeds are known; elsewhere every kind of tensor has its home tier."""
+    machine: str | None = None
+    """YAML file with speeds of this machine's tiers, which win over its calibration and the firmware's ratings."""
     activation_offload: bool = True
     """Keep only each unit's input, on its activation tier, and compute the unit again in the backward pass."""
     units: str | Sequence[str] = "auto"
@@ -72,6 +78,10 @@ class OffloadConfig:
             raise ConfigError(f"tier_rules must map module name patterns to tiers, got {self.tier_rules!r}")
         for pattern, wanted in self.tier_rules.items():
             _check_rule(pattern, wanted)
+        if not isinstance(self.policy, str) or not self.policy:
+            raise ConfigError(f"policy must be a policy's name or the import path of a class, got {self.policy!r}")
+        if self.machine is not None and not isinstance(self.machine, str):
+            raise ConfigError(f"machine must be the path of a YAML file or None, got {self.machine!r}")
         for name in ("activation_offload", "cpu_adam"):
             _check_choice(name, getattr(self, name), (True, False))
         _check_choice("stream_weights", self.stream_weights, (True, False, "auto"))

@@ -58,8 +58,7 @@ class ModelPlacements:
         """Return parameters in groups that the same tier, or none, is asked for."""
         groups: dict[str | None, list[Parameter]] = {}
         for parameter in parameters:
-            tier, _ = self._asked(self._owners.get(id(parameter), [""]), role)
-            groups.setdefault(tier, []).append(parameter)
+            groups.setdefault(self.asked(parameter, role), []).append(parameter)
         return list(groups.values())
 
     def spec_of(self, parameter: object) -> TierSpec | None:
@@ -73,6 +72,11 @@ class ModelPlacements:
         if key not in self._decided:
             self._decided[key] = self._decide([unit], role, nbytes, unit)
         return self._decided[key]
+
+    def asked(self, owner: Tensor | str, role: TensorRole) -> str | None:
+        """Return the tier that decorators or rules ask for, for a role of a parameter or of a unit, by name."""
+        owners = [owner] if isinstance(owner, str) else self._owners.get(id(owner), [""])
+        return self._asked(owners, role)[0]
 
     def _decide(self, owners: list[str], role: TensorRole, nbytes: int, name: str) -> Placement:
         tier, source = self._asked(owners, role)

@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.lineage import ParameterOwners
@@ -38,14 +37,14 @@ from lightning_cxl.optim.wanted import wanted_tensors
 from lightning_cxl.optim.zero_grad import attach_zero_grad, detach_zero_grad
 from lightning_cxl.placed_memory import PlacedMemory
 from lightning_cxl.placements import ModelPlacements
+from lightning_cxl.planner.ahead import RunPlanner
 from lightning_cxl.planner.report import Plan
+from lightning_cxl.policies.api import PlanningPolicy
 from lightning_cxl.residence import Residence
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.units import NamedUnits, find_units
 from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.tiers.placer import Placer
-from lightning_cxl.tiers.policy import PlacementPolicy, RoleHomePolicy
-from lightning_cxl.tiers.rules import resolve
+from lightning_cxl.tiers.policy import PlacementPolicy
 from lightning_cxl.tiers.topology import Topology
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
 from lightning_cxl.updates import UnitUpdates
@@ -60,7 +59,7 @@ class OffloadRuntime:
         config: the user's choices.
         device: where the model computes.
         topology: this machine's tiers; detected when None.
-        policy: places what no decorator or rule asks for; by role when None.
+        policy: places what no decorator or rule asks for; the one that ``config.policy`` names when None.
         engine: copies between host and device; the device's own when None. Closed with the run.
     """
 
@@ -72,7 +71,7 @@ class OffloadRuntime:
         config: OffloadConfig,
         device: torch.device,
         topology: Topology | None = None,
-        policy: PlacementPolicy | None = None,
+        policy: PlacementPolicy | PlanningPolicy | None = None,
         engine: TransferEngine | None = None,
     ) -> None:
         self.config = config
@@ -80,10 +79,10 @@ class OffloadRuntime:
         self.topology = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
         pin = device.type == "cuda" if config.pin_memory == "auto" else bool(config.pin_memory)
         self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
-        policy = policy or RoleHomePolicy(self.topology, pin=pin, cpu_computes=device.type == "cpu")
         self._heap: HeapTrimmer | None = None  # only where the user trades time for memory anyway
         self._owners = ParameterOwners()
-        self.placer = Placer(self.topology, policy, self.memory.free_bytes, self._owners)
+        self._planner = RunPlanner(config, device, self.memory, policy, self._owners)
+        self.placer = self._planner.placer
         self.engine = make_engine(device) if engine is None else engine
         self.meter = GradientMeter(config.num_threads)
         self.accumulates = False
@@ -95,6 +94,7 @@ class OffloadRuntime:
         self.units: tuple[str, ...] = ()
         self.optimizers: list[Optimizer] = []
         self._model: nn.Module | None = None
+        self._placements: ModelPlacements | None = None
         self._placed: PlacedMemory | None = None
         self._residence: Residence | None = None
         self._masters: MasterWeights | None = None
@@ -114,19 +114,32 @@ class OffloadRuntime:
         """Return a region in which `lightning_cxl.empty` and `host_allocation` use this run's memory and budgets."""
         return activate(self.memory, self.placer)
 
+    def plan_ahead(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Decide where everything goes, before anything is allocated. See [Note: Planning a run].
+
+        Args:
+            model: as it is now.
+            optimizers: as the user made them on it; empty where nothing is trained.
+
+        Raises:
+            ConfigError: rules or decorators that cannot be honoured.
+            TierFullError: it does not fit.
+        """
+        self._placements = self._planner.plan(
+            model, optimizers, self.engine.computes_on_host, self.accumulates, self.needs_whole_step
+        )
+
     def setup_model(self, model: nn.Module) -> None:
         """Place the weights and attach activation offload.
 
         Raises:
-            ConfigError: rules or decorators that cannot be honoured, or a model without parameters.
+            ConfigError: rules or decorators that cannot be honoured.
             TierFullError: the weights do not fit.
         """
-        tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
-        if next(model.parameters(), None) is None:
-            raise ConfigError(
-                f"{type(model).__name__} has no parameters, so there is nothing to place or train. Create its layers "
-                "in `__init__` or `configure_model`."
-            )
+        if self._placements is None:
+            self.plan_ahead(model, [])
+        assert self._placements is not None
+        placements = self._placements
         units = find_units(model, self.config.units) if self.config.activation_offload else []
         if self.config.activation_offload and not units:
             log.info(
@@ -134,11 +147,10 @@ class OffloadRuntime:
             )
         self._model = model
         self._heap = HeapTrimmer() if units else None
-        placements = ModelPlacements(model, tiers, self.placer)
         self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap)
         self._masters = MasterWeights(placements.names, self._placed.like)
         self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
-        if self._residence.units and self._overlaps:
+        if self._residence.units and self.config.overlaps_step(self.engine.computes_on_host):
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_cxl")
         self._grads = GradientSink(
             self.engine,
@@ -156,10 +168,6 @@ class OffloadRuntime:
     def streams_weights(self) -> bool:
         """Whether the weights of units stream, if the model has units."""
         return self.config.streams_weights(self.engine.computes_on_host)
-
-    @property
-    def _overlaps(self) -> bool:
-        return self.config.overlaps_step(self.engine.computes_on_host)
 
     def _attach(self, units: NamedUnits) -> None:
         assert self._placed is not None and self._residence is not None and self._grads is not None
@@ -330,6 +338,7 @@ class OffloadRuntime:
             "state": state,
             "device": str(self.device),
             **self.memory.stats(),
+            "policy": self._planner.policy_name,
             "planned_roles": self.plan.roles(),
             "reasons": self.plan.reasons(),
             "num_parameters": sum(p.numel() for p in parameters),
@@ -339,8 +348,3 @@ class OffloadRuntime:
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
             "notes": notes,
         }
-
-
-def _ready(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters whose shape is known."""
-    return [parameter for parameter in model.parameters() if not is_lazy(parameter)]

@@ -31,6 +31,7 @@ from lightning_cxl.optim.adopt import repoint_scheduler
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planner.report import format_report
+from lightning_cxl.policies.registry import check_policy
 from lightning_cxl.precision import (
     accumulates,
     attach_scaling,
@@ -42,8 +43,7 @@ from lightning_cxl.precision import (
 )
 from lightning_cxl.runtime import OffloadRuntime
 from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.tiers.policy import PlacementPolicy
-from lightning_cxl.weights.empty import refuse_meta
+from lightning_cxl.weights.empty import refuse_unready
 
 
 class CXLOffloadStrategy(ParallelStrategy):
@@ -53,8 +53,8 @@ class CXLOffloadStrategy(ParallelStrategy):
         accelerator: filled in by the Trainer.
         checkpoint_io: how checkpoints are written; ours (direct, atomic, memory-mapped) when None.
         precision_plugin: filled in by the Trainer from ``precision=``.
-        policy: places what no decorator or rule asks for; by role when None.
         **options: the fields of `OffloadConfig`, e.g. ``tier_rules``, ``tiers``, ``activation_offload``, ``units``.
+            ``policy`` may also be an object with the method of `PlacementPolicy` or of `PlanningPolicy`.
 
     Raises:
         ConfigError: an option with an impossible value.
@@ -73,7 +73,6 @@ class CXLOffloadStrategy(ParallelStrategy):
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        policy: PlacementPolicy | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -83,8 +82,9 @@ class CXLOffloadStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self.num_nodes = 1  # the Trainer's, filled in by it
+        self._policy = None if isinstance(options.get("policy"), str | None) else options.pop("policy")
         self.config, self.config_origins = OffloadConfig.resolve(**options)
-        self._policy = policy
+        check_policy(self.config.policy)
         self._runtime: OffloadRuntime | None = None
         self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
         self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
@@ -172,30 +172,40 @@ class CXLOffloadStrategy(ParallelStrategy):
             self._active.enter_context(self.runtime.activate())
             self.accelerator.setup(trainer)
             self.model = self.precision_plugin.convert_module(self.model)
-            self.model_to_device()
             if trainer.state.fn == "fit":
-                use = watch_for_edits(trainer)
-                self.runtime.accumulates = accumulates(trainer)
-                self.runtime.needs_whole_step = why_not_in_backward(trainer, use, self.config.on_overflow)
-                self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
-                self.setup_optimizers(trainer)
-                self.setup_precision_plugin()
-                attach_scaling(self.precision_plugin, self.runtime, self._active, use)
+                self._setup_fit(trainer)
             else:
+                self.model_to_device()
                 self.setup_precision_plugin()
         except BaseException:
             self._close()
             raise
 
+    def _setup_fit(self, trainer: Trainer) -> None:
+        """Plan the whole run, then place the model and adopt its optimizers. See [Note: Planning a run]."""
+        assert isinstance(self.model, nn.Module)
+        refuse_unready(self.model)
+        use = watch_for_edits(trainer)
+        self.runtime.accumulates = accumulates(trainer)
+        self.runtime.needs_whole_step = why_not_in_backward(trainer, use, self.config.on_overflow)
+        self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
+        self.setup_optimizers(trainer)
+        self.runtime.plan_ahead(self.model, self.optimizers)
+        self.model_to_device()
+        held = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        if not held <= set(self.model.parameters()):  # some modules make new parameters when they move
+            self.setup_optimizers(trainer)
+        self._adopt_optimizers(trainer)
+        self.setup_precision_plugin()
+        attach_scaling(self.precision_plugin, self.runtime, self._active, use)
+
     def model_to_device(self) -> None:
         """Move the model to its tiers (CPU) or to the device, and wrap its units."""
         assert isinstance(self.model, nn.Module)
-        refuse_meta(self.model)
+        refuse_unready(self.model)
         self.runtime.setup_model(self.model)
 
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Let Lightning create optimizers and schedulers, then adopt them."""
-        super().setup_optimizers(trainer)
+    def _adopt_optimizers(self, trainer: Trainer) -> None:
         before = list(self.optimizers)
         adopted = self.runtime.setup_optimizers(before)
         self._masters = self.runtime.masters
@@ -331,7 +341,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         """Register ``strategy="cxl_offload"`` and its variants."""
         variants = {
             "cxl_offload": {},
-            # optimizer state and gradients only: no recomputation
+            # no recomputation
             "cxl_offload_optimizer": {"activation_offload": False},
         }
         for name, options in variants.items():

@@ -84,10 +84,7 @@ class UnitUpdates:
             objection: what may call a step off, or look at gradients, once its closure runs; None if nothing does.
             optimizers: of the run.
         """
-        if objection is None and len(optimizers) > 1:
-            objection = "there are several optimizers"
-        if objection is None and any(map(has_step_hooks, optimizers)):
-            objection = "there are hooks around the optimizer's step"
+        objection = why_after_backward(objection, optimizers)
         self.in_backward = objection is None
         if objection is not None:
             log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
@@ -180,6 +177,15 @@ class UnitUpdates:
     def _update_arrived(self, step: AdamStep, hosts: list[HostParameter], scale: float) -> None:
         grads: dict[torch.Tensor, torch.Tensor] = {host.master: self._grads.take(host) for host in hosts}
         step.apply(step.collect(grads), scale)
+
+
+def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -> str | None:
+    """Return why updates must wait for the end of the backward; None if they need not."""
+    if objection is None and len(optimizers) > 1:
+        return "there are several optimizers"
+    if objection is None and any(map(has_step_hooks, optimizers)):
+        return "there are hooks around the optimizer's step"
+    return objection
 
 
 def gradients_at_once(wanted: Iterable[Wanted], unit_of: Mapping[int, object]) -> list[Wanted]:

@@ -11,10 +11,8 @@ import torch
 
 from lightning_cxl import _cpu
 from lightning_cxl.bench.timing import Timings
+from lightning_cxl.planner.calibration import QUIET_FRACTION
 from lightning_cxl.planner.fingerprint import cpu_model
-
-# above this part of the CPU time in other processes, numbers come with a warning
-QUIET = 0.03
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Results:
         for name, why in timings.skipped.items():
             print(f"  {name}: skipped, {why}")
         self.add(f"{title}: CPU time of other processes", timings.others_fraction, "of all")
-        if timings.others_fraction > QUIET:
+        if timings.others_fraction > QUIET_FRACTION:
             print(f"  doubtful: other processes took {timings.others_fraction:.0%} of the CPU time meanwhile")
 
     def write(self, path: Path) -> None:

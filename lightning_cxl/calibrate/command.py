@@ -4,12 +4,13 @@ import argparse
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lightning_cxl import _cpu
-from lightning_cxl.bench.results import QUIET, Results, machine, print_columns
+from lightning_cxl.bench.results import Results, machine, print_columns
 from lightning_cxl.bench.timing import cpu_seconds, others_fraction
 from lightning_cxl.calibrate.measure import NamedEngine, Row, measure_machine
 from lightning_cxl.calibrate.options import QUICK, Options
@@ -57,10 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     finally:
         torch.set_num_threads(threads)
+    calibration = replace(calibration, others_fraction=others_fraction(busy, cpu_seconds()))
     _print(rows)
-    others = others_fraction(busy, cpu_seconds())
-    if others > QUIET:
-        print(f"  doubtful: other processes took {others:.0%} of the CPU time meanwhile; measure again without them")
+    if calibration.doubtful:
+        print(
+            f"  doubtful: other processes took {calibration.others_fraction:.0%} of the CPU time meanwhile; measure "
+            "again without them"
+        )
     names = [each.name for each in devices]
     kept = save_calibration(calibration, topology, names)
     print(f"\n{time.perf_counter() - start:.0f} s; kept in {kept}")

@@ -1,6 +1,6 @@
 """Bandwidths of copies between the memory of every node and the devices: each device alone, and all together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,8 +8,7 @@ import torch
 from lightning_cxl.bench.timing import Contender, measure
 from lightning_cxl.calibrate.nodes import node_resources
 from lightning_cxl.calibrate.options import Figure, Options
-from lightning_cxl.memory.pinned import PinnedResource
-from lightning_cxl.memory.resource import MemoryResource
+from lightning_cxl.memory.split_stacks import Pinner, make_pinner
 from lightning_cxl.tiers.topology import Topology
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -28,9 +27,9 @@ class Copies(NamedTuple):
     """Of a copy of a few bytes, by device."""
 
 
-def pinned(upstream: MemoryResource) -> MemoryResource:
-    """Page-lock memory; a copy from other memory would measure something else, so failing is an error."""
-    return PinnedResource(upstream, required=True)
+def pinned(topology: Topology) -> Pinner:
+    """Return what page-locks memory; a copy from other memory would measure something else, so failing is an error."""
+    return make_pinner(topology, required=True)
 
 
 def measure_copies(
@@ -38,9 +37,16 @@ def measure_copies(
     engines: Sequence[TransferEngine],
     options: Options,
     node_ids: Sequence[int],
-    pin: Callable[[MemoryResource], MemoryResource] = pinned,
+    pin: Pinner,
 ) -> Copies:
     """Measure copies of every node and device, in turns.
+
+    Args:
+        topology: the machine, really there.
+        engines: one per device.
+        options: how thoroughly.
+        node_ids: where host memory is taken.
+        pin: page-locks it, see `pinned`.
 
     Raises:
         PinnedMemoryError: memory cannot be page-locked.

@@ -14,7 +14,7 @@ from lightning_cxl.calibrate.nodes import ADAM, READ, WRITE, Caches, measure_cac
 from lightning_cxl.calibrate.options import Figure, Options
 from lightning_cxl.calibrate.ssd import measure_ssd
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.memory.resource import MemoryResource
+from lightning_cxl.memory.split_stacks import Pinner
 from lightning_cxl.planner.calibration import Calibration, DeviceSpeeds, NodeSpeeds, SsdSpeeds
 from lightning_cxl.planner.fingerprint import cpu_model
 from lightning_cxl.tiers.topology import Topology
@@ -42,7 +42,7 @@ def measure_machine(
     options: Options,
     *,
     ssds: Sequence[Path] = (),
-    pin: Callable[[MemoryResource], MemoryResource] = pinned,
+    pin: Pinner | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[Calibration, list[Row]]:
     """Measure memory, caches, devices and disks.
@@ -52,7 +52,7 @@ def measure_machine(
         engines: accelerators; the CPU is measured anyway.
         options: how thoroughly.
         ssds: folders on disks.
-        pin: makes memory that devices copy from and to.
+        pin: page-locks memory that devices copy from and to; None leaves it to the driver.
         say: is told what is left out.
 
     Raises:
@@ -62,7 +62,9 @@ def measure_machine(
     """
     caches = Caches(frozenset(os.sched_getaffinity(0)), topology.root or Path("/"))
     rows: list[Row] = []
-    nodes, copies = _nodes(topology, [each.engine for each in engines], options, caches, pin, say, rows)
+    nodes, copies = _nodes(
+        topology, [each.engine for each in engines], options, caches, pin or pinned(topology), say, rows
+    )
     cached = measure_cache(caches, options)
     if cached is not None:
         rows.append(Row("caches, Adam's mix", "B/s", cached))
@@ -86,7 +88,7 @@ def _nodes(
     engines: Sequence[TransferEngine],
     options: Options,
     caches: Caches,
-    pin: Callable[[MemoryResource], MemoryResource],
+    pin: Pinner,
     say: Callable[[str], None],
     rows: list[Row],
 ) -> tuple[list[NodeSpeeds], Copies | None]:

@@ -130,7 +130,7 @@ def _source(
     return StripedResource(children, stripe_bytes, strict=True)
 
 
-def make_pinner(topology: Topology) -> Pinner:
+def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
     """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
     several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
-    return lambda upstream: PinnedResource(upstream, where=page_nodes if several else None)
+    return lambda upstream: PinnedResource(upstream, required=required, where=page_nodes if several else None)

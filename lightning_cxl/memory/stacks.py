@@ -110,6 +110,11 @@ class HostMemory:
             raise ValueError(f"a tensor cannot have the shape {tuple(shape)}")
         return self.allocate(prod(shape) * dtype.itemsize, placement, role).tensor(shape, dtype)
 
+    @property
+    def pins(self) -> bool:
+        """Whether ``Placement.pinned`` is honoured."""
+        return self._pin
+
     def free_bytes(self) -> dict[str, int]:
         """Return what each tier could still hold; tiers on the same nodes each count what they share."""
         return {name: self._free(name) for name in self._pages}

@@ -12,7 +12,8 @@ from lightning_cxl.planner.compare import fits
 from lightning_cxl.planner.footprint import ModelShape, zero_offload
 from lightning_cxl.planner.job import Job
 from lightning_cxl.planner.machine import Machine
-from lightning_cxl.planner.model_job import Measured, ModelJob, Workload, measure, model_job
+from lightning_cxl.planner.model_job import Measured, ModelJob, measure, model_job
+from lightning_cxl.planner.workload import Workload
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.tiers.topology import TierKind
 

@@ -15,6 +15,8 @@ from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.planner.fingerprint import describe_machine, fingerprint
 from lightning_cxl.tiers.topology import Topology
 
+QUIET_FRACTION = 0.03
+"""When other processes take more than this part of the CPU time, measured numbers are doubtful."""
 _VERSION = 1  # of the files; change it when fields change their names or meaning
 
 
@@ -75,6 +77,19 @@ class Calibration:
     cache_bytes_per_s: float | None = None
     """Adam's mix, over and over the same quarter of them."""
     ssds: tuple[SsdSpeeds, ...] = ()
+    others_fraction: float = 0.0
+    """Part of the machine's CPU time that other processes took meanwhile."""
+
+    @property
+    def origin(self) -> str:
+        """What is said of numbers that come from here. Too few threads, or other processes, show in all of them."""
+        text = f"calibration of {self.date} with {self.num_threads} threads"
+        return text + (f", beside others that took {self.others_fraction:.0%} of the CPU time" if self.doubtful else "")
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether other processes disturbed it."""
+        return self.others_fraction > QUIET_FRACTION
 
     def node(self, node_id: int) -> NodeSpeeds | None:
         """Return the speeds of a node, None when it was not measured."""
@@ -158,7 +173,7 @@ def _check(speeds: Any) -> None:
         if value is None and field.default is None:
             continue
         is_speed = name.endswith(("_per_s", "_ns", "_s")) or name in ("flops", "num_threads")
-        is_count = name in ("node_id", "cache_bytes")
+        is_count = name in ("node_id", "cache_bytes", "others_fraction")
         if is_speed or is_count:
             least = 0 if is_count else math.nextafter(0, 1)
             if not (_is_number(value) and least <= value < math.inf):

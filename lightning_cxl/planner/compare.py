@@ -48,7 +48,7 @@ def dram_only_time(job: Job, machine: Machine) -> StepTime:
     """Return the predicted step as if DRAM were large enough for everything."""
     dram = {tier.name: _UNLIMITED_BYTES for tier in machine.select(TierKind.DRAM)}
     free = replace(job, classes=tuple(replace(each, tier=None) for each in job.classes))
-    return predict_step(free, DramOnly().decide(free, machine.with_capacity(**dram)).splits, machine)
+    return predict_step(free, DramOnly().decide(free, machine.with_capacity(dram)).splits, machine)
 
 
 def fits(job: Job, machine: Machine, policy: str) -> bool:
@@ -71,7 +71,7 @@ def with_working_memory(job: Job, machine: Machine) -> Machine:
         taken = min(left, tier.capacity_bytes)
         capacity[tier.name] = tier.capacity_bytes - taken
         left -= taken
-    return machine.with_capacity(**capacity)
+    return machine.with_capacity(capacity)
 
 
 def _planning(name: str) -> PlanningPolicy:

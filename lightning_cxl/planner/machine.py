@@ -5,7 +5,7 @@ Every speed is what streaming work reaches in the steady state, not a data sheet
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
@@ -36,7 +36,7 @@ class MachineTier:
     latency_ns: float | None = None
     """Of a load that depends on the one before; shown only, all modelled work streams."""
     backed_by: str | None = None
-    """The tier whose memory this one really is, when there is no such hardware; they share its capacity."""
+    """The tier whose memory this one really is, when there is no such hardware; they share its bandwidth."""
 
     def __post_init__(self) -> None:
         """Refuse speeds that no machine has."""
@@ -99,6 +99,8 @@ class Machine:
     tiers: tuple[MachineTier, ...]
     device: Device
     cache: Cache = Cache()
+    host_bytes: int | None = None
+    """Most that all tiers together hold, where they share memory or a limit; None: the sum of their capacities."""
     write_contention: float = math.inf
     """How sharply copies to the host slow down where the link and a tier are about equally fast: with t1 and t2 the
     seconds that each would take alone, a copy takes (t1^p + t2^p)^(1/p). Infinite: the longer of the two."""
@@ -141,12 +143,12 @@ class Machine:
         """Return the tiers of a kind, nearest first."""
         return tuple(tier for tier in self.tiers if tier.kind is kind)
 
-    def with_capacity(self, **capacity_bytes: int) -> "Machine":
-        """Return this machine with other capacities of some tiers, by name."""
+    def with_capacity(self, capacity_bytes: Mapping[str, int], host_bytes: int | None = None) -> "Machine":
+        """Return this machine with other capacities of some tiers, by name, and of all together."""
         for name in capacity_bytes:
             self.tier(name)
         tiers = tuple(replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in self.tiers)
-        return replace(self, tiers=tiers)
+        return replace(self, tiers=tiers, host_bytes=host_bytes)
 
 
 def check_split(split: Split, machine: Machine) -> None:

@@ -17,52 +17,23 @@ what the allocator has cached.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.optim import AdamW
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.grads import MAX_PENDING
-from lightning_cxl.optim.sensitive import sensitive_parameters
-from lightning_cxl.optim.wanted import Wanted, wanted_tensors
 from lightning_cxl.planner.dry_run import DryRun, dry_run
-from lightning_cxl.planner.job import Job, MemoryClass, Move, Overlap
+from lightning_cxl.planner.held import GRADIENTS, Held, TierOf, held_tensors, units_of
+from lightning_cxl.planner.job import Job, MemoryClass, Move
 from lightning_cxl.planner.moves import Traffic, engine_moves
-from lightning_cxl.residence import Pieces, wanted_weights
+from lightning_cxl.planner.workload import Workload
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES
 from lightning_cxl.streaming.params import NUM_SLOTS
-from lightning_cxl.streaming.unit_weights import piece_nbytes, streamable
-from lightning_cxl.streaming.units import NamedUnits, find_units
+from lightning_cxl.streaming.unit_weights import piece_nbytes
 from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.updates import gradients_at_once
-
-TierOf = Callable[[torch.Tensor | str, TensorRole], str | None]
-"""The tier that a decorator or rule asks for, for a role of a parameter or for the activations of a unit, by name."""
-_GRADS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """What is trained on, and where."""
-
-    batch: int
-    """Sequences of one micro-batch on one device."""
-    sequence: int
-    """Tokens of each."""
-    num_micro_batches: int = 1
-    """Added up before a step."""
-    mixed: bool = False
-    """Autocast to bfloat16 over float32 weights."""
-    computes_on_host: bool = False
-    """The CPU is the device."""
-    updates_in_backward: bool = False
-    """Nothing calls a step off or looks at gradients, so that overlapped updates may run behind the backward."""
-    num_devices: int = 1
-    """Data parallel; each keeps activations of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +67,7 @@ def measure(
         load: of one step.
         compute_loss: one micro-batch's forward on the meta device.
     """
-    units = _units(model, config)
+    units = units_of(model, config)
     try:
         run = dry_run(
             model,
@@ -127,8 +98,9 @@ def model_job(
     load: Workload,
     measured: Measured,
     tier_of: TierOf = lambda _owner, _role: None,
+    held: Held | None = None,
 ) -> ModelJob:
-    """Return the job of a model that one AdamW trains.
+    """Return the job of a model that is trained.
 
     Args:
         name: of the job.
@@ -137,29 +109,19 @@ def model_job(
         load: of one step.
         measured: what `measure` returned for them.
         tier_of: decorators and rules.
+        held: what `held_tensors` returned for the run's own optimizers; for one AdamW when None.
     """
     run, notes = measured.run, [measured.note] if measured.note else []
-    units = _units(model, config)
-    streams = config.streams_weights(load.computes_on_host)
-    chosen = list(streamable(model, units if streams else []))
-    pieces = [(unit, module, _grouped(own, tier_of)) for unit, module, own in chosen]
-    weights = wanted_weights(model, pieces, computes_on_host=load.computes_on_host)
-    overlap = _overlap(config, load, bool(pieces))
-    unit_of = {id(parameter): unit for unit, _, own in chosen for parameter in own}
-    accumulates = load.num_micro_batches > 1
-    wanted = _wanted(model, config, load, unit_of, accumulates)
-    kept = gradients_at_once(wanted, unit_of) if overlap == "backward" and not accumulates else wanted
-    staged = _staged(wanted, unit_of, load)
-    traffic = _traffic(model, weights, wanted, staged, load, unit_of)
-    held = [*weights, *kept, *(Wanted(each.parameter, TensorRole.STAGING, each.nbytes) for each in staged.at_once)]
+    held = held_tensors(model, config, load, tier_of) if held is None else held
+    traffic = _traffic(model, held, load)
     bytes_of: dict[tuple[TensorRole, str | None], int] = {}
-    for parameter, role, nbytes in held:
+    for parameter, role, nbytes in held.all():
         key = role, tier_of(parameter, role)
         bytes_of[key] = bytes_of.get(key, 0) + nbytes * (load.num_devices if role is TensorRole.STAGING else 1)
     for unit, nbytes in run.stored_bytes.items():
         key = TensorRole.ACTIVATIONS, tier_of(unit, TensorRole.ACTIVATIONS)
         bytes_of[key] = bytes_of.get(key, 0) + nbytes * load.num_devices
-    parts = _device_parts(model, pieces, wanted, load, run)
+    parts = _device_parts(model, held, load, run)
     if load.num_devices > 1:
         notes.append(f"planned as data parallel on {load.num_devices} devices, of which this version drives one")
     n = load.num_micro_batches
@@ -167,11 +129,11 @@ def model_job(
         name=name,
         classes=_classes(bytes_of, traffic, load),
         num_parameters=sum(p.numel() for p in model.parameters()),
-        num_units=max(1, len(units)),
+        num_units=max(1, len(units_of(model, config))),
         num_tokens=load.batch * load.sequence * n * load.num_devices,
         forward_flops=run.forward_flops * n,
         backward_flops=run.backward_flops * n,
-        overlap=overlap,
+        overlap=held.overlap,
         device_bytes=sum(parts.values()) if run.device_peak_bytes else None,
     )
     return ModelJob(job, parts, tuple(notes))
@@ -189,75 +151,13 @@ def job_of(
     return model_job(name, model, config, load, measure(model, config, load, compute_loss), tier_of).job
 
 
-def _units(model: nn.Module, config: OffloadConfig) -> NamedUnits:
-    return find_units(model, config.units) if config.activation_offload else []
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """Gradients that land in staging memory before they are where they stay."""
-
-    at_once: list[Wanted]
-    nbytes: int
-    """Of all micro-batches."""
-
-
-def _grouped(parameters: Iterable[nn.Parameter], tier_of: TierOf) -> list[list[nn.Parameter]]:
-    groups: dict[str | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(tier_of(parameter, TensorRole.COMPUTE_WEIGHTS), []).append(parameter)
-    return list(groups.values())
-
-
-def _overlap(config: OffloadConfig, load: Workload, streams: bool) -> Overlap:
-    if not (streams and config.overlaps_step(load.computes_on_host)):
-        return "none"
-    return "backward" if load.updates_in_backward else "forward"
-
-
-def _wanted(
-    model: nn.Module, config: OffloadConfig, load: Workload, streamed: Mapping[int, str], accumulates: bool
-) -> list[Wanted]:
-    optimizers = [AdamW([p for p in model.parameters() if p.requires_grad])]
-    forms = Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
-    forms.consider(optimizers)
-    return wanted_tensors(
-        optimizers,
-        forms,
-        config,
-        accumulates=accumulates,
-        on_host=lambda p: load.computes_on_host or id(p) in streamed,
-    )
-
-
-def _staged(wanted: Iterable[Wanted], streamed: Mapping[int, str], load: Workload) -> _Staged:
-    """Return what `GradientSink` lets land elsewhere: all but the first gradient of a step of what streams."""
-    if load.computes_on_host:
-        return _Staged([], 0)
-    total, landing = 0, []
-    for parameter, role, _ in wanted:
-        if role in _GRADS:
-            num_landed = load.num_micro_batches - (id(parameter) in streamed)
-            total += num_landed * parameter.nbytes
-            if num_landed:
-                landing.append(Wanted(parameter, TensorRole.STAGING, parameter.nbytes))
-    return _Staged(heapq.nlargest(MAX_PENDING, landing, key=lambda each: each.nbytes), total)
-
-
-def _traffic(
-    model: nn.Module,
-    weights: list[Wanted],
-    wanted: list[Wanted],
-    staged: _Staged,
-    load: Workload,
-    streamed: Mapping[int, str],
-) -> Traffic:
-    weight_bytes = sum(each.nbytes for each in weights)
+def _traffic(model: nn.Module, held: Held, load: Workload) -> Traffic:
+    weight_bytes = sum(each.nbytes for each in held.weights)
     all_bytes = sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad) / max(1, all_bytes)
-    grads = [each for each in wanted if each.role in _GRADS]
+    grads = [each for each in held.state if each.role in GRADIENTS]
     separate = [each.parameter for each in grads if each.role is TensorRole.MASTER_GRADS]
-    on_host = [p for p in separate if load.computes_on_host or id(p) in streamed]
+    on_host = [p for p in separate if load.computes_on_host or id(p) in held.unit_of]
     return Traffic(
         num_micro_batches=load.num_micro_batches,
         weight_bytes=weight_bytes,
@@ -265,7 +165,7 @@ def _traffic(
         weights_are_read=not on_host,
         grad_bytes=sum(each.nbytes for each in grads),
         arriving_bytes=sum(each.parameter.nbytes for each in grads),
-        staged_bytes=staged.nbytes,
+        staged_bytes=held.staged.nbytes,
         written_back_bytes=sum(p.nbytes for p in separate) - sum(p.nbytes for p in on_host),
     )
 
@@ -287,15 +187,13 @@ def _classes(
     return tuple(classes)
 
 
-def _device_parts(
-    model: nn.Module, pieces: list[Pieces], wanted: list[Wanted], load: Workload, run: DryRun
-) -> dict[str, int]:
+def _device_parts(model: nn.Module, held: Held, load: Workload, run: DryRun) -> dict[str, int]:
     """Return device memory at the peak by what it is for; see the module's docstring."""
-    in_units = {id(p): unit for unit, _, groups in pieces for group in groups for p in group}
-    unit_bytes = [sum(piece_nbytes(module, group) for group in groups) for _, module, groups in pieces]
+    in_units = held.unit_of
+    unit_bytes = [sum(piece_nbytes(module, group) for group in groups) for _, module, groups in held.pieces]
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     rest = sum(p.nbytes for p in model.parameters() if id(p) not in in_units)
-    grads = [each.parameter for each in wanted if each.role in _GRADS]
+    grads = [each.parameter for each in held.state if each.role in GRADIENTS]
     by_unit: dict[str, int] = {}
     for parameter in grads:
         if id(parameter) in in_units:

@@ -1,5 +1,6 @@
 """Planned and measured bytes per tier and role: the dict behind `strategy.report()` and its one-screen text."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,16 +46,27 @@ def split_bytes(nbytes: int, placement: Placement) -> dict[str, int]:
 
 
 def check_fits(
-    requests: Sequence[tuple[TensorRole, int, Placement]], free: Mapping[str, int], on_tier_full: OnTierFull
+    requests: Sequence[tuple[TensorRole, int, Placement]],
+    free: Mapping[str, int],
+    on_tier_full: OnTierFull,
+    *,
+    most: float = math.inf,
 ) -> None:
     """Refuse a list of (role, bytes, placement) that the tiers cannot hold, before anything is allocated.
+
+    Args:
+        requests: in the order in which they will be allocated.
+        free: bytes by tier.
+        on_tier_full: whether a full tier spills.
+        most: bytes of all tiers together, where they share memory or a limit.
 
     Raises:
         TierFullError: names the first role that does not fit, how much it needs in all and what every tier has left.
     """
-    left = dict(free)
+    left, together = dict(free), most
     for role, nbytes, placement in requests:
-        sizes = _where_it_fits(nbytes, placement, left, on_tier_full)
+        together -= nbytes
+        sizes = None if together < 0 else _where_it_fits(nbytes, placement, left, on_tier_full)
         if sizes is None:
             allowed = placement.tiers if on_tier_full == "spill" else tuple(placement.split())
             needed = sum(size for other, size, _ in requests if other is role)
@@ -63,7 +75,8 @@ def check_fits(
             raise TierFullError(
                 f"cannot place {role.name} ({format_bytes(needed)} of {total} to place now) on tier "
                 f"{' and '.join(f'`{name}`' for name in placement.split())}"
-                f"{' or any other' if len(allowed) > len(placement.split()) else ''}: free before that: {have}. Raise "
+                f"{' or any other' if len(allowed) > len(placement.split()) else ''}: free before that: {have}"
+                f"{f', {format_bytes(most)} together' if together < 0 else ''}. Raise "
                 "the tier's budget in `tiers`, free memory, use a smaller model, or see what there is with "
                 "`python -m lightning_cxl env`."
             )

@@ -4,7 +4,7 @@ Each field comes from the first that has it: a file of the user, the calibration
 ``calibrate``), the firmware's ratings. Nothing is guessed: a tier without a speed leaves the machine unknown.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
 _GPU_FLOPS = 272e12
 # PCIe 5.0 x16, either direction: 51.8 GiB/s for copies of 2 GiB (arXiv 2507.03305's authors, numa-gpu-xfer-bench)
 _GPU_LINK_BYTES_PER_S = 51.8 * 2**30
-# bf16 matrix products: 2 threads of an AMD EPYC (Zen 4) as a virtual machine, by our own `calibrate`
-_CPU_FLOPS_PER_THREAD = 1e11
+# bf16 matrix products of size 2048: our own measurement of one thread of an AMD EPYC (Zen 4) in a virtual machine, per
+# second of CPU time, median of 9
+_CPU_FLOPS_PER_THREAD = 0.187e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class TierSpeeds:
 
     @property
     def origin(self) -> str:
-        """Where the speeds come from, e.g. ``"file and calibration of 2026-01-31"``; ``"unknown"``."""
+        """Where the speeds come from, e.g. ``"file and firmware"``, or ``"unknown"``."""
         if not self.known:
             return "unknown"
         return " and ".join(dict.fromkeys(self.origins[name] for name in _NEEDED))
@@ -94,7 +95,7 @@ def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Override
     """Return what is known of a tier, field by field from the best source. An emulated one is as fast as its nodes."""
     sources = {"firmware": _rated(tier)}
     if calibration is not None:
-        sources[f"calibration of {calibration.date}"] = _measured(tier, calibration)
+        sources[calibration.origin] = _measured(tier, calibration)
     if overrides is not None:
         sources["file"] = dict(overrides.tiers.get(tier.name, {}))
     values: dict[str, Any] = {}
@@ -116,9 +117,9 @@ def _rated(tier: Tier) -> dict[str, float]:
     writes = [node.write_bytes_per_s for node in tier.nodes]
     mixes = [adam_mix(r, w) if r and w else None for r, w in zip(reads, writes, strict=True)]
     found = {
-        "adam_bytes_per_s": _together(mixes),
-        "device_read_bytes_per_s": _together(reads),
-        "device_write_bytes_per_s": _together(writes),
+        "adam_bytes_per_s": _together(tier, mixes),
+        "device_read_bytes_per_s": _together(tier, reads),
+        "device_write_bytes_per_s": _together(tier, writes),
         "latency_ns": tier.read_latency_ns,
     }
     return {name: value for name, value in found.items() if value is not None}
@@ -130,18 +131,28 @@ def _measured(tier: Tier, calibration: Calibration) -> dict[str, float]:
     if len(nodes) < len(tier.nodes):
         return {}
     found = {
-        "adam_bytes_per_s": _together([node.adam_bytes_per_s for node in nodes]),
-        "device_read_bytes_per_s": _together([node.h2d_bytes_per_s or node.read_bytes_per_s for node in nodes]),
-        "device_write_bytes_per_s": _together([node.d2h_bytes_per_s or node.write_bytes_per_s for node in nodes]),
+        "adam_bytes_per_s": _together(tier, [node.adam_bytes_per_s for node in nodes]),
+        "device_read_bytes_per_s": _together(tier, [node.h2d_bytes_per_s or node.read_bytes_per_s for node in nodes]),
+        "device_write_bytes_per_s": _together(tier, [node.d2h_bytes_per_s or node.write_bytes_per_s for node in nodes]),
         "latency_ns": max(node.latency_ns for node in nodes),
     }
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _together(speeds: list[float | None] | list[float]) -> float | None:
-    """Return the speed of nodes with equal shares: the slowest ends last. None when one is not known."""
-    known = [speed for speed in speeds if speed is not None]
-    return len(known) * min(known) if known and len(known) == len(speeds) else None
+def _together(tier: Tier, speeds: Sequence[float | None]) -> float | None:
+    """Return the speed of all nodes, each at its part of a stripe: who ends last decides. None when one is not known.
+
+    A tier's stripes have parts in proportion to rated read bandwidths where all nodes have one, else equal parts
+    (`lightning_cxl.memory.tier_pages.make_leaf`).
+    """
+    ratings = [node.read_bytes_per_s for node in tier.nodes]
+    parts = [rating or 1.0 for rating in ratings] if all(ratings) else [1.0] * len(ratings)
+    slowest = 0.0
+    for part, speed in zip(parts, speeds, strict=True):
+        if speed is None:
+            return None
+        slowest = max(slowest, part / sum(parts) / speed)
+    return 1 / slowest
 
 
 def _tier(topology: Topology, tier: Tier, speeds: TierSpeeds, capacity_bytes: Mapping[str, int]) -> MachineTier:
@@ -171,19 +182,20 @@ def _device(
             "d2h_bytes_per_s": nearest.device_write_bytes_per_s,
             "is_host": True,
         }
-        origin = "default, as a Zen 4 core"
+        origin = "default, as cores of an AMD EPYC (Zen 4)"
     else:
         values = {"name": "gpu", "flops": _GPU_FLOPS}
         values.update(dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), _GPU_LINK_BYTES_PER_S))
         origin = "default, as an H100 with PCIe 5.0 x16"
-        if device.type == "cuda" and (found := cuda_devices()):
-            info = found[device.index or 0]
+        found = cuda_devices() if device.type == "cuda" else ()
+        if (index := device.index or 0) < len(found):
+            info = found[index]
             values.update(name=info.name, memory_bytes=info.memory_bytes, count=len(found))
     speeds = None if calibration is None else calibration.device(device.type, device.index or 0)
     if calibration is not None and speeds is not None:
         measured = ("flops", "h2d_bytes_per_s", "d2h_bytes_per_s", "copy_latency_s")
         values.update({name: getattr(speeds, name) for name in measured if getattr(speeds, name) is not None})
-        origin = f"calibration of {calibration.date}, bf16 matrix products"
+        origin = f"{calibration.origin}, flops of bf16 matrix products"
     if overrides.device:
         values.update(overrides.device)
         origin += f", but {', '.join(sorted(overrides.device))}: file"

@@ -22,7 +22,8 @@ class PlanningPolicy(Protocol):
     """Places a job's memory classes once, before anything is allocated. Must not keep state.
 
     A class of your own is named by its import path, e.g. ``policy="my_package.placement.MyPolicy"``; it is constructed
-    without arguments.
+    without arguments. One that does not look at speeds says so with a class attribute ``needs_speeds = False``, and may
+    then be used on machines whose speeds are not known.
     """
 
     def decide(self, job: Job, machine: Machine) -> Decision:

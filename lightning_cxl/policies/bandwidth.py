@@ -1,5 +1,6 @@
 """Our policy: the splits under which the predicted step is shortest, within the capacity of every tier."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,7 +110,7 @@ class _Problem:
         self.total = sum(each.nbytes for each in classes)
         self.near = _group(room, TierKind.DRAM)
         self.far = _group(room, TierKind.CXL)
-        if self.total > self.near.room + self.far.room:
+        if self.total > min(self.near.room + self.far.room, room.together):
             largest = max(classes, key=lambda each: each.nbytes)
             raise room.full(largest.role, self.total, "` and `".join(t.name for t in self.near.tiers + self.far.tiers))
         self.bounds = Bounds(tuple(each.nbytes for each in classes), self.near.room, max(0, self.total - self.far.room))
@@ -117,14 +118,15 @@ class _Problem:
         self._near_s = [self.near.seconds(each, machine) for each in classes] if self.near.tiers else []
         self._far_s = [self.far.seconds(each, machine) for each in classes] if self.far.tiers else []
         self._greedy = _greedy(job, machine, classes)
+        self._greedy_s = math.inf if self._greedy is None else self.seconds(self._greedy)
 
     def simplest_good(self) -> Fractions:
         """Return the fractions of the simplest plan that is worth it."""
         found = [x for far, tied in _PLANS if (x := self._best(far, tied)) is not None]
-        seconds = [self.seconds(x) for x in found]
-        limit = min(seconds) * (1 + _WORTH)
         if self._greedy is not None:
-            limit = min(limit, max(min(seconds), self.seconds(self._greedy)))
+            found.append(self._greedy)
+        seconds = [self.seconds(x) for x in found]
+        limit = min(min(seconds) * (1 + _WORTH), self._greedy_s)
         return next(x for x, took in zip(found, seconds, strict=True) if took <= limit)
 
     def _best(self, far: frozenset[TensorRole], tied: frozenset[TensorRole]) -> Fractions | None:
@@ -174,7 +176,7 @@ class _Problem:
         worth = [seconds / max(1, each.nbytes) for seconds, each in zip(saved, self.classes, strict=True)]
         by_worth, left = [0.0] * len(worth), float(self.near.room)
         for i in sorted(range(len(worth)), key=lambda i: -worth[i]):
-            by_worth[i] = min(1.0, left / max(1, self.classes[i].nbytes))
+            by_worth[i] = min(1.0, max(0.0, left) / max(1, self.classes[i].nbytes))
             left -= by_worth[i] * self.classes[i].nbytes
         found = [tuple(by_worth), (min(1.0, self.near.room / max(1, self.total)),) * len(worth)]
         return found if self._greedy is None else [*found, self._greedy]
@@ -185,7 +187,8 @@ class _Problem:
             whole = round(part)
             y = (*x[:i], float(whole), *x[i + 1 :])
             fits = self.bounds.least_local <= self.bounds.local(y) <= self.bounds.most_local
-            if 0 < abs(part - whole) < _SLIVER and fits and self.cost(y) <= self.cost(x) * (1 + 1e-4):
+            limit = min(self.seconds(x) * (1 + _WORTH / 10), self._greedy_s)
+            if 0 < abs(part - whole) < _SLIVER and fits and self.seconds(y) <= limit:
                 x = y
         return x
 
@@ -201,7 +204,7 @@ class _Problem:
 
 
 def _group(room: Room, kind: TierKind) -> _Group:
-    tiers = tuple(tier for tier in room.tiers if tier.kind is kind and tier.backed_by is None)
+    tiers = tuple(tier for tier in room.tiers if tier.kind is kind)
     return _Group(tiers, tuple(room.left(tier.name) for tier in tiers))
 
 

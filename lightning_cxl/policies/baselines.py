@@ -12,6 +12,8 @@ from lightning_cxl.tiers.topology import TierKind
 class DramOnly:
     """Everything in DRAM; what does not fit there does not run."""
 
+    needs_speeds = False
+
     def decide(self, job: Job, machine: Machine) -> Decision:
         """Return all of DRAM for every role.
 
@@ -30,6 +32,8 @@ class DramOnly:
 class Interleave:
     """Everything page by page over the nodes, as ``numactl --interleave=all``; a full one leaves its part to others."""
 
+    needs_speeds = False
+
     def decide(self, job: Job, machine: Machine) -> Decision:
         """Return equal shares for every role, as long as every node has room.
 
@@ -37,7 +41,7 @@ class Interleave:
             TierFullError: it does not fit.
         """
         room = Room(job, machine)
-        nodes = [tier for tier in room.tiers if tier.backed_by is None]
+        nodes = list(room.tiers)
         splits = {}
         for each in in_order(job):
             splits[each.role] = spread(each.role, each.nbytes, nodes, room)

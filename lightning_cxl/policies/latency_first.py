@@ -19,6 +19,8 @@ class LatencyFirst:
     ones are interleaved over the cards.
     """
 
+    needs_speeds = False
+
     def decide(self, job: Job, machine: Machine) -> Decision:
         """Return the greedy outcome.
 
@@ -27,7 +29,7 @@ class LatencyFirst:
         """
         room = Room(job, machine)
         dram = [tier for tier in room.tiers if tier.kind is TierKind.DRAM]
-        cards = [tier for tier in room.tiers if tier.kind is TierKind.CXL and tier.backed_by is None]
+        cards = [tier for tier in room.tiers if tier.kind is TierKind.CXL]
         num_nodes = sum(tier.num_nodes for tier in cards)
         splits: dict[TensorRole, Split] = {}
         reasons: dict[TensorRole, str] = {}

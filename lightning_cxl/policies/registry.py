@@ -54,3 +54,13 @@ def get_policy(name: str) -> PlanningPolicy | PlacementPolicy:
 def plans(policy: object) -> bool:
     """Whether a policy decides about a whole job at once."""
     return callable(getattr(policy, "decide", None))
+
+
+def check_policy(name: str) -> None:
+    """Refuse a name that is no policy.
+
+    Raises:
+        ConfigError: as `get_policy`.
+    """
+    if name != "auto":
+        get_policy(name)

@@ -9,7 +9,7 @@ from lightning_cxl.units import format_bytes
 
 
 class Room:
-    """Counts down the capacities of a machine's memory tiers. A tier backed by another one shares its count.
+    """Counts down the capacities of a machine's memory tiers, and what they may hold together.
 
     Args:
         job: what decorators and rules fix is taken first.
@@ -22,14 +22,17 @@ class Room:
     def __init__(self, job: Job, machine: Machine) -> None:
         self._machine = machine
         self.tiers: tuple[MachineTier, ...] = tuple(t for t in machine.tiers if t.kind is not TierKind.SSD)
-        self._left = {t.name: t.capacity_bytes for t in self.tiers if t.backed_by is None}
+        self._left = {tier.name: tier.capacity_bytes for tier in self.tiers}
+        capacity = sum(self._left.values())
+        self.together = capacity if machine.host_bytes is None else min(capacity, machine.host_bytes)
+        """Bytes that all tiers together still have."""
         for each in job.classes:
             if each.tier is not None:
                 self.take(each.role, each.nbytes, {each.tier: 1.0})
 
     def left(self, tier: str) -> int:
         """Return the bytes that a tier still has."""
-        return self._left[self._machine.tier(tier).backed_by or tier]
+        return min(self._left[tier], self.together)
 
     def take(self, role: TensorRole, nbytes: int, split: Split) -> None:
         """Use up `nbytes` of a role, by tier.
@@ -37,18 +40,18 @@ class Room:
         Raises:
             TierFullError: a tier has less left than its part, by more than rounding; nothing is taken then.
         """
-        wanted: dict[str, float] = {}
+        over = [tier for tier, share in split.items() if share * nbytes > self._left[tier] + 1]
+        if over or nbytes > self.together + len(split):
+            raise self.full(role, nbytes, over[0] if over else "` and `".join(split))
         for tier, share in split.items():
-            name = self._machine.tier(tier).backed_by or tier
-            wanted[name] = wanted.get(name, 0.0) + share * nbytes
-            if wanted[name] > self._left[name] + 1:
-                raise self.full(role, nbytes, tier)
-        for name, size in wanted.items():
-            self._left[name] = max(0, self._left[name] - round(size))
+            self._left[tier] = max(0, self._left[tier] - round(share * nbytes))
+        self.together = max(0, self.together - nbytes)
 
     def full(self, role: TensorRole, nbytes: int, tier: str) -> TierFullError:
         """Return the error that says what does not fit where."""
         have = ", ".join(f"`{name}` {format_bytes(left)}" for name, left in self._left.items())
+        if self.together < sum(self._left.values()):
+            have += f", {format_bytes(self.together)} together,"
         return TierFullError(
             f"cannot place {role.name} ({format_bytes(nbytes)}) on tier `{tier}`: left for it are {have} of machine "
             f"`{self._machine.name}`. Add memory or a tier, raise the budget in `tiers`, or use a smaller model, batch "

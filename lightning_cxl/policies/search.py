@@ -37,7 +37,7 @@ class Bounds:
         elif now < self.least_local:
             up = (self.least_local - now) / (total - now)
             x = [part + (1 - part) * up for part in x]
-        return tuple(x)
+        return tuple(min(1.0, max(0.0, part)) for part in x)
 
 
 def minimise(cost: Callable[[Fractions], float], bounds: Bounds, starts: Sequence[Fractions]) -> Fractions:

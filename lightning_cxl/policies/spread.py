@@ -18,7 +18,7 @@ def spread(role: TensorRole, nbytes: int, tiers: Sequence[MachineTier], room: Ro
     to_place = float(nbytes)
     while to_place > 0.5:
         able = [tier for tier in tiers if left[tier.name] > 0]
-        if not able:
+        if not able or nbytes > room.together + 1:
             raise room.full(role, nbytes, "` and `".join(bytes_on) or "cxl")
         num_nodes = sum(tier.num_nodes for tier in able)
         # as much as can go to all of them at equal shares before the first is full

@@ -26,7 +26,8 @@ class Placer:
         owner: Callable[[object], TierSpec | None] | None = None,
     ) -> None:
         self.topology = topology
-        self._policy = policy
+        self.policy = policy
+        """May be replaced when a run has been planned."""
         self._free = free
         self._owner = owner
 
@@ -63,7 +64,7 @@ class Placer:
         if tier is not None:
             self.topology.tier(tier)
         request = PlacementRequest(role, nbytes, module, tier, source if tier is not None else "")
-        placement = self._policy.place(request, self._free())
+        placement = self.policy.place(request, self._free())
         for name in placement.tiers:
             self.topology.tier(name)
         return placement

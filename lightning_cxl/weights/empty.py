@@ -57,12 +57,17 @@ class _ToMeta:
         return result
 
 
-def refuse_meta(model: nn.Module) -> None:
-    """Raise where a model has parameters or buffers without memory: nothing can be placed or computed with them.
+def refuse_unready(model: nn.Module) -> None:
+    """Raise where a model has no parameters, or parameters or buffers without memory: there is nothing to train with.
 
     Raises:
-        ConfigError: it names them.
+        ConfigError: it says what is missing.
     """
+    if next(model.parameters(), None) is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no parameters, so there is nothing to place or train. Create its layers in "
+            "`__init__` or `configure_model`."
+        )
     named = [*model.named_parameters(), *model.named_buffers()]
     names = [name for name, tensor in named if tensor.is_meta]
     if names:

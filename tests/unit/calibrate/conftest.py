@@ -1,6 +1,25 @@
-"""No test here leaves anything in the real folder of caches."""
+"""Short measurements that leave nothing behind."""
 
 import pytest
+
+from lightning_cxl.bench import timing
+from lightning_cxl.calibrate import measure
+from lightning_cxl.calibrate.nodes import Caches
+
+
+class SmallCaches(Caches):
+    """Of 1 MiB: those of a server would make buffers of gigabytes."""
+
+    def __init__(self, cpus, root):
+        super().__init__(frozenset(), root)
+        self.all_bytes = self.largest_bytes = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    monkeypatch.setattr(timing, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "Caches", SmallCaches)
 
 
 @pytest.fixture(autouse=True)

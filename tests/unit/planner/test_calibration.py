@@ -132,7 +132,10 @@ DAMAGE = {
     "moved": (lambda content: changed(content, "machine", "cpu", value="other"), "it is of another machine"),
     "zero": (lambda content: changed(content, "speeds", "nodes", 0, "adam_bytes_per_s", value=0), "adam_bytes_per_s"),
     "text": (lambda content: changed(content, "speeds", "devices", 0, "flops", value="1e9"), "flops is '1e9'"),
-    "infinite": (lambda content: changed(content, "speeds", "nodes", 1, "latency_ns", value=1e400), "latency_ns is inf"),
+    "infinite": (
+        lambda content: changed(content, "speeds", "nodes", 1, "latency_ns", value=1e400),
+        "latency_ns is inf",
+    ),
     "lacking": (lambda content: changed(content, "speeds", "nodes", 0, "node_id", value=None), "node_id"),
     "unknown": (lambda content: changed(content, "speeds", "more", value=1), "more"),
 }
@@ -164,6 +167,13 @@ def test_a_write_that_fails_leaves_the_old_file(machine, monkeypatch):
         save_calibration(replace(CALIBRATION, num_threads=5), topology, [])
     assert list(path.parent.iterdir()) == [path]
     assert load_calibration(topology, []) == CALIBRATION
+
+
+def test_a_disturbed_calibration_says_so_wherever_it_is_named():
+    assert CALIBRATION.origin == "calibration of 2026-01-31 with 2 threads"
+    assert replace(CALIBRATION, others_fraction=0.4).origin == (
+        "calibration of 2026-01-31 with 2 threads, beside others that took 40% of the CPU time"
+    )
 
 
 def test_nodes_and_devices_are_found_by_number():

@@ -1,5 +1,7 @@
 """Which source of speeds wins: file, calibration, firmware, and nothing is guessed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,10 +37,11 @@ def test_firmware(machine):
     cards = found.tier("cxl")
     assert (cards.kind, cards.num_nodes, cards.backed_by) == (TierKind.CXL, 2, None)
     assert cards.capacity_bytes == topology.tier("cxl").capacity_bytes
-    # equal shares: twice the slower card
-    assert cards.device_read_bytes_per_s == 2 * 20000e6
-    assert cards.device_write_bytes_per_s == 2 * 10000e6
-    assert cards.adam_bytes_per_s == pytest.approx(2 * min(adam_mix(20e9, 28672e6), adam_mix(28672e6, 10e9)))
+    # stripes have parts in proportion to read ratings: reads end together, the second card is the last with writes
+    assert cards.device_read_bytes_per_s == pytest.approx(20000e6 + 28672e6)
+    part = 28672 / (20000 + 28672)
+    assert cards.device_write_bytes_per_s == pytest.approx(10000e6 / part)
+    assert cards.adam_bytes_per_s == pytest.approx(adam_mix(28672e6, 10e9) / part)
     assert cards.latency_ns == 250
     assert "dram: firmware; cxl: firmware" in found.source
     assert "\n" not in found.source
@@ -54,7 +57,7 @@ def test_calibration_wins_over_firmware(machine):
     assert (dram.device_read_bytes_per_s, dram.device_write_bytes_per_s) == (30e9, 20e9)
     assert (card.device_read_bytes_per_s, card.device_write_bytes_per_s) == (7e9, 5e9)
     assert (found.cache.nbytes, found.cache.bytes_per_s) == (32 << 20, 1e11)
-    assert "cxl: calibration of 2026-01-31" in found.source
+    assert "cxl: calibration of 2026-01-31 with 2 threads" in found.source
 
 
 def test_a_tier_with_a_node_that_was_not_measured_keeps_its_ratings(machine):
@@ -62,8 +65,16 @@ def test_a_tier_with_a_node_that_was_not_measured_keeps_its_ratings(machine):
     save_calibration(CALIBRATION, topology, [])  # nodes 0 and 1
     found = machine_of(topology)
     assert found.tier("dram").adam_bytes_per_s == 25e9
-    assert found.tier("cxl").device_read_bytes_per_s == 2 * 28672e6
-    assert "dram: calibration of 2026-01-31; cxl: firmware" in found.source
+    assert found.tier("cxl").device_read_bytes_per_s == pytest.approx(2 * 28672e6)
+    assert "dram: calibration of 2026-01-31 with 2 threads; cxl: firmware" in found.source
+
+
+def test_nodes_without_ratings_have_equal_parts(machine):
+    topology = Topology.detect(machine("3node", unrated(1) | unrated(2)))
+    second = replace(CALIBRATION.node(1), node_id=2, adam_bytes_per_s=6e9)
+    save_calibration(replace(CALIBRATION, nodes=(*CALIBRATION.nodes, second)), topology, [])
+    assert machine_of(topology).tier("cxl").adam_bytes_per_s == pytest.approx(2 * 6e9)
+    assert machine_of(topology).tier("cxl").device_read_bytes_per_s == pytest.approx(2 * 7e9)
 
 
 def test_a_file_wins_field_by_field(machine, tmp_path):
@@ -89,7 +100,7 @@ def test_a_file_wins_field_by_field(machine, tmp_path):
     assert found.device.flops == 3e12
     assert (found.cache.nbytes, found.cache.bytes_per_s) == (1 << 20, 1e11)
     assert (found.name, found.write_contention) == ("mine", 4)
-    assert "cxl: file and calibration of 2026-01-31" in found.source
+    assert "cxl: file and calibration of 2026-01-31 with 2 threads" in found.source
     assert "but flops: file" in found.source
     assert found.source.endswith("(my own hands)")
 
@@ -156,7 +167,7 @@ def test_devices_with_a_measurement(machine):
     save_calibration(CALIBRATION, topology, [])
     host = machine_of(topology, "cpu")
     assert host.device.flops == 1e11
-    assert "cpu: calibration of 2026-01-31" in host.source
+    assert "cpu: calibration of 2026-01-31 with 2 threads" in host.source
     gpu = machine_of(topology, "cuda").device
     assert (gpu.flops, gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s, gpu.copy_latency_s) == (4e14, 5e10, 4e10, 1e-5)
 
@@ -185,7 +196,7 @@ def test_files_with_mistakes_are_refused(machine, tmp_path, text, error, message
 
 def test_a_missing_file_and_an_unknown_tier_are_refused(machine, tmp_path):
     topology = Topology.detect(machine("2node"))
-    with pytest.raises(ConfigError, match="cannot read speeds from .*none.yaml"):
+    with pytest.raises(ConfigError, match=r"cannot read speeds from .*none\.yaml"):
         machine_of(topology, file=tmp_path / "none.yaml")
     with pytest.raises(TierNotFoundError, match="no tier 'nvm'"):
         machine_of(topology, capacity_bytes={"nvm": 1})
@@ -207,6 +218,6 @@ def test_the_report_shows_speeds_and_their_source(machine, tmp_path):
     save_calibration(CALIBRATION, Topology.detect(root), [])
     report = environment_report(root)
     assert report["speeds"]["cxl"]["adam_bytes_per_s"] == 9e9
-    line = "cxl: Adam 9.0, devices read 7.0 and write 5.0 GB/s, 250 ns (calibration of 2026-01-31)"
+    line = "cxl: Adam 9.0, devices read 7.0 and write 5.0 GB/s, 250 ns (calibration of 2026-01-31 with 2 threads)"
     assert line in format_environment(report)
     assert not any("calibrate" in text for text in advice(report))

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.weights.empty import empty_weights, refuse_meta
+from lightning_cxl.weights.empty import empty_weights, refuse_unready
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.memory.host import Host
 
@@ -82,14 +82,14 @@ def test_nothing_is_placed_that_is_thrown_away():
 
 
 def test_tensors_on_meta_are_refused_by_name():
-    refuse_meta(TinyTransformer())
-    refuse_meta(nn.LazyLinear(3))
+    refuse_unready(TinyTransformer())
+    refuse_unready(nn.LazyLinear(3))
     with empty_weights():
         model = TinyTransformer()
     with pytest.raises(ConfigError, match=r"of TinyTransformer are on the meta device.*`embed\.weight`.*load_weights"):
-        refuse_meta(model)
+        refuse_unready(model)
     with torch.device("meta"):
         norm = nn.BatchNorm1d(3)
     norm.weight, norm.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     with pytest.raises(ConfigError, match=r"3 of 5 tensors.*`running_mean`"):
-        refuse_meta(norm)
+        refuse_unready(norm)

@@ -1,0 +1,128 @@
+"""`held_tensors`: what a run keeps in host memory, tensor by tensor, as the engine itself reserves it."""
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.optim.forms import Forms
+from lightning_cxl.optim.grads import MAX_PENDING
+from lightning_cxl.optim.sensitive import sensitive_parameters
+from lightning_cxl.optim.wanted import Wanted, wanted_tensors
+from lightning_cxl.planner.job import Overlap
+from lightning_cxl.planner.workload import Workload
+from lightning_cxl.residence import Pieces, wanted_weights
+from lightning_cxl.streaming.unit_weights import streamable
+from lightning_cxl.streaming.units import NamedUnits, find_units
+from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.updates import gradients_at_once
+
+TierOf = Callable[[torch.Tensor | str, TensorRole], str | None]
+"""The tier that a decorator or rule asks for, for a role of a parameter or for the activations of a unit, by name."""
+GRADIENTS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Gradients that land in staging memory before they are where they stay."""
+
+    at_once: list[Wanted]
+    nbytes: int
+    """Of all micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Host memory of a run, without activations."""
+
+    weights: list[Wanted]
+    state: list[Wanted]
+    """Masters, gradients and moments of every parameter."""
+    at_once: list[Wanted]
+    """Of those, what exists at a time."""
+    staged: Staged
+    pieces: list[Pieces]
+    """Units that stream."""
+    unit_of: Mapping[int, str]
+    """Unit of each streamed parameter, by the parameter's id."""
+    overlap: Overlap
+
+    def all(self) -> list[Wanted]:
+        """Return everything that exists at a time."""
+        return [*self.weights, *self.at_once, *self.staged.at_once]
+
+
+def held_tensors(
+    model: nn.Module,
+    config: OffloadConfig,
+    load: Workload,
+    tier_of: TierOf,
+    optimizers: Sequence[Optimizer] | None = None,
+) -> Held:
+    """Return what a run of a model keeps.
+
+    Args:
+        model: on any device, the meta device too.
+        config: the user's choices.
+        load: of one step.
+        tier_of: decorators and rules.
+        optimizers: as the user made them; one AdamW over all trained parameters when None.
+    """
+    if optimizers is None:
+        optimizers = [AdamW([p for p in model.parameters() if p.requires_grad])]
+    streams = config.streams_weights(load.computes_on_host)
+    chosen = list(streamable(model, units_of(model, config) if streams else []))
+    pieces = [(unit, module, _grouped(own, tier_of)) for unit, module, own in chosen]
+    unit_of = {id(parameter): unit for unit, _, own in chosen for parameter in own}
+    forms = Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
+    forms.consider(optimizers)
+    accumulates = load.num_micro_batches > 1
+    state = wanted_tensors(
+        optimizers,
+        forms,
+        config,
+        accumulates=accumulates,
+        on_host=lambda p: load.computes_on_host or id(p) in unit_of,
+    )
+    overlap: Overlap = "none"
+    if pieces and config.overlaps_step(load.computes_on_host):
+        overlap = "backward" if load.updates_in_backward else "forward"
+    return Held(
+        wanted_weights(model, pieces, computes_on_host=load.computes_on_host),
+        state,
+        gradients_at_once(state, unit_of) if overlap == "backward" and not accumulates else state,
+        _staged(state, unit_of, load),
+        pieces,
+        unit_of,
+        overlap,
+    )
+
+
+def units_of(model: nn.Module, config: OffloadConfig) -> NamedUnits:
+    """Return the units that are offloaded."""
+    return find_units(model, config.units) if config.activation_offload else []
+
+
+def _grouped(parameters: Iterable[nn.Parameter], tier_of: TierOf) -> list[list[nn.Parameter]]:
+    groups: dict[str | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(tier_of(parameter, TensorRole.COMPUTE_WEIGHTS), []).append(parameter)
+    return list(groups.values())
+
+
+def _staged(wanted: Iterable[Wanted], streamed: Mapping[int, str], load: Workload) -> Staged:
+    """Return what `GradientSink` lets land elsewhere: all but the first gradient of a step of what streams."""
+    if load.computes_on_host:
+        return Staged([], 0)
+    total, landing = 0, []
+    for parameter, role, _ in wanted:
+        if role in GRADIENTS:
+            num_landed = load.num_micro_batches - (id(parameter) in streamed)
+            total += num_landed * parameter.nbytes
+            if num_landed:
+                landing.append(Wanted(parameter, TensorRole.STAGING, parameter.nbytes))
+    return Staged(heapq.nlargest(MAX_PENDING, landing, key=lambda each: each.nbytes), total)
