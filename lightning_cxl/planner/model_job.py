@@ -151,7 +151,12 @@ def model_job(
     kept = gradients_at_once(wanted, unit_of) if overlap == "backward" and not accumulates else wanted
     staged = _staged(wanted, unit_of, load)
     traffic = _traffic(model, weights, wanted, staged, load, unit_of)
-    held = [*weights, *kept, *(Wanted(each.parameter, TensorRole.STAGING, each.nbytes) for each in staged.at_once)]
+    held = [
+        *weights,
+        *kept,
+        *_widened(wanted),
+        *(Wanted(each.parameter, TensorRole.STAGING, each.nbytes) for each in staged.at_once),
+    ]
     bytes_of: dict[tuple[TensorRole, str | None], int] = {}
     for parameter, role, nbytes in held:
         key = role, tier_of(parameter, role)
@@ -191,6 +196,13 @@ def job_of(
 
 def _units(model: nn.Module, config: OffloadConfig) -> NamedUnits:
     return find_units(model, config.units) if config.activation_offload else []
+
+
+def _widened(wanted: Iterable[Wanted]) -> list[Wanted]:
+    """Return the largest first gradient of a step that is still there while its sum becomes wider (`GradientSink`)."""
+    wider = [each for each in wanted if each.role in _GRADS and each.nbytes > each.parameter.nbytes]
+    largest = max(wider, key=lambda each: each.parameter.nbytes, default=None)
+    return [] if largest is None else [largest._replace(nbytes=largest.parameter.nbytes)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,9 +79,10 @@ def test_every_role_is_within_3_percent_of_a_real_run(precision, options, length
 def test_sums_of_several_micro_batches(options):
     roles = roles_of(planned("bf16-true", 128, options, accumulate=3).job)
     real = measured_roles("bf16-true", 128, options, accumulate=3)
-    # while a sum becomes float32 its first gradient is there, too, one parameter at a time
-    assert roles == pytest.approx(real, rel=0.1)
-    assert roles["compute_weights"] * (1 if options else 2) == roles["compute_grads"]
+    assert roles == pytest.approx(real, rel=0.03)
+    # while a sum becomes float32, the gradient that it starts with is there, too
+    widened = 0 if options else VOCAB * 128 * 2
+    assert roles["compute_grads"] == roles["compute_weights"] * (1 if options else 2) + widened
 
 
 def test_updates_behind_the_backward_plan_gradients_of_four_units():
