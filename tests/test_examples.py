@@ -96,7 +96,7 @@ def test_the_overlap_benchmark_writes_rows_a_picture_and_a_trace(tmp_path):
             assert (f"{kind}, 4 units, compute:transfer 1, update {mode} backward", unit) in names
     for mode in ("after", "during"):
         for contender in ("DRAM only", "naive interleave, 1 card", "latency-first, 2 cards", "ours, 2 cards"):
-            name = f"7B, 8 x 4096, 20 B/parameter, updates {mode} backward: {contender}"
+            name = f"qwen2.5-7b, 8 x 4096, 20 B/parameter, updates {mode} backward: {contender}"
             assert (name, "x DRAM only") in names
     assert "closed form" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")

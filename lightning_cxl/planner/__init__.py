@@ -1,1 +1,1 @@
-"""Reports before and after a run: machine, placement, measured bytes."""
+"""Before and after a run: machines, jobs, predicted seconds, placement, measured bytes."""

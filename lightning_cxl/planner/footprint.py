@@ -1,27 +1,14 @@
 """Memory classes by formula: what training a published shape keeps in host memory, and what a step moves of it.
 
-With N parameters, batch B, sequence S, hidden size H and L layers, whose inputs are kept in bfloat16 and recomputed
-from. Stored bytes, and bytes that the update reads and writes on the host (float32 Adam):
+Weights and optimizer state take so many bytes per parameter, by role: `ZERO_OFFLOAD_LAYOUT` is that of arXiv 2507.03305
+(its authors' CXL-Aware-LLM-Finetuning, numa_allocation_patch.py): 20 bytes. An update converts gradients to float32 (2
+read, 4 written), Adam reads 16 and writes 12, and the weights are converted back (2 written). `split_masters_layout` is
+this package's, 14 bytes: a float32 master weight is a compute weight and its lower half, and Adam reads bfloat16
+gradients as they are. Activations are the inputs of layers in bfloat16: 2 B S H L bytes, with batch B, sequence S,
+hidden size H and L layers.
 
-=================== ====================== ======= ====================== =======
-role                `zero_offload`: stored update  `split_masters`: stored update
-=================== ====================== ======= ====================== =======
-momentum            4N                     4N + 4N 4N                     4N + 4N
-variance            4N                     4N + 4N 4N                     4N + 4N
-master gradients    4N                     4N + 4N
-master weights      4N                     4N + 4N 2N, lower halves       2N + 2N
-compute weights     2N                     2N      2N, upper halves       2N + 2N
-compute gradients   2N                     2N      2N                     2N
-activations         2BSHL                          2BSHL
-=================== ====================== ======= ====================== =======
-
-`zero_offload` is the layout of arXiv 2507.03305 (its authors' CXL-Aware-LLM-Finetuning, numa_allocation_patch.py):
-gradients are converted to float32 (2N read, 4N written), Adam reads 16N and writes 12N, the weights are converted back
-(2N written). `split_masters` is this package's: a float32 master weight is a compute weight and its lower half, and
-Adam reads bfloat16 gradients as they are.
-
-In both every unit's weights are copied to the device in forward and again in backward, its input is copied to the host
-in forward and back in backward, and its gradients are copied to the host. Forward takes 2N flops per token and 2 S^2 H
+In both layouts every unit's weights are copied to the device in forward and again in backward, its input to the host in
+forward and back in backward, and its gradients to the host. Forward takes 2 flops per parameter and token, and 2 S^2 H
 per layer and sequence for causal attention (half of two products of S x H x S); backward, with the recompute, three
 times that.
 """
@@ -86,12 +73,42 @@ def shape_named(name: str) -> ModelShape:
     return SHAPES[name.lower()]
 
 
-class _PerParameter(NamedTuple):
-    """Bytes per parameter of one role."""
+class PerParameter(NamedTuple):
+    """Bytes per parameter of one role: what is stored, and what an update reads and writes."""
 
     stored: float
-    updated: float
-    """Read and written by the update."""
+    read: float = 0
+    written: float = 0
+
+
+Layout = Mapping[TensorRole, PerParameter]
+"""What depends on the number of parameters; activations do not."""
+ZERO_OFFLOAD_LAYOUT: Layout = {
+    TensorRole.MOMENTUM: PerParameter(4, 4, 4),
+    TensorRole.VARIANCE: PerParameter(4, 4, 4),
+    TensorRole.MASTER_GRADS: PerParameter(4, 4, 4),
+    TensorRole.MASTER_WEIGHTS: PerParameter(4, 4, 4),
+    TensorRole.COMPUTE_WEIGHTS: PerParameter(2, 0, 2),
+    TensorRole.COMPUTE_GRADS: PerParameter(2, 2, 0),
+}
+
+
+def split_masters_layout(state: State = "fp32") -> Layout:
+    """Return this package's layout, with gradients of all units at a time.
+
+    Raises:
+        ConfigError: an unknown state.
+    """
+    if state not in _STATE_BYTES:
+        raise ConfigError(f"state must be one of {', '.join(_STATE_BYTES)}, got {state!r}")
+    moment = PerParameter(*[_STATE_BYTES[state]] * 3)
+    return {
+        TensorRole.MOMENTUM: moment,
+        TensorRole.VARIANCE: moment,
+        TensorRole.MASTER_WEIGHTS: PerParameter(2, 2, 2),
+        TensorRole.COMPUTE_WEIGHTS: PerParameter(2, 2, 2),
+        TensorRole.COMPUTE_GRADS: PerParameter(2, 2, 0),
+    }
 
 
 def zero_offload(shape: ModelShape, batch: int, sequence: int, *, num_devices: int = 1) -> Job:
@@ -103,16 +120,7 @@ def zero_offload(shape: ModelShape, batch: int, sequence: int, *, num_devices: i
         sequence: tokens of each.
         num_devices: data parallel; each keeps activations of its own.
     """
-    moment = _PerParameter(4, 8)
-    table = {
-        TensorRole.MOMENTUM: moment,
-        TensorRole.VARIANCE: moment,
-        TensorRole.MASTER_GRADS: _PerParameter(4, 8),
-        TensorRole.MASTER_WEIGHTS: _PerParameter(4, 8),
-        TensorRole.COMPUTE_WEIGHTS: _PerParameter(2, 2),
-        TensorRole.COMPUTE_GRADS: _PerParameter(2, 2),
-    }
-    return _job(f"{shape.name}, ZeRO-offload", shape, table, batch, sequence, num_devices)
+    return _job(f"{shape.name}, ZeRO-offload", shape, ZERO_OFFLOAD_LAYOUT, batch, sequence, num_devices)
 
 
 def split_masters(
@@ -137,27 +145,20 @@ def split_masters(
     Raises:
         ConfigError: an unknown state or overlap.
     """
-    if state not in _STATE_BYTES:
-        raise ConfigError(f"state must be one of {', '.join(_STATE_BYTES)}, got {state!r}")
+    layout = dict(split_masters_layout(state))
     if overlap not in ("none", "backward", "forward"):
         raise ConfigError(f"overlap must be none, backward or forward, got {overlap!r}")
-    size = _STATE_BYTES[state]
-    moment = _PerParameter(size, 2 * size)
-    waiting = min(1.0, _UNITS_OF_GRADIENTS / shape.num_layers) if overlap == "backward" else 1.0
-    table = {
-        TensorRole.MOMENTUM: moment,
-        TensorRole.VARIANCE: moment,
-        TensorRole.MASTER_WEIGHTS: _PerParameter(2, 4),
-        TensorRole.COMPUTE_WEIGHTS: _PerParameter(2, 4),
-        TensorRole.COMPUTE_GRADS: _PerParameter(2 * waiting, 2),
-    }
-    return _job(f"{shape.name}, split masters, {state} state", shape, table, batch, sequence, num_devices, overlap)
+    if overlap == "backward":
+        all_units = layout[TensorRole.COMPUTE_GRADS]
+        waiting = min(1.0, _UNITS_OF_GRADIENTS / shape.num_layers)
+        layout[TensorRole.COMPUTE_GRADS] = all_units._replace(stored=all_units.stored * waiting)
+    return _job(f"{shape.name}, split masters, {state} state", shape, layout, batch, sequence, num_devices, overlap)
 
 
 def _job(
     name: str,
     shape: ModelShape,
-    table: Mapping[TensorRole, _PerParameter],
+    layout: Layout,
     batch: int,
     sequence: int,
     num_devices: int,
@@ -176,9 +177,9 @@ def _job(
         MemoryClass(
             role=role,
             nbytes=round(each.stored * shape.num_parameters),
-            moves=(*copies.get(role, ()), Move("update", "cpu", each.updated * shape.num_parameters)),
+            moves=(*copies.get(role, ()), Move("update", "cpu", (each.read + each.written) * shape.num_parameters)),
         )
-        for role, each in table.items()
+        for role, each in layout.items()
     ]
     moves = (Move("forward", "d2h", activations), Move("backward", "h2d", activations))
     classes.append(MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=activations * num_devices, moves=moves))

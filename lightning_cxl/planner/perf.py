@@ -38,8 +38,8 @@ def predict_adam_seconds(num_elements: int, split: Split, machine: Machine) -> f
     """Return how long one float32 Adam update takes on the host, as a benchmark measures it.
 
     A benchmark updates the same arrays again and again, so that the cache still has a part of them. A training step
-    touches every element once: its cache holds gradients or weights of the last few blocks at most, and for more
-    elements than the cache has room for its seconds are those of a machine without one.
+    touches each element once: the cache then matters only for what it happens to hold at the end, and
+    `lightning_cxl.planner.step` leaves it out.
 
     Args:
         num_elements: of the parameters.

@@ -9,7 +9,7 @@ from lightning_cxl.planner.machine import Machine, MachineTier, Split
 from lightning_cxl.planner.step import StepModel
 from lightning_cxl.policies.api import Decision
 from lightning_cxl.policies.latency_first import LatencyFirst
-from lightning_cxl.policies.order import in_order
+from lightning_cxl.policies.order import LEVELS, in_order
 from lightning_cxl.policies.room import Room
 from lightning_cxl.policies.search import Bounds, Fractions, minimise
 from lightning_cxl.tiers.placement import TensorRole
@@ -17,18 +17,30 @@ from lightning_cxl.tiers.topology import TierKind
 
 _TIE_BREAK = 1e-6
 _SLIVER = 1 / 128  # a part this small is not worth a split
+_WORTH = 1e-3  # a plan that is simpler may be slower than the best one by this
+
+_R = TensorRole
+# from the simplest plan to the most general one: the roles that lie on the cards, and those that share one fraction
+_PLANS: tuple[tuple[frozenset[TensorRole], frozenset[TensorRole]], ...] = (
+    (frozenset({_R.COMPUTE_WEIGHTS, _R.ACTIVATIONS}), frozenset(LEVELS[0])),
+    (frozenset({_R.ACTIVATIONS}), frozenset(LEVELS[0])),
+    (frozenset(), frozenset(LEVELS[0])),
+    (frozenset(), frozenset()),
+)
 
 
 class Bandwidth:
     """Minimises the predicted step time; DRAM and the cards work at the same time.
 
-    Every class has one variable, its part in DRAM; the rest is striped over the cards in proportion to bandwidth.
-    Where the step's time does not depend on a class, because something else takes longer, the tie goes to the split
-    under which its own moves take least, so that DRAM is not left empty.
+    Every class has one variable, its part in DRAM; the rest is striped over the cards in proportion to bandwidth. Of
+    plans that take equally long the simplest is chosen: what the optimizer streams is split alike, and weights and
+    activations, which the device reads at nearly full speed, lie on the cards. Where the step does not depend on a
+    class because something else takes longer, the tie goes to the split under which its own moves take least, so that
+    DRAM is not left empty.
     """
 
     def decide(self, job: Job, machine: Machine) -> Decision:
-        """Return the best splits found; never worse than those of `LatencyFirst` where these fit.
+        """Return the best splits found; the predicted step is never longer than that of `LatencyFirst`.
 
         Raises:
             TierFullError: the tiers together cannot hold the job.
@@ -41,8 +53,7 @@ class Bandwidth:
                 {each.role: only.split(problem.total) for each in classes},
                 {each.role: "the only kind of memory there is" for each in classes},
             )
-        x = minimise(problem.cost, problem.bounds, problem.starts(job, machine))
-        x = problem.without_slivers(x)
+        x = problem.without_slivers(problem.simplest_good())
         splits = problem.splits(x)
         reasons = {each.role: problem.reason(each, part) for each, part in zip(classes, x, strict=True)}
         return Decision(splits, reasons)
@@ -105,6 +116,40 @@ class _Problem:
         self._model = StepModel(job, machine)
         self._near_s = [self.near.seconds(each, machine) for each in classes] if self.near.tiers else []
         self._far_s = [self.far.seconds(each, machine) for each in classes] if self.far.tiers else []
+        self._greedy = _greedy(job, machine, classes)
+
+    def simplest_good(self) -> Fractions:
+        """Return the fractions of the simplest plan that is worth it."""
+        found = [x for far, tied in _PLANS if (x := self._best(far, tied)) is not None]
+        seconds = [self.seconds(x) for x in found]
+        limit = min(seconds) * (1 + _WORTH)
+        if self._greedy is not None:
+            limit = min(limit, max(min(seconds), self.seconds(self._greedy)))
+        return next(x for x, took in zip(found, seconds, strict=True) if took <= limit)
+
+    def _best(self, far: frozenset[TensorRole], tied: frozenset[TensorRole]) -> Fractions | None:
+        """Return the best fractions with some roles on the cards and some at one fraction; None if that cannot fit."""
+        together = [i for i, each in enumerate(self.classes) if each.role in tied]
+        groups = [together] if together else []
+        groups += [[i] for i, each in enumerate(self.classes) if each.role not in far | tied]
+        sizes = tuple(sum(self.classes[i].nbytes for i in group) for group in groups)
+        if sum(sizes) < self.bounds.least_local:
+            return None
+
+        def whole(parts: Fractions) -> Fractions:
+            x = [0.0] * len(self.classes)
+            for group, part in zip(groups, parts, strict=True):
+                for i in group:
+                    x[i] = part
+            return tuple(x)
+
+        bounds = Bounds(sizes, self.bounds.most_local, self.bounds.least_local)
+        starts = [
+            tuple(sum(x[i] * self.classes[i].nbytes for i in group) / max(1, size) for group, size in pairs)
+            for x in self._starts()
+            if (pairs := list(zip(groups, sizes, strict=True)))
+        ]
+        return whole(minimise(lambda parts: self.cost(whole(parts)), bounds, starts)) if groups else whole(())
 
     def splits(self, x: Fractions) -> dict[TensorRole, Split]:
         local = self.bounds.local(x)
@@ -116,26 +161,23 @@ class _Problem:
             splits[each.role] = {name: share for name, share in parts.items() if share}
         return splits
 
+    def seconds(self, x: Fractions) -> float:
+        return self._model.seconds(self.splits(x))
+
     def cost(self, x: Fractions) -> float:
         alone = sum(n * part + f * (1 - part) for n, f, part in zip(self._near_s, self._far_s, x, strict=True))
-        return self._model.seconds(self.splits(x)) + _TIE_BREAK * alone
+        return self.seconds(x) + _TIE_BREAK * alone
 
-    def starts(self, job: Job, machine: Machine) -> list[Fractions]:
+    def _starts(self) -> list[Fractions]:
         """Return the greedy outcome, an equal part of every class in DRAM, and DRAM by what it is worth per byte."""
-        worth = [
-            (f - n) / max(1, each.nbytes) for n, f, each in zip(self._near_s, self._far_s, self.classes, strict=True)
-        ]
+        saved = [far - near for near, far in zip(self._near_s, self._far_s, strict=True)]
+        worth = [seconds / max(1, each.nbytes) for seconds, each in zip(saved, self.classes, strict=True)]
         by_worth, left = [0.0] * len(worth), float(self.near.room)
         for i in sorted(range(len(worth)), key=lambda i: -worth[i]):
             by_worth[i] = min(1.0, left / max(1, self.classes[i].nbytes))
             left -= by_worth[i] * self.classes[i].nbytes
         found = [tuple(by_worth), (min(1.0, self.near.room / max(1, self.total)),) * len(worth)]
-        try:
-            greedy = LatencyFirst().decide(job, machine).splits
-        except TierFullError:
-            return found
-        near = {tier.name for tier in self.near.tiers}
-        return [*found, tuple(sum(s for t, s in greedy[each.role].items() if t in near) for each in self.classes)]
+        return found if self._greedy is None else [*found, self._greedy]
 
     def without_slivers(self, x: Fractions) -> Fractions:
         """Return fractions of which those next to 0 or 1 are exactly that, where it fits and costs nothing."""
@@ -161,3 +203,13 @@ class _Problem:
 def _group(room: Room, kind: TierKind) -> _Group:
     tiers = tuple(tier for tier in room.tiers if tier.kind is kind and tier.backed_by is None)
     return _Group(tiers, tuple(room.left(tier.name) for tier in tiers))
+
+
+def _greedy(job: Job, machine: Machine, classes: Sequence[MemoryClass]) -> Fractions | None:
+    """Return what `LatencyFirst` has in DRAM; None where it cannot place the job."""
+    try:
+        splits = LatencyFirst().decide(job, machine).splits
+    except TierFullError:
+        return None
+    near = {tier.name for tier in machine.select(TierKind.DRAM)}
+    return tuple(sum(share for tier, share in splits[each.role].items() if tier in near) for each in classes)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 _STEPS = tuple(0.5**k for k in range(1, 10))
-_GAIN = 1e-9  # relative; below it two costs are the same
+_GAIN = 1e-6  # relative; below it two costs are the same
+_SMALL = 1e-3  # of all bytes; what a class this small does is not worth looking for: it stays where a start has it
+_MAX_MOVES = 64  # of one size
 
 Fractions = tuple[float, ...]
 """Local part of every class, 0 to 1."""
@@ -53,7 +55,7 @@ def minimise(cost: Callable[[Fractions], float], bounds: Bounds, starts: Sequenc
 def _descend(cost: Callable[[Fractions], float], bounds: Bounds, x: Fractions) -> tuple[float, Fractions]:
     best = cost(x)
     for step in _STEPS:
-        while True:
+        for _ in range(_MAX_MOVES):
             value, candidate = min(((cost(y), y) for y in _moves(x, step, bounds)), default=(best, x))
             if value >= best - _GAIN * abs(best):
                 break
@@ -65,14 +67,15 @@ def _moves(x: Fractions, step: float, bounds: Bounds) -> Iterator[Fractions]:
     """Yield what one step leads to: one class in or out, all together, or one in and another one out."""
     sizes, now = bounds.nbytes, bounds.local(x)
     room_in, room_out = max(0.0, bounds.most_local - now), max(0.0, now - bounds.least_local)
+    small = _SMALL * sum(sizes)
     for i, size in enumerate(sizes):
-        if not size:
+        if size <= small:
             continue
         into, out = min(step, 1 - x[i]), min(step, x[i])
         yield from _changed(x, {i: min(into, room_in / size)})
         yield from _changed(x, {i: -min(out, room_out / size)})
         for j, other in enumerate(sizes):
-            if j != i and other:
+            if j != i and other > small:
                 moved = min(into * size, x[j] * other)
                 yield from _changed(x, {i: moved / size, j: -moved / other})
     for sign in (step, -step):

@@ -29,5 +29,6 @@ def spread(role: TensorRole, nbytes: int, tiers: Sequence[MachineTier], room: Ro
         to_place -= part
     total = sum(bytes_on.values())
     if not total:  # no bytes: where they would go
-        return {(*tiers, *room.tiers)[0].name: 1.0}
+        able = [tier for tier in tiers if left[tier.name] > 0] or [*tiers, *room.tiers][:1]
+        return {tier.name: tier.num_nodes / sum(each.num_nodes for each in able) for tier in able}
     return {name: size / total for name, size in bytes_on.items() if size}

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+from lightning_cxl.planner.footprint import SHAPES, ZERO_OFFLOAD_LAYOUT, Layout, ModelShape, split_masters_layout
+from lightning_cxl.planner.links import links_of
+from lightning_cxl.planner.machine_file import load_machine
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.policy import PlacementRequest, RoleHomePolicy
 from lightning_cxl.tiers.topology import Topology
-from lightning_cxl.transfer.links import Traffic
-from lightning_cxl.transfer.machines import paper_machine
+from lightning_cxl.transfer.links import Links, Traffic
 
 GIB = 2**30
 Shares = Mapping[str, float]
@@ -16,60 +19,23 @@ Plan = Callable[[TensorRole, int], Shares]
 """Role and number of the unit to the fraction of each tier."""
 
 _R = TensorRole
-DRAM: Shares = {"dram": 1.0}
+DRAM: Shares = {"dram0": 1.0}
+
+
+MODELS = (SHAPES["qwen2.5-7b"], SHAPES["mistral-nemo-12b"])
+_MACHINES = Path(__file__).resolve().parents[2] / "machines"
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model in the authors' grid. Sizes: their code, utils/numa_allocation_patch.py."""
-
-    name: str
-    num_parameters: int
-    num_layers: int
-    hidden: int
-
-    def activation_bytes(self, batch: int, context: int) -> int:
-        """Return the bytes of all saved inputs: one per layer, bfloat16."""
-        return 2 * batch * context * self.hidden * self.num_layers
-
-    def forward_flops(self, batch: int, context: int) -> float:
-        """Return 2 per parameter and token, and causal attention: half of two products of S x H x S per layer."""
-        attention = 2 * context**2 * self.hidden * self.num_layers
-        return batch * (2 * self.num_parameters * context + attention)
-
-
-MODELS = (
-    Shape("7B", 7_615_616_512, 28, 3584),  # Qwen2.5-7B-Instruct-1M
-    Shape("12B", 12_247_782_400, 40, 5120),  # Mistral-Nemo
-)
-
-
-@dataclass(frozen=True)
-class Layout:
+class NamedLayout:
     """Bytes per parameter of every role, and which of them an update reads and writes."""
 
     name: str
-    stored: Mapping[TensorRole, int]
-    read: Mapping[TensorRole, int]
-    written: Mapping[TensorRole, int]
+    roles: Layout
 
 
-# gradients arrive in bfloat16 and are converted to float32 (2 read, 4 written); Adam reads 16 bytes and writes 12;
-# bfloat16 weights are made from the masters (2 written)
-PAPER_LAYOUT = Layout(
-    "20 B/parameter",
-    stored={_R.MOMENTUM: 4, _R.VARIANCE: 4, _R.MASTER_GRADS: 4, _R.MASTER_WEIGHTS: 4, _R.COMPUTE_WEIGHTS: 2,
-            _R.COMPUTE_GRADS: 2},
-    read={_R.COMPUTE_GRADS: 2, _R.MOMENTUM: 4, _R.VARIANCE: 4, _R.MASTER_GRADS: 4, _R.MASTER_WEIGHTS: 4},
-    written={_R.MASTER_GRADS: 4, _R.MOMENTUM: 4, _R.VARIANCE: 4, _R.MASTER_WEIGHTS: 4, _R.COMPUTE_WEIGHTS: 2},
-)  # fmt: skip
-# split masters: the lower halves complete the compute weights, and Adam reads bfloat16 gradients as they are
-OUR_LAYOUT = Layout(
-    "14 B/parameter",
-    stored={_R.MOMENTUM: 4, _R.VARIANCE: 4, _R.MASTER_WEIGHTS: 2, _R.COMPUTE_WEIGHTS: 2, _R.COMPUTE_GRADS: 2},
-    read={_R.COMPUTE_GRADS: 2, _R.MOMENTUM: 4, _R.VARIANCE: 4, _R.MASTER_WEIGHTS: 2, _R.COMPUTE_WEIGHTS: 2},
-    written={_R.MOMENTUM: 4, _R.VARIANCE: 4, _R.MASTER_WEIGHTS: 2, _R.COMPUTE_WEIGHTS: 2},
-)
+PAPER_LAYOUT = NamedLayout("20 B/parameter", ZERO_OFFLOAD_LAYOUT)
+OUR_LAYOUT = NamedLayout("14 B/parameter", split_masters_layout())
 
 # the order of the authors' greedy: levels 1 to 4, and within a level as in their code
 _GREEDY_ORDER = (
@@ -90,9 +56,14 @@ class Machine:
         return [f"cxl{index}" for index in range(self.num_cards)]
 
 
-def classes_of(shape: Shape, layout: Layout, activation_bytes: int) -> dict[TensorRole, int]:
+def paper_links(num_cards: int) -> Links:
+    """Return the links of the paper's machine with one card or two; without a card, one is there and not used."""
+    return links_of(load_machine(_MACHINES / ("paper_a_two_cards.yaml" if num_cards == 2 else "paper_a.yaml")))
+
+
+def classes_of(shape: ModelShape, layout: NamedLayout, activation_bytes: int) -> dict[TensorRole, int]:
     """Return the bytes of every memory class."""
-    stored = {role: size * shape.num_parameters for role, size in layout.stored.items()}
+    stored = {role: round(each.stored * shape.num_parameters) for role, each in layout.roles.items()}
     return {**stored, _R.ACTIVATIONS: activation_bytes}
 
 
@@ -103,7 +74,7 @@ def dram_only(classes: Mapping[TensorRole, int], machine: Machine, num_units: in
 
 def naive_interleave(classes: Mapping[TensorRole, int], machine: Machine, num_units: int) -> Plan:
     """Return a plan that interleaves the pages of everything over all nodes."""
-    shares = _equal(["dram", *machine.cards])
+    shares = _equal(["dram0", *machine.cards])
     return lambda role, unit: shares
 
 
@@ -117,7 +88,7 @@ def latency_first(classes: Mapping[TensorRole, int], machine: Machine, num_units
         elif free > 0:
             local = min(free, nbytes // (1 + machine.num_cards))
             rest = _equal(machine.cards, 1 - local / nbytes)
-            shares[role] = {"dram": local / nbytes, **rest}
+            shares[role] = {"dram0": local / nbytes, **rest}
         else:
             shares[role], local = _equal(machine.cards), 0
         free -= local
@@ -146,7 +117,7 @@ def role_homes(classes: Mapping[TensorRole, int], machine: Machine, num_units: i
     return lambda role, unit: homes[role, unit]
 
 
-def balanced(layout: Layout, classes: Mapping[TensorRole, int], machine: Machine, num_units: int) -> Plan:
+def balanced(layout: NamedLayout, classes: Mapping[TensorRole, int], machine: Machine, num_units: int) -> Plan:
     """Return a plan under which an update is done with DRAM and the cards at the same time.
 
     Weights and activations go to the cards, gradients to DRAM. Of every other class the same part is in DRAM: so much
@@ -159,37 +130,29 @@ def balanced(layout: Layout, classes: Mapping[TensorRole, int], machine: Machine
     }
     split = [role for role in classes if role not in fixed]
     room = (machine.dram_bytes - classes[_R.COMPUTE_GRADS]) / sum(classes[role] for role in split)
-    links = paper_machine(machine.num_cards)
+    links = paper_links(machine.num_cards)
 
     def plan(local: float, role: TensorRole, unit: int) -> Shares:
-        return fixed.get(role, {"dram": local, **_equal(machine.cards, 1 - local)})
+        return fixed.get(role, {"dram0": local, **_equal(machine.cards, 1 - local)})
 
     def lead_s(local: float) -> float:
         """Return by how much DRAM takes longer than a card; linear."""
         traffic = update_traffic(layout, partial(plan, local), 0, 1.0)
         seconds = {tier: links.host_route({tier: each}).seconds(each.nbytes) for tier, each in traffic.items()}
-        return seconds["dram"] - seconds[machine.cards[0]]
+        return seconds["dram0"] - seconds[machine.cards[0]]
 
     local = min(1.0, room, -lead_s(0.0) / (lead_s(1.0) - lead_s(0.0)))
     return partial(plan, local)
 
 
-def update_traffic(layout: Layout, plan: Plan, unit: int, num_parameters: float) -> dict[str, Traffic]:
+def update_traffic(layout: NamedLayout, plan: Plan, unit: int, num_parameters: float) -> dict[str, Traffic]:
     """Return what the update of one unit reads and writes, by tier."""
     traffic: dict[str, Traffic] = {}
-    for per_parameter, make in ((layout.read, _reading), (layout.written, _writing)):
-        for role, size in per_parameter.items():
-            for tier, share in plan(role, unit).items():
-                traffic[tier] = traffic.get(tier, Traffic()) + make(size * share * num_parameters)
+    for role, each in layout.roles.items():
+        moved = Traffic(each.read, each.written) * num_parameters
+        for tier, share in plan(role, unit).items():
+            traffic[tier] = traffic.get(tier, Traffic()) + moved * share
     return traffic
-
-
-def _reading(nbytes: float) -> Traffic:
-    return Traffic(read_bytes=nbytes)
-
-
-def _writing(nbytes: float) -> Traffic:
-    return Traffic(write_bytes=nbytes)
 
 
 def _equal(tiers: list[str], total: float = 1.0) -> Shares:

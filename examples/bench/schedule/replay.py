@@ -7,25 +7,26 @@ from functools import partial
 
 import torch
 
+from lightning_cxl.planner.footprint import ModelShape
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.links import Route
-from lightning_cxl.transfer.machines import paper_machine
 from lightning_cxl.transfer.trace import Trace
 from schedule.grid import MODES, NUM_SLOTS
 from schedule.memory import LabelledMemory
 from schedule.model import Net, Timeline, WaitingUnit
 from schedule.paper import (
+    DRAM,
     OUR_LAYOUT,
     PAPER_LAYOUT,
-    Layout,
     Machine,
+    NamedLayout,
     Plan,
-    Shape,
     balanced,
     classes_of,
     dram_only,
     latency_first,
     naive_interleave,
+    paper_links,
     role_homes,
     update_traffic,
 )
@@ -44,7 +45,7 @@ class Contender:
 
     name: str
     policy: Policy
-    layout: Layout
+    layout: NamedLayout
     num_cards: int
 
 
@@ -76,7 +77,7 @@ def contenders() -> list[Contender]:
 class Setting:
     """A model in training on a machine."""
 
-    shape: Shape
+    shape: ModelShape
     batch: int
     context: int
     flops_per_s: float
@@ -121,7 +122,7 @@ class Closed:
 
 def closed_form(setting: Setting, contender: Contender) -> Closed:
     """Return the max model's seconds, of the machine at its own speed."""
-    links, plan = paper_machine(contender.num_cards), setting.plan(contender)
+    links, plan = paper_links(contender.num_cards), setting.plan(contender)
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     updates: Counter[str] = Counter()
@@ -171,7 +172,7 @@ class Replay:
         parameters = int(setting.shape.num_parameters / num_units * BYTES_SCALE)
         seconds = setting.forward_s / num_units * time_scale
         units = [WaitingUnit(f"unit {i}", timeline, parameters, seconds, 2 * seconds) for i in range(num_units)]
-        links = paper_machine(contender.num_cards).scaled(BYTES_SCALE / time_scale, time_scale)
+        links = paper_links(contender.num_cards).scaled(BYTES_SCALE / time_scale, time_scale)
         traffic = {f"unit {i}": update_traffic(contender.layout, plan, i, parameters) for i in range(num_units)}
         updates = partial(MODES[mode], traffic=traffic)
         memory = LabelledMemory(partial(_shares_of, plan))
@@ -193,4 +194,4 @@ def _shares_of(plan: Plan, role: TensorRole, unit: str) -> Mapping[str, float]:
     """Return where memory of a unit lies; gradients are copied to what the paper calls compute gradients."""
     if role is TensorRole.STAGING:
         role = TensorRole.COMPUTE_GRADS
-    return plan(role, int(unit.removeprefix("unit "))) if unit.startswith("unit ") else {"dram": 1.0}
+    return plan(role, int(unit.removeprefix("unit "))) if unit.startswith("unit ") else DRAM

@@ -13,7 +13,7 @@ from schedule.paper import (
     MODELS,
     OUR_LAYOUT,
     PAPER_LAYOUT,
-    Layout,
+    NamedLayout,
     latency_first,
     naive_interleave,
     role_homes,
@@ -125,7 +125,7 @@ def replay_section(
 
 
 def _replay_layout(
-    results: Results, title: str, setting: Setting, layout: Layout, mode: str, step_s: float, rounds: int
+    results: Results, title: str, setting: Setting, layout: NamedLayout, mode: str, step_s: float, rounds: int
 ) -> Trace:
     """Let all placements take turns; print and add what they took."""
     chosen = [each for each in contenders() if each.layout is layout and not each.name.startswith(BALANCED)]

@@ -14,6 +14,7 @@ from schedule.paper import (
     classes_of,
     latency_first,
     naive_interleave,
+    paper_links,
     role_homes,
     update_traffic,
 )
@@ -21,7 +22,6 @@ from schedule.replay import Setting, closed_form, contenders
 
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.links import Traffic
-from lightning_cxl.transfer.machines import paper_machine
 
 ROLES = {
     "m": TensorRole.MOMENTUM,
@@ -39,7 +39,7 @@ def local_gib(shape, dram_gib, num_cards):
     """GiB of every class in DRAM, by the authors' greedy, with one sequence of 32K."""
     classes = classes_of(shape, PAPER_LAYOUT, shape.activation_bytes(1, 32768))
     plan = latency_first(classes, Machine(dram_gib * GIB, num_cards), 1)
-    return {name: plan(role, 0).get("dram", 0) * classes[role] / GIB for name, role in ROLES.items()}
+    return {name: plan(role, 0).get("dram0", 0) * classes[role] / GIB for name, role in ROLES.items()}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_greedy_places_what_the_authors_code_places(shape, dram_gib, num_car
 def test_classes_have_the_papers_sizes():
     classes = classes_of(TWELVE, PAPER_LAYOUT, TWELVE.activation_bytes(3, 32768))
     assert sum(classes.values()) / GIB == pytest.approx(228.1 + 37.5, abs=0.1)
-    assert sum(OUR_LAYOUT.stored.values()) == 14
+    assert sum(each.stored for each in OUR_LAYOUT.roles.values()) == 14
 
 
 @pytest.mark.parametrize("policy", [naive_interleave, latency_first, role_homes, balanced])
@@ -75,22 +75,22 @@ def test_every_placement_fits_the_machine(shape, num_cards, layout, policy):
         for unit in range(num_units):
             shares = plan(role, unit)
             assert sum(shares.values()) == pytest.approx(1)
-            local += shares.get("dram", 0) * nbytes / num_units
+            local += shares.get("dram0", 0) * nbytes / num_units
     if policy is not naive_interleave:
         assert local <= machine.dram_bytes * (1 + 1e-9)
 
 
 def test_an_update_streams_what_the_paper_counts():
-    traffic = update_traffic(PAPER_LAYOUT, lambda role, unit: {"dram": 0.75, "cxl0": 0.25}, 0, 100)
-    assert traffic == {"dram": Traffic(18, 18) * 75, "cxl0": Traffic(18, 18) * 25}  # 6N + 28N + 2N
-    only_dram = update_traffic(OUR_LAYOUT, lambda role, unit: {"dram": 1.0}, 0, 100)
-    assert only_dram == {"dram": Traffic(14, 12) * 100}
+    traffic = update_traffic(PAPER_LAYOUT, lambda role, unit: {"dram0": 0.75, "cxl0": 0.25}, 0, 100)
+    assert traffic == {"dram0": Traffic(18, 18) * 75, "cxl0": Traffic(18, 18) * 25}  # 6N + 28N + 2N
+    only_dram = update_traffic(OUR_LAYOUT, lambda role, unit: {"dram0": 1.0}, 0, 100)
+    assert only_dram == {"dram0": Traffic(14, 12) * 100}
 
 
 def test_the_closed_form_of_an_update_in_dram_is_its_bytes_over_its_bandwidth():
     setting = Setting(SEVEN, 8, 4096, 150e12, 128 * GIB)
     closed = closed_form(setting, contenders()[0])
-    assert closed.update_s == pytest.approx(36 * SEVEN.num_parameters / 278e9)
+    assert closed.update_s == pytest.approx(36 * SEVEN.num_parameters / 276e9)
     assert closed.forward_s == setting.forward_s
     assert closed.step_s("after backward") == closed.forward_s + closed.backward_s + closed.update_s
 
@@ -112,6 +112,6 @@ def test_a_balanced_update_is_as_long_on_both():
     machine = Machine(1 << 50, 1)
     plan = balanced(OUR_LAYOUT, classes_of(SEVEN, OUR_LAYOUT, 0), machine, 1)
     traffic = update_traffic(OUR_LAYOUT, plan, 0, 1e9)
-    links = paper_machine()
-    dram, card = (links.host_route({tier: traffic[tier]}).seconds(traffic[tier].nbytes) for tier in ("dram", "cxl0"))
+    links = paper_links(1)
+    dram, card = (links.host_route({tier: traffic[tier]}).seconds(traffic[tier].nbytes) for tier in ("dram0", "cxl0"))
     assert dram == pytest.approx(card)
