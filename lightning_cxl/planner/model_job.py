@@ -151,19 +151,7 @@ def model_job(
     kept = gradients_at_once(wanted, unit_of) if overlap == "backward" and not accumulates else wanted
     staged = _staged(wanted, unit_of, load)
     traffic = _traffic(model, weights, wanted, staged, load, unit_of)
-    held = [
-        *weights,
-        *kept,
-        *_widened(wanted),
-        *(Wanted(each.parameter, TensorRole.STAGING, each.nbytes) for each in staged.at_once),
-    ]
-    bytes_of: dict[tuple[TensorRole, str | None], int] = {}
-    for parameter, role, nbytes in held:
-        key = role, tier_of(parameter, role)
-        bytes_of[key] = bytes_of.get(key, 0) + nbytes * (load.num_devices if role is TensorRole.STAGING else 1)
-    for unit, nbytes in run.stored_bytes.items():
-        key = TensorRole.ACTIVATIONS, tier_of(unit, TensorRole.ACTIVATIONS)
-        bytes_of[key] = bytes_of.get(key, 0) + nbytes * load.num_devices
+    bytes_of = _bytes_of([*weights, *kept, *_widened(wanted), *staged.at_once], run, load, tier_of)
     parts = _device_parts(model, pieces, wanted, load, run)
     if load.num_devices > 1:
         notes.append(f"planned as data parallel on {load.num_devices} devices, of which this version drives one")
@@ -196,6 +184,20 @@ def job_of(
 
 def _units(model: nn.Module, config: OffloadConfig) -> NamedUnits:
     return find_units(model, config.units) if config.activation_offload else []
+
+
+def _bytes_of(
+    held: Iterable[Wanted], run: DryRun, load: Workload, tier_of: TierOf
+) -> dict[tuple[TensorRole, str | None], int]:
+    """Return bytes by role and the tier that is asked for."""
+    found: dict[tuple[TensorRole, str | None], int] = {}
+    for parameter, role, nbytes in held:
+        key = role, tier_of(parameter, role)
+        found[key] = found.get(key, 0) + nbytes * (load.num_devices if role is TensorRole.STAGING else 1)
+    for unit, nbytes in run.stored_bytes.items():
+        key = TensorRole.ACTIVATIONS, tier_of(unit, TensorRole.ACTIVATIONS)
+        found[key] = found.get(key, 0) + nbytes * load.num_devices
+    return found
 
 
 def _widened(wanted: Iterable[Wanted]) -> list[Wanted]:
