@@ -1,8 +1,13 @@
 """A dry run counts what can be counted by hand, and stores what a real run stores."""
 
+import itertools
+import json
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_cxl.planner.dry_run import dry_run
 from lightning_cxl.streaming.activations import ActivationOffload
@@ -23,6 +28,13 @@ class HostBytes:
         return self._memory[: count * dtype.itemsize].view(dtype).view(shape)
 
 
+class NumpyBytes(HostBytes):
+    """Not from torch's allocator, which is watched."""
+
+    def __init__(self, nbytes):
+        self._memory = torch.from_numpy(np.empty(nbytes, np.uint8))
+
+
 def really_stored(model, tokens):
     """What the engine's own offload has stored when the forward of a real model is over."""
     offload = ActivationOffload(HostEngine(), lambda nbytes, unit: HostBytes(nbytes), min_bytes=MIN_BYTES)
@@ -33,6 +45,41 @@ def really_stored(model, tokens):
     loss.backward()
     offload.detach()
     return stored
+
+
+def real_peak(model, ids, trace):
+    """Most that torch's allocator gave out at once in forward and backward of a real model, says its profiler."""
+    offload = ActivationOffload(HostEngine(), lambda nbytes, unit: NumpyBytes(nbytes), min_bytes=MIN_BYTES)
+    offload.attach(find_units(model), model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+    for is_watched in (False, True):  # what libraries allocate once is not the model's
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=is_watched) as profiler:
+            model(input_ids=ids, labels=ids).loss.backward()
+    offload.detach()
+    profiler.export_chrome_trace(str(trace))
+    events = [each for each in json.loads(trace.read_text())["traceEvents"] if each.get("name") == "[memory]"]
+    sizes = [each["args"]["Bytes"] for each in sorted(events, key=lambda each: each["ts"])]
+    return max(itertools.accumulate(sizes))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab"), [(torch.float32, 512), (torch.bfloat16, 512), (torch.bfloat16, 4096)], ids=str
+)
+def test_peak_is_what_torch_really_gives_out(tmp_path, dtype, vocab):
+    model = tiny_llama(4, vocab_size=vocab, hidden_size=256, intermediate_size=768).to(dtype)
+    ids = torch.zeros(2, 512, dtype=torch.long)
+    real = real_peak(model, ids, tmp_path / "trace.json")
+    model.to("meta")
+    ids = ids.to("meta")
+    run = dry_run(
+        model,
+        find_units(model),
+        lambda: model(input_ids=ids, labels=ids, use_cache=True).loss,
+        min_bytes=MIN_BYTES,
+        computes_on_host=True,
+    )
+    assert run.device_peak_bytes == pytest.approx(real, rel=0.03)
 
 
 def run_tokens(model, batch, length, **options):
