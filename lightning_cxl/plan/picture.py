@@ -63,7 +63,7 @@ def _draw_bytes(axes: Any, found: Findings, plans: list[PolicyPlan]) -> None:
     axes.set_xticks(positions, labels, rotation=60, fontsize="small")
     axes.set(ylabel="GiB", title="bytes per tier, capacity dashed")
     if plans:
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25))
 
 
 def _draw_times(axes: Any, found: Findings, plans: list[PolicyPlan]) -> None:
@@ -76,4 +76,4 @@ def _draw_times(axes: Any, found: Findings, plans: list[PolicyPlan]) -> None:
         bottoms = [bottom + more for bottom, more in zip(bottoms, seconds, strict=True)]
     axes.set(ylabel="seconds per step", title="predicted")
     axes.tick_params(axis="x", labelrotation=30, labelsize="small")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))

@@ -53,7 +53,7 @@ class Held:
 
     def all(self) -> list[Wanted]:
         """Return everything that exists at a time."""
-        return [*self.weights, *self.at_once, *self.staged.at_once]
+        return [*self.weights, *self.at_once, *_widened(self.state), *self.staged.at_once]
 
 
 def held_tensors(
@@ -112,6 +112,13 @@ def _grouped(parameters: Iterable[nn.Parameter], tier_of: TierOf) -> list[list[n
     for parameter in parameters:
         groups.setdefault(tier_of(parameter, TensorRole.COMPUTE_WEIGHTS), []).append(parameter)
     return list(groups.values())
+
+
+def _widened(wanted: Iterable[Wanted]) -> list[Wanted]:
+    """Return the largest first gradient of a step that is still there while its sum becomes wider (`GradientSink`)."""
+    wider = [each for each in wanted if each.role in GRADIENTS and each.nbytes > each.parameter.nbytes]
+    largest = max(wider, key=lambda each: each.parameter.nbytes, default=None)
+    return [] if largest is None else [largest._replace(nbytes=largest.parameter.nbytes)]
 
 
 def _staged(wanted: Iterable[Wanted], streamed: Mapping[int, str], load: Workload) -> Staged:

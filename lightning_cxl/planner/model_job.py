@@ -17,7 +17,7 @@ what the allocator has cached.
 """
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from torch import nn
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.optim.grads import MAX_PENDING
+from lightning_cxl.optim.wanted import Wanted
 from lightning_cxl.planner.dry_run import DryRun, dry_run
 from lightning_cxl.planner.held import GRADIENTS, Held, TierOf, held_tensors, units_of
 from lightning_cxl.planner.job import Job, MemoryClass, Move
@@ -114,13 +115,7 @@ def model_job(
     run, notes = measured.run, [measured.note] if measured.note else []
     held = held_tensors(model, config, load, tier_of) if held is None else held
     traffic = _traffic(model, held, load)
-    bytes_of: dict[tuple[TensorRole, str | None], int] = {}
-    for parameter, role, nbytes in held.all():
-        key = role, tier_of(parameter, role)
-        bytes_of[key] = bytes_of.get(key, 0) + nbytes * (load.num_devices if role is TensorRole.STAGING else 1)
-    for unit, nbytes in run.stored_bytes.items():
-        key = TensorRole.ACTIVATIONS, tier_of(unit, TensorRole.ACTIVATIONS)
-        bytes_of[key] = bytes_of.get(key, 0) + nbytes * load.num_devices
+    bytes_of = _bytes_of(held.all(), run, load, tier_of)
     parts = _device_parts(model, held, load, run)
     if load.num_devices > 1:
         notes.append(f"planned as data parallel on {load.num_devices} devices, of which this version drives one")
@@ -149,6 +144,20 @@ def job_of(
 ) -> Job:
     """Return the job alone; see `measure` and `model_job`."""
     return model_job(name, model, config, load, measure(model, config, load, compute_loss), tier_of).job
+
+
+def _bytes_of(
+    wanted: Iterable[Wanted], run: DryRun, load: Workload, tier_of: TierOf
+) -> dict[tuple[TensorRole, str | None], int]:
+    """Return bytes by role and the tier that is asked for."""
+    found: dict[tuple[TensorRole, str | None], int] = {}
+    for parameter, role, nbytes in wanted:
+        key = role, tier_of(parameter, role)
+        found[key] = found.get(key, 0) + nbytes * (load.num_devices if role is TensorRole.STAGING else 1)
+    for unit, nbytes in run.stored_bytes.items():
+        key = TensorRole.ACTIVATIONS, tier_of(unit, TensorRole.ACTIVATIONS)
+        found[key] = found.get(key, 0) + nbytes * load.num_devices
+    return found
 
 
 def _traffic(model: nn.Module, held: Held, load: Workload) -> Traffic:

@@ -117,7 +117,7 @@ class _Problem:
         self._model = StepModel(job, machine)
         self._near_s = [self.near.seconds(each, machine) for each in classes] if self.near.tiers else []
         self._far_s = [self.far.seconds(each, machine) for each in classes] if self.far.tiers else []
-        self._greedy = _greedy(job, machine, classes)
+        self._greedy = _greedy(job, machine, classes) if self.near.tiers and self.far.tiers else None
         self._greedy_s = math.inf if self._greedy is None else self.seconds(self._greedy)
 
     def simplest_good(self) -> Fractions:
