@@ -1,0 +1,76 @@
+"""A short Trainer run: every weight, gradient, optimizer state and activation is located, and the report is right."""
+
+import pytest
+import torch
+
+from lightning_cxl import residency
+from tests.integration.training import make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+VOCAB, WIDTH, DEPTH = 64, 128, 5  # a million parameters
+STEPS = 2
+# what `CXLOffloadStrategy` is given
+CASES = {
+    "default policy": {},
+    "all on the cards": {"tier_rules": {"*": "cxl"}},
+}
+
+
+class Located(Task):
+    """Looks where everything is while it is alive: before backward, and before an optimizer step with state."""
+
+    def __init__(self, model, recorder):
+        super().__init__(model, scheduler=False)
+        self.recorder = recorder
+        self.looks = {}
+
+    def _look(self, when):
+        self.looks[when] = (self.recorder.check(self.trainer.strategy.runtime.topology), self.trainer.strategy.report())
+
+    def on_before_backward(self, loss):
+        if self.global_step == STEPS - 1:
+            self._look("backward")
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step == STEPS - 1:
+            self._look("step")
+            self._look_at_tensors(optimizer)
+
+    def _look_at_tensors(self, optimizer):
+        tensors = {name: (p, "compute_weights") for name, p in self.named_parameters()}
+        for group in optimizer.param_groups:
+            for index, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    tensors[f"gradient {index}"] = (p.grad, "compute_grads")
+                for key, value in optimizer.state[p].items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        tensors[f"{key} {index}"] = (value, "momentum" if key == "exp_avg" else "variance")
+        self.roles = {}
+        for name, (tensor, role) in tensors.items():
+            found = self.recorder.role_at(tensor.data_ptr())
+            assert found is not None and found.value == role, f"{name} is {found}"
+            self.roles.setdefault(role, []).append(residency(tensor))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_where_its_placement_says(name, recorder, topology):
+    module = Located(TinyTransformer(VOCAB, WIDTH, DEPTH), recorder)
+    data = token_data(STEPS, batch=2, length=64, vocab=VOCAB)
+    make_trainer(offload(**CASES[name]), max_steps=STEPS).fit(module, data)
+    assert len(module.losses) == STEPS and all(0 < loss < 10 for loss in module.losses)
+
+    for when, (located, report) in module.looks.items():
+        reported = {role: {t: n for t, n in tiers.items() if n} for role, tiers in report["roles"].items()}
+        assert located == {role: tiers for role, tiers in reported.items() if tiers}, when
+    assert module.looks["backward"][0]["activations"], "inputs of units were alive then"
+    located, report = module.looks["step"]
+    assert set(module.roles) == {"compute_weights", "compute_grads", "momentum", "variance"}
+    for role, parts in module.roles.items():
+        total = {}
+        for part in parts:
+            for tier, nbytes in part.items():
+                total[tier] = total.get(tier, 0) + nbytes
+        assert total == located[role], "no buffer that is not a tensor's, and no tensor elsewhere"
+        assert role == "compute_grads" or report["planned_roles"][role] == total
+    if name == "all on the cards":
+        assert all(set(tiers) == {"cxl"} for look, _ in module.looks.values() for tiers in look.values())
