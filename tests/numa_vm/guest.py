@@ -113,10 +113,24 @@ def mount_points(paths: Sequence[Path], table: str | None = None) -> list[str]:
     return sorted(found)
 
 
-def can_share_files() -> bool:
-    """Return whether this user may mount: the file server works on a mount of its own, which is read-only."""
-    command = ["unshare", "-m", "--propagation", "private", "mount", "--bind", "/proc", "/proc"]
-    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+def check() -> None:
+    """Fetch what a guest needs.
+
+    Raises:
+        VmError: something cannot be had, or this user cannot share files with a guest.
+    """
+    # the file server works on a mount of its own, which is read-only
+    mount = ["unshare", "-m", "--propagation", "private", "mount", "--bind", "/proc", "/proc"]
+    done = subprocess.run(mount, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise VmError(
+            f"files cannot be shared with a guest, as mounts are refused ({done.stderr.strip()}): run this as "
+            f"root, in a container with the capability SYS_ADMIN"
+        )
+    fetch.busybox()
+    fetch.file_server()
+    fetch.qemu()
+    fetch.kernel()
 
 
 def _needed(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 _DRAM = "cpus=2,mem=3G,lat=110,bw=120G,dist=10"
@@ -76,22 +76,18 @@ def parse_size(text: str) -> int:
 
 
 MACHINES = {
-    "cxl1": Machine(parse_nodes(f"{_DRAM};{_CARD}")),
     "cxl2": Machine(parse_nodes(f"{_DRAM};{_CARD};{_CARD}")),
-    # movable memory, and firmware that says nothing of speeds
-    "cxl1hot": Machine(parse_nodes(f"{_DRAM};{_CARD},hot=1"), hmat=False),
+    "cxl1hot": Machine(parse_nodes(f"{_DRAM};{_CARD},hot=1")),
+    "cxl1": Machine(parse_nodes(f"{_DRAM};{_CARD}")),
+    "cxl1nohmat": Machine(parse_nodes(f"{_DRAM};{_CARD}"), hmat=False),
 }
+TESTED = ("cxl2", "cxl1hot")
+"""Those that all tests run on: three nodes; and two, one of them movable. Every boot costs minutes of imports."""
 
 
-def machine(text: str, *, hmat: bool | None = None) -> Machine:
-    """Return a machine by its name, or by a description of its nodes.
-
-    Args:
-        text: one of `MACHINES`, or what `parse_nodes` reads.
-        hmat: with or without speeds; None leaves it as it is.
-    """
-    found = MACHINES.get(text) or Machine(parse_nodes(text))
-    return found if hmat is None else replace(found, hmat=hmat)
+def machine(text: str) -> Machine:
+    """Return the machine of a name in `MACHINES`, or of a description that `parse_nodes` reads."""
+    return MACHINES.get(text) or Machine(parse_nodes(text))
 
 
 def numa_arguments(machine: Machine) -> list[str]:

@@ -6,13 +6,13 @@ import pytest
 
 from lightning_cxl import Topology
 from lightning_cxl.memory.stacks import HostMemory
+from tests.numa_vm import machine as machines
 from tests.numa_vm.inside.located import Recorder
-from tests.numa_vm.machine import MACHINES, Machine
 
 
 @pytest.fixture(scope="session")
-def machine() -> Machine:
-    return MACHINES[os.environ["NUMA_VM"]]
+def machine() -> machines.Machine:
+    return machines.machine(os.environ["NUMA_VM"])
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_cxl import Placement, SpillWarning, TensorRole, TierFullError
-from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.numa import PAGE_BYTES, NumaResource
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.tiers.nodes import read_meminfo
 from tests.numa_vm.inside.located import bytes_by_tier, check_spans
@@ -26,6 +26,14 @@ def fill(memory, chunk, count):
             buffers.append(memory.allocate(chunk, PLACEMENT, ROLE))
             tensors.append(buffers[-1].tensor((chunk // 8,), torch.int64).fill_(number))
     return buffers, tensors, [w for w in caught if issubclass(w.category, SpillWarning)]
+
+
+def most_of_the_cards(memory):
+    """Allocate three quarters of the cards; return the buffer, and one number of every page, which counts up."""
+    nbytes = memory.topology.tier("cxl").capacity_bytes * 3 // 4 // PAGE_BYTES * PAGE_BYTES
+    buffer = memory.allocate(nbytes, Placement(("cxl",)), ROLE)
+    pages = buffer.tensor((nbytes // PAGE_BYTES, PAGE_BYTES // 8), torch.int64)[:, 0]
+    return buffer, pages.copy_(torch.arange(len(pages)))
 
 
 def check_contents(tensors):
@@ -55,37 +63,32 @@ def test_a_full_budget_spills_with_one_warning(topology):
     check_contents(tensors)
 
 
-def test_full_cards_spill_and_nothing_is_lost(topology):
+@pytest.mark.parametrize("holder", ["this memory", "another one"])
+def test_full_cards_spill_and_nothing_is_lost(topology, holder):
     memory = HostMemory(topology)
-    count = topology.tier("cxl").capacity_bytes // CHUNK + 2
+    held, pages = most_of_the_cards(memory if holder == "this memory" else HostMemory(topology))
+    count = (topology.tier("cxl").capacity_bytes - held.nbytes) // CHUNK + 2
     buffers, tensors, spills = fill(memory, CHUNK, count)
     tiers = tiers_of(buffers, topology)
     first = tiers.index("dram")
     assert tiers == ["cxl"] * first + ["dram"] * (count - first)
-    assert first * CHUNK >= 0.85 * topology.tier("cxl").capacity_bytes, "head-room is small"
+    assert held.nbytes + first * CHUNK >= 0.85 * topology.tier("cxl").capacity_bytes, "head-room is small"
     assert len(spills) == 1
     check_contents(tensors)
-
-
-def test_another_holder_of_the_node_is_noticed(topology, cards):
-    other = HostMemory(topology)
-    held = other.allocate(topology.tier("cxl").capacity_bytes * 3 // 4, Placement(("cxl",)), ROLE)
-    buffers, tensors, spills = fill(HostMemory(topology), CHUNK, 6 * len(cards))
-    tiers = tiers_of(buffers, topology)
-    assert tiers[0] == "cxl" and tiers[-1] == "dram" and len(spills) == 1
-    check_contents(tensors)
     check_spans(held)
+    assert torch.equal(pages, torch.arange(len(pages)))
 
 
 def test_error_mode_refuses_and_keeps_what_there_is(topology):
     memory = HostMemory(topology, on_tier_full="error")
-    buffers, tensors = [], []
+    held, pages = most_of_the_cards(memory)
+    buffers = []
     with pytest.raises(TierFullError, match=r"MASTER_WEIGHTS.*`cxl`"):
         while True:
-            buffers.append(memory.allocate(CHUNK * 2, PLACEMENT, ROLE))
-            tensors.append(buffers[-1].tensor((CHUNK // 4,), torch.int64).fill_(len(tensors)))
-    assert tiers_of(buffers, topology) == ["cxl"] * len(buffers)
-    check_contents(tensors)
+            buffers.append(memory.allocate(CHUNK, PLACEMENT, ROLE))
+    assert buffers and tiers_of(buffers, topology) == ["cxl"] * len(buffers)
+    check_spans(held)
+    assert torch.equal(pages, torch.arange(len(pages)))
 
 
 def test_pages_that_the_kernel_puts_elsewhere_are_given_back(topology, cards):

@@ -65,8 +65,8 @@ def test_arena_grows_and_shrinks_on_its_cards(memory, topology):
         for buffer in step:
             check_spans(buffer)
             assert bytes_by_tier(buffer, topology) == {"cxl": buffer.nbytes}
-        held_bytes.append(memory.stats()["tiers"]["cxl"]["held_bytes"])
         del step, buffer
         memory.end_step()
+        held_bytes.append(memory.stats()["tiers"]["cxl"]["held_bytes"])
     assert held_bytes[1] >= 12 * 7 * MIB
     assert held_bytes[-1] < held_bytes[1], "pages that four steps did not need went back"
