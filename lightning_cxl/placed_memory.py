@@ -106,5 +106,4 @@ class PlacedMemory:
 
     def _is_at_home(self, parameter: torch.Tensor, placement: Placement) -> bool:
         """Whether weights lie already where they should, because they were created there."""
-        tier = self.memory.tier_at(parameter.data_ptr()) if is_ordinary(parameter) else None
-        return tier is not None and tier.name == placement.tiers[0]
+        return is_ordinary(parameter) and self.memory.is_placed(parameter.data_ptr(), placement)

@@ -3,6 +3,12 @@
  * The spans of one home are laid end to end, each home's line is cut into chunks, and the threads take chunk after
  * chunk: first those of their own home, then what is left of others. Handed out as threads become free, because memory
  * of different kinds takes different time. A chunk is a whole number of blocks and cache lines of every span.
+ *
+ * Chunks are not handed out in the order of addresses: state may be striped over tiers, in stripes of 2 MiB and more, so
+ * neighbours lie in the same stripe, and with all threads there the tiers would work one after the other. Steps of the
+ * golden section of the line keep the chunks of any moment spread over it evenly, so each tier has about its share of
+ * the threads. Equal ways side by side would be as simple, but keep step with the stripes where a way is a multiple of
+ * their period. One thread alone goes in the order of addresses, which is a little faster.
  */
 #ifndef LIGHTNING_CXL_ADAM_THREADS_H
 #define LIGHTNING_CXL_ADAM_THREADS_H
@@ -19,7 +25,8 @@ enum { ADAM_CHUNK = 65536, ADAM_ALIGN = BLOCKWISE_SIZE };
 struct adam_line {
     int64_t first, last;  /* its spans, as places in `order` */
     int64_t num_chunks;
-    int64_t next_chunk;   /* to be handed out; atomic */
+    int64_t stride;       /* from one chunk that is handed out to the next, without a factor in common with num_chunks */
+    int64_t next_turn;    /* of handing out a chunk; atomic */
     int num_threads;      /* that start here */
     cpu_set_t cpus;       /* empty: any */
 };
@@ -53,7 +60,22 @@ static void adam_lay_out(struct adam_job *job, const int64_t num_spans)
     }
 }
 
-/* Threads by share of the chunks. */
+/* Return a step near the golden section of `n` whose multiples modulo `n` are all of 0 to n - 1. */
+static int64_t adam_stride(const int64_t n)
+{
+    for (int64_t step = (int64_t)(0.6180339887498949 * (double)n);; step++) {
+        int64_t a = n, b = step;
+        while (b) {
+            const int64_t rest = a % b;
+            a = b;
+            b = rest;
+        }
+        if (a <= 1) /* the greatest common divisor */
+            return step;
+    }
+}
+
+/* Threads by share of the chunks, and the order of these. */
 static int adam_divide_threads(struct adam_job *job, int num_threads)
 {
     int64_t chunks = 0, before = 0;
@@ -65,6 +87,7 @@ static int adam_divide_threads(struct adam_job *job, int num_threads)
         const int64_t after = before + job->lines[i].num_chunks;
         job->lines[i].num_threads = chunks ? (int)(after * num_threads / chunks - before * num_threads / chunks) : 0;
         before = after;
+        job->lines[i].stride = num_threads > 1 ? adam_stride(job->lines[i].num_chunks) : 1;
     }
     return num_threads;
 }
@@ -106,9 +129,9 @@ static void adam_work(struct adam_job *job, const int thread)
     }
     for (int64_t i = 0; i < job->num_lines; i++) {
         struct adam_line *line = &job->lines[(home + i) % job->num_lines];
-        int64_t chunk;
-        while ((chunk = __atomic_fetch_add(&line->next_chunk, 1, __ATOMIC_RELAXED)) < line->num_chunks)
-            adam_chunk(job, line, chunk);
+        int64_t turn;
+        while ((turn = __atomic_fetch_add(&line->next_turn, 1, __ATOMIC_RELAXED)) < line->num_chunks)
+            adam_chunk(job, line, turn * line->stride % line->num_chunks);
     }
     if (moved)
         sched_setaffinity(0, sizeof old, &old);

@@ -2,9 +2,13 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from lightning_cxl._numa import Mapping
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.memory.resource import Buffer, MemoryResource
+from lightning_cxl.memory.numa import PAGE_BYTES, PageSource, allocate_pages
+from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.units import format_bytes
 
 
@@ -58,32 +62,62 @@ class Budget:
 
 
 class BudgetResource:
-    """Charges a budget for every buffer of `upstream`, in whole pages."""
+    """Charges a budget for all that `upstream` backs, in whole pages.
 
-    def __init__(self, upstream: MemoryResource, budget: Budget) -> None:
+    Args:
+        upstream: backs memory of one tier.
+        budget: of that tier.
+        node_fraction: of the free memory of `upstream`, what this may use: tiers on the same nodes divide it.
+    """
+
+    def __init__(self, upstream: PageSource, budget: Budget, node_fraction: float = 1.0) -> None:
+        self.tier_name = upstream.tier_name
+        self.inherit = upstream.inherit
         self._upstream = upstream
         self._budget = budget
+        self._node_fraction = node_fraction
 
-    def allocate(self, nbytes: int, *, alignment: int = 4096) -> Buffer:
-        """Return `upstream`'s buffer if the budget allows it.
+    def free_bytes(self) -> int:
+        """Return what both the budget and `upstream` have free."""
+        rest = self._budget.limit_bytes - self._budget.held_bytes
+        return min(rest, int(self._upstream.free_bytes() * self._node_fraction))
+
+    def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> Buffer:
+        """Return memory of `upstream` if the budget allows it.
 
         Raises:
             TierFullError: budget or upstream exhausted.
         """
-        charged = whole_pages(nbytes)
-        self._budget.charge(charged)
-        try:
-            inner = self._upstream.allocate(nbytes, alignment=alignment)
-        except BaseException:
-            self._budget.credit(charged)
-            raise
-        return Buffer(inner.address, nbytes, inner.spans, self, inner)
+        return allocate_pages(self, nbytes, alignment)
 
     def deallocate(self, buffer: Buffer) -> None:
-        """Return the buffer's bytes to the budget; `upstream` gets its own buffer back by itself."""
-        self._budget.credit(whole_pages(buffer.nbytes))
+        """Return the bytes of a dying buffer to the budget; its mapping dies with it."""
+        self.release(buffer.spans)
+
+    def commit(self, mapping: Mapping, offset: int, nbytes: int) -> tuple[Span, ...]:
+        """Charge and back a range."""
+        with self._charged(nbytes):
+            return self._upstream.commit(mapping, offset, nbytes)
+
+    def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        """Charge and back parts of a range that were compared with what is free."""
+        with self._charged(sum(nbytes for _, nbytes in parts)):
+            return self._upstream.back(mapping, parts)
+
+    def release(self, spans: Sequence[Span]) -> None:
+        """Return what was committed to the budget."""
+        self._budget.credit(sum(whole_pages(span.nbytes) for span in spans))
+
+    @contextmanager
+    def _charged(self, nbytes: int) -> Iterator[None]:
+        self._budget.charge(nbytes)
+        try:
+            yield
+        except BaseException:
+            self._budget.credit(nbytes)
+            raise
 
 
 def whole_pages(nbytes: int) -> int:
     """Return `nbytes` rounded up to whole 4 KiB pages, what the OS really gives."""
-    return -(-nbytes // 4096) * 4096
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

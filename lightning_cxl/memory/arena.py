@@ -3,13 +3,14 @@
 from collections import deque
 
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.memory.adaptors import Budget, whole_pages
+from lightning_cxl.memory.adaptors import whole_pages
 from lightning_cxl.memory.blocks import BlockList
 from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PageSource, reserve
 from lightning_cxl.memory.reclaim import ReclaimingResource
 from lightning_cxl.memory.resource import Buffer, Span, cut_spans
 from lightning_cxl.units import format_bytes
 
+STEP_BYTES = 32 * 2**20
 _STEPS_KEPT = 4
 _SHRINK_BELOW_FRACTION = 0.75
 
@@ -21,16 +22,14 @@ class ArenaResource(ReclaimingResource):
     that mark is below three quarters of what is backed. Thread-safe.
 
     Args:
-        source: backs the range with memory.
-        budget: charged for what is backed.
+        source: backs the range with memory, and charges budgets for it.
         reserve_bytes: size of the range; costs addresses, no memory.
         step_bytes: the range grows by multiples of this, a multiple of 2 MiB.
     """
 
-    def __init__(self, source: PageSource, budget: Budget, reserve_bytes: int, *, step_bytes: int = 32 * 2**20) -> None:
+    def __init__(self, source: PageSource, reserve_bytes: int, *, step_bytes: int = STEP_BYTES) -> None:
         super().__init__()
         self._source = source
-        self._budget = budget
         self._step_bytes = step_bytes
         self._mapping = reserve(reserve_bytes, HUGE_PAGE_BYTES, source)
         self._blocks = BlockList()
@@ -97,16 +96,10 @@ class ArenaResource(ReclaimingResource):
         self._back_up_to(whole_pages(end))
 
     def _back_up_to(self, end: int) -> None:
-        nbytes = end - self._backed
-        self._budget.charge(nbytes)
-        try:
-            spans = self._source.commit(self._mapping, self._backed, nbytes)
-        except BaseException:
-            self._budget.credit(nbytes)
-            raise
+        spans = self._source.commit(self._mapping, self._backed, end - self._backed)
         for span in spans:
             last = self._spans[-1] if self._spans else None
-            if last is not None and last.node_id == span.node_id:
+            if last is not None and (last.tier, last.node_id) == (span.tier, span.node_id):
                 self._spans[-1] = Span(last.tier, last.node_id, last.offset, last.nbytes + span.nbytes)
             else:
                 self._spans.append(span)
@@ -116,8 +109,9 @@ class ArenaResource(ReclaimingResource):
         if end >= self._backed:
             return
         self._mapping.discard(end, self._backed - end)
+        gone = cut_spans(self._spans, end, self._backed - end)
         self._spans = list(cut_spans(self._spans, 0, end))
-        self._budget.credit(self._backed - end)
+        self._source.release(gone)
         self._backed = end
 
     def _take_back(self, address: int, nbytes: int) -> None:

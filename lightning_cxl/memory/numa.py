@@ -10,12 +10,12 @@ is given back and `TierFullError` raised. Pinning comes after all this, see `mem
 
 import contextlib
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lightning_cxl._numa import NOWHERE, Mapping, gather_pages, page_nodes
 from lightning_cxl.errors import PlacementError, TierFullError
-from lightning_cxl.memory.resource import Buffer, Span
+from lightning_cxl.memory.resource import Buffer, MemoryResource, Span
 from lightning_cxl.tiers.topology import Topology
 from lightning_cxl.units import format_bytes
 
@@ -28,7 +28,7 @@ PageNodes = Callable[[int, int], dict[int, int]]
 """Where the pages of (address, nbytes) are: bytes per node id."""
 
 
-class PageSource(Protocol):
+class PageSource(MemoryResource, Protocol):
     """What backs ranges of a mapping with memory: one node, or several in stripes."""
 
     tier_name: str
@@ -41,12 +41,21 @@ class PageSource(Protocol):
         """Back ``[offset, offset + nbytes)`` of `mapping` now, or leave it unbacked and raise.
 
         Returns:
-            Which node got which part, offsets relative to the mapping.
+            Which node got which part, offsets relative to the mapping. Whoever discards or unmaps it calls `release`.
 
         Raises:
             TierFullError: not enough free memory, or the pages landed elsewhere.
             PlacementError: the kernel refuses to place pages.
         """
+
+    def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        """Do what `commit` does for several (offset, nbytes), which the caller has just compared with what is free.
+
+        Parts that were backed before one failed may stay so, and do not count as committed.
+        """
+
+    def release(self, spans: Sequence[Span]) -> None:
+        """Note that what was committed is not backed any more. Takes no lock, see [Note: Life of a Buffer]."""
 
 
 class NumaResource:
@@ -101,10 +110,16 @@ class NumaResource:
                 f"cannot place {format_bytes(nbytes)} on node {self.node_id} of tier `{self.tier_name}`: "
                 f"{format_bytes(free)} free. Use a smaller job, or allow another tier."
             )
-        return self.back(mapping, offset, nbytes)
+        return self.back(mapping, [(offset, nbytes)])
 
-    def back(self, mapping: Mapping, offset: int, nbytes: int) -> tuple[Span, ...]:
-        """Do what `commit` does for a caller that has just compared the request with what is free."""
+    def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        """Back parts of a range that were compared with what is free."""
+        return tuple(self._back_part(mapping, offset, nbytes) for offset, nbytes in parts)
+
+    def release(self, spans: Sequence[Span]) -> None:
+        """Nothing to do: the kernel counts what is free."""
+
+    def _back_part(self, mapping: Mapping, offset: int, nbytes: int) -> Span:
         self._prefer(mapping, offset, nbytes)
         huge = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if huge:
@@ -115,7 +130,7 @@ class NumaResource:
         except BaseException:
             mapping.discard(offset, nbytes)
             raise
-        return (Span(self.tier_name, self.node_id, offset, nbytes),)
+        return Span(self.tier_name, self.node_id, offset, nbytes)
 
     def _prefer(self, mapping: Mapping, offset: int, nbytes: int) -> None:
         try:
@@ -176,7 +191,7 @@ class NumaResource:
 
 
 def allocate_pages(source: PageSource, nbytes: int, alignment: int) -> Buffer:
-    """Map `nbytes`, back them from `source`, and return the buffer that owns the mapping.
+    """Map `nbytes`, back them from `source`, and return the buffer that owns the mapping; `source` gets it back.
 
     From 2 MiB on the start is aligned to a transparent huge page. Zero bytes need no memory.
 
@@ -191,7 +206,7 @@ def allocate_pages(source: PageSource, nbytes: int, alignment: int) -> Buffer:
     spans = source.commit(mapping, 0, whole)
     last = spans[-1]
     spans = (*spans[:-1], Span(last.tier, last.node_id, last.offset, nbytes - last.offset))
-    return Buffer(mapping.address, nbytes, spans, None, mapping)
+    return Buffer(mapping.address, nbytes, spans, source, mapping)
 
 
 def reserve(nbytes: int, alignment: int, source: PageSource) -> Mapping:

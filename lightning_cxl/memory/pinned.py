@@ -7,6 +7,7 @@ CXL memory often is, silently to another node; so the kernel is asked again afte
 import contextlib
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -129,8 +130,11 @@ class PinnedResource:
     def _check_nodes(self, buffer: Buffer) -> None:
         if self._where is None:
             return
-        nodes = {span.node_id for span in buffer.spans}
-        moved = {node: size for node, size in self._where(buffer.address, buffer.nbytes).items() if node not in nodes}
+        nodes = Counter[int]()
+        for span in buffer.spans:
+            nodes[span.node_id] += span.nbytes
+        found = self._where(buffer.address, buffer.nbytes)
+        moved = {node: size - nodes[node] for node, size in found.items() if size > nodes[node]}
         if moved:
             raise PinnedMemoryError(
                 f"page-locking moved {format_bytes(sum(moved.values()))} of {format_bytes(buffer.nbytes)} on nodes "

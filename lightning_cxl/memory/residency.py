@@ -38,24 +38,29 @@ def residency(
     if tensor.device.type != "cpu":
         return {str(tensor.device): tensor.numel() * tensor.element_size()} if tensor.numel() else {}
     found: dict[str, int] = {}
-    for address, nbytes in _runs(tensor):
-        try:
-            nodes = where(address, nbytes)
-        except OSError as error:
-            raise PlacementError(
-                f"the kernel refuses to say where pages are ({error}). In a container allow the system call move_pages."
-            ) from error
-        asked = memory.tier_at(address) if memory is not None else None
-        for node, size in nodes.items():
-            if node == NOWHERE:
-                name = UNBACKED
-            elif asked is not None and node in asked.node_ids:
-                name = asked.name
-            else:
-                tier = topology.node_tier(node)
-                name = tier.name if tier is not None else f"node {node}"
-            found[name] = found.get(name, 0) + size
+    for begin, length in _runs(tensor):
+        address = begin
+        for asked, nbytes in memory.tiers_of(begin, length) if memory is not None else ((None, length),):
+            for node, size in _ask(where, address, nbytes).items():
+                if node == NOWHERE:
+                    name = UNBACKED
+                elif asked is not None and node in asked.node_ids:
+                    name = asked.name
+                else:
+                    tier = topology.node_tier(node)
+                    name = tier.name if tier is not None else f"node {node}"
+                found[name] = found.get(name, 0) + size
+            address += nbytes
     return found
+
+
+def _ask(where: PageNodes, address: int, nbytes: int) -> dict[int, int]:
+    try:
+        return where(address, nbytes)
+    except OSError as error:
+        raise PlacementError(
+            f"the kernel refuses to say where pages are ({error}). In a container allow the system call move_pages."
+        ) from error
 
 
 def _runs(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,9 @@
-"""The host memory of one process: every tier's stacks, spilling from one to the next, and the accounts."""
+"""The host memory of one process: the stacks of tiers and splits, spilling from one to the next, and the accounts."""
 
 import os
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, Literal
@@ -10,12 +11,16 @@ from typing import Any, Literal
 import torch
 
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError
-from lightning_cxl.memory.ledger import Ledger
+from lightning_cxl.memory.ledger import Ledger, Split
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.memory.tier_stacks import MakeLeaf, Pinner, TierStacks, make_leaf, make_pinner
+from lightning_cxl.memory.split_stacks import Pinner, SplitStacks, make_pinner
+from lightning_cxl.memory.striped import stripe_bytes_for
+from lightning_cxl.memory.tier_pages import MakeLeaf, TierPages, make_leaf
 from lightning_cxl.tiers.placement import Placement, TensorRole
 from lightning_cxl.tiers.topology import Tier, Topology
 from lightning_cxl.units import format_bytes
+
+_SHARE_DIGITS = 4  # splits that differ less share their stacks
 
 
 class HostMemory:
@@ -28,7 +33,8 @@ class HostMemory:
     Args:
         topology: the machine.
         budgets: most bytes to hold from the OS, per tier name; a tier without one may use its whole capacity.
-        on_tier_full: ``"spill"`` to the next tier of the placement with one warning per role and tier, or ``"error"``.
+        on_tier_full: ``"spill"`` to the other tiers of a split, then to the next one of the placement, with one warning
+            per role and tier, or ``"error"``.
         pin: honour ``Placement.pinned``; otherwise all memory is pageable.
         leaf: what a tier's memory comes from; for tests.
         pinner: how memory is page-locked; for tests.
@@ -57,17 +63,20 @@ class HostMemory:
         self.topology = topology
         self._on_tier_full = on_tier_full
         self._pin = pin
-        self._leaf = leaf or partial(make_leaf, topology=topology)
+        self._limits = {tier.name: self._budgets.get(tier.name, tier.capacity_bytes) for tier in topology.tiers}
+        most = sum(min(self._limits[tier.name], tier.capacity_bytes) for tier in topology.tiers)
+        self._stripe_bytes = stripe_bytes_for(most)
+        self._leaf = leaf or partial(make_leaf, topology=topology, stripe_bytes=self._stripe_bytes)
         self._pinner = pinner or make_pinner(topology)
         self._warned: set[tuple[TensorRole, str]] = set()
         self._closed = False
         self._start()
 
     def allocate(self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64) -> Buffer:
-        """Return exactly `nbytes` (contents undefined) on the first tier of `placement` that holds them.
+        """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit.
 
         Raises:
-            TierFullError: no tier of the placement can, or the first cannot and ``on_tier_full="error"``.
+            TierFullError: no tier of the placement can, or the first ones cannot and ``on_tier_full="error"``.
             TierNotFoundError: the placement names a tier that does not exist.
         """
         if nbytes < 0:
@@ -76,23 +85,23 @@ class HostMemory:
             raise LightningCXLError("this HostMemory is closed: allocate from the one of a running strategy")
         if self._pid != os.getpid():
             self._start()
-        tiers = [self._tiers.get(name) or self._unknown(name) for name in placement.tiers]
+        for name in placement.tiers:
+            self.topology.tier(name)
         if nbytes == 0:
             return Buffer(0, 0, (), None)
+        wanted, pinned = self._split(placement), placement.pinned and self._pin
         reason = ""  # as text: an exception kept here would keep this frame and so the buffer alive
-        for index, stacks in enumerate(tiers):
+        for split, full in self._attempts(wanted, placement):
             try:
-                inner = self._allocate_on(stacks, nbytes, role, placement.pinned and self._pin, alignment)
+                inner = self._allocate_on(split, nbytes, role, pinned, alignment, full)
             except TierFullError as error:
                 reason = str(error)
-                if self._on_tier_full == "error":
-                    tiers = tiers[:1]
-                    break
                 continue
-            buffer = self._ledger.record(inner, stacks.tier.name, role)
-            if index:
-                self._warn_spill(nbytes, role, tiers[0].tier.name, stacks.tier.name)
+            buffer = self._ledger.record(inner, role, None if full else split)
+            if full or split != wanted:
+                self._warn_spill(buffer, role, wanted, full or [name for name, _ in wanted])
             return buffer
+        tiers = [name for name, _ in wanted] if self._on_tier_full == "error" else placement.tiers
         raise TierFullError(self._full_message(nbytes, role, tiers, reason))
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, placement: Placement, role: TensorRole) -> torch.Tensor:
@@ -103,7 +112,7 @@ class HostMemory:
 
     def free_bytes(self) -> dict[str, int]:
         """Return what each tier could still hold; tiers on the same nodes each count what they share."""
-        return {name: self._free(stacks) for name, stacks in self._tiers.items()}
+        return {name: self._free(name) for name in self._pages}
 
     def stats(self) -> dict[str, Any]:
         """Return the accounts, JSON-able.
@@ -112,95 +121,157 @@ class HostMemory:
         those) and ``held_bytes`` (from the OS). ``roles`` and ``peak_roles``: bytes per role and tier, now and at most.
         """
         tiers = {}
-        for name, stacks in self._tiers.items():
+        for name, pages in self._pages.items():
             used, peak = self._ledger.tier_bytes(name)
             tiers[name] = {
-                "capacity_bytes": stacks.tier.capacity_bytes,
-                "budget_bytes": stacks.budget.limit_bytes,
+                "capacity_bytes": pages.tier.capacity_bytes,
+                "budget_bytes": pages.budget.limit_bytes,
                 "used_bytes": used,
                 "peak_bytes": peak,
-                "held_bytes": stacks.held_bytes(),
+                "held_bytes": pages.budget.held_bytes,
             }
         live, peaks = self._ledger.role_bytes()
         return {"tiers": tiers, "roles": live, "peak_roles": peaks}
 
     def tier_at(self, address: int) -> Tier | None:
-        """Return the tier of the living buffer that has `address`, None when the memory is not ours."""
+        """Return the tier of the byte at `address`, None when the memory is not ours."""
         name = self._ledger.tier_at(address)
-        return None if name is None else self._tiers[name].tier
+        return None if name is None else self._pages[name].tier
+
+    def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[Tier | None, int]]:
+        """Yield (tier, bytes) of neighbouring parts of a range; None from where it is not in one of our buffers on."""
+        for name, size in self._ledger.tiers_of(address, nbytes):
+            yield None if name is None else self._pages[name].tier, size
+
+    def is_placed(self, address: int, placement: Placement) -> bool:
+        """Whether the buffer that has `address` was allocated as `placement` wants it: same tiers, same shares."""
+        return self._ledger.split_at(address) == self._split(placement)
 
     def end_step(self) -> None:
         """Say that a training step is over, so that activation arenas can shrink."""
-        for stacks in self._tiers.values():
+        for stacks in self._all_stacks():
             stacks.end_step()
 
     def trim(self) -> None:
         """Give everything unused back to the OS."""
-        for stacks in self._tiers.values():
+        for stacks in self._all_stacks():
             stacks.trim()
 
     def close(self) -> None:
         """Serve nothing any more and give everything back: now, or when its last user dies. May be called again."""
         self._closed = True
-        for stacks in self._tiers.values():
+        for stacks in self._all_stacks():
             stacks.close()
 
     def _start(self) -> None:
         self._pid = os.getpid()
         self._ledger = Ledger()
-        self._tiers = {
-            tier.name: TierStacks(tier, self._leaf, self._budgets.get(tier.name, tier.capacity_bytes), self._pinner)
-            for tier in self.topology.tiers
-        }
+        self._pages = {tier.name: TierPages(tier, self._leaf, self._limits[tier.name]) for tier in self.topology.tiers}
+        self._stacks: dict[Split, SplitStacks] = {}
+        self._lock = threading.Lock()
 
-    def _unknown(self, name: str) -> TierStacks:
-        return self._tiers[self.topology.tier(name).name]  # raises, naming what exists
+    def _split(self, placement: Placement) -> Split:
+        """Return tiers and shares in a form that is equal for splits that are."""
+        shares = {name: round(share, _SHARE_DIGITS) for name, share in placement.split().items()}
+        return tuple((name, shares[name]) for name in self.topology.names if shares.get(name))
 
-    def _neighbours(self, stacks: TierStacks) -> list[TierStacks]:
-        """Return the tiers that share nodes with a tier, itself included."""
-        nodes = set(stacks.tier.node_ids)
-        return [other for other in self._tiers.values() if nodes.intersection(other.tier.node_ids)]
-
-    def _free(self, stacks: TierStacks) -> int:
-        return stacks.free_bytes(sum(other.held_bytes() for other in self._neighbours(stacks)))
-
-    def _allocate_on(self, stacks: TierStacks, nbytes: int, role: TensorRole, pinned: bool, alignment: int) -> Buffer:
-        stack = stacks.stack(role, pinned)
-        try:
-            return stack.allocate(nbytes, alignment=alignment)
-        except TierFullError:
-            # the tier's other stacks may keep memory that nobody uses; so may those of a tier on the same nodes, which
-            # is no help when the budget is exhausted
-            by_budget = stacks.held_bytes() + nbytes > stacks.budget.limit_bytes
-            others = [stacks] if by_budget else self._neighbours(stacks)
-            before = sum(other.held_bytes() for other in others)
-            for other in others:
-                other.trim()
-            if sum(other.held_bytes() for other in others) == before:
-                raise
-            return stack.allocate(nbytes, alignment=alignment)
-
-    def _warn_spill(self, nbytes: int, role: TensorRole, wanted: str, got: str) -> None:
-        if (role, wanted) in self._warned:
+    def _attempts(self, wanted: Split, placement: Placement) -> Iterator[tuple[Split, set[str] | None]]:
+        """Yield what to try in turn: a split, and where its tiers may lend each other room, a set for the full ones."""
+        yield wanted, None
+        if self._on_tier_full == "error":
             return
-        self._warned.add((role, wanted))
-        stacks = self._tiers[wanted]
-        free, limit = format_bytes(self._free(stacks)), format_bytes(stacks.budget.limit_bytes)
+        if len(wanted) > 1:
+            yield wanted, set()
+        for name in placement.tiers:
+            if name not in dict(wanted):
+                yield ((name, 1.0),), None
+
+    def _stacks_of(self, split: Split) -> SplitStacks:
+        with self._lock:
+            if split not in self._stacks:
+                pages = {name: self._pages[name] for name, _ in split}
+                self._stacks[split] = SplitStacks(pages, dict(split), self._pinner, self._stripe_bytes)
+            return self._stacks[split]
+
+    def _all_stacks(self) -> list[SplitStacks]:
+        with self._lock:
+            return list(self._stacks.values())
+
+    def _neighbours(self, names: Iterable[str]) -> set[str]:
+        """Return the tiers that share nodes with some, these included."""
+        nodes = {node for name in names for node in self._pages[name].tier.node_ids}
+        return {name for name, pages in self._pages.items() if nodes.intersection(pages.tier.node_ids)}
+
+    def _held(self, names: Iterable[str]) -> int:
+        return sum(self._pages[name].budget.held_bytes for name in names)
+
+    def _free(self, name: str) -> int:
+        used, _ = self._ledger.tier_bytes(name)
+        return self._pages[name].free_bytes(used, self._held(self._neighbours([name])))
+
+    def _allocate_on(
+        self, split: Split, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str] | None
+    ) -> Buffer:
+        stacks = self._stacks_of(split)
+
+        def attempt() -> Buffer:
+            if full is None:
+                return stacks.stack(role, pinned).allocate(nbytes, alignment=alignment)
+            full.clear()
+            return stacks.lend(nbytes, role, pinned, alignment, full)
+
+        try:
+            return attempt()
+        except TierFullError:
+            if not self._reclaim(split, nbytes, lending=full is not None):
+                raise
+            return attempt()
+
+    def _reclaim(self, split: Split, nbytes: int, *, lending: bool) -> bool:
+        """Give back what stacks keep unused on tiers that had no room; return whether there was anything.
+
+        So may those of a tier on the same nodes, which is no help where a budget is exhausted.
+        """
+        budgets = {name: self._pages[name].budget for name, _ in split}
+        over = {name for name, share in split if budgets[name].held_bytes + share * nbytes > budgets[name].limit_bytes}
+        tiers = over if over and not lending else self._neighbours(budgets)
+        before = self._held(tiers)
+        for stacks in self._all_stacks():
+            if stacks.tiers & tiers:
+                stacks.trim()
+        return self._held(tiers) < before
+
+    def _warn_spill(self, buffer: Buffer, role: TensorRole, wanted: Split, full: Iterable[str]) -> None:
+        names = [name for name in full if (role, name) not in self._warned]
+        if not names:
+            return
+        self._warned.update((role, name) for name in names)
+        got = dict.fromkeys((span.tier for span in buffer.spans), 0.0)
+        for span in buffer.spans:
+            got[span.tier] += span.nbytes / buffer.nbytes
+        if len(wanted) == 1:
+            went = f"tier `{next(iter(got))}`"
+        else:
+            went = f"{_fractions(got)} instead of {_fractions(dict(wanted))}"
+        tiers = ", ".join(f"`{name}` has {self._room(name)}" for name in names)
         warnings.warn(
-            f"{role.name} ({format_bytes(nbytes)}) went to tier `{got}`: `{wanted}` has {free} of {limit} free. "
-            f"More may follow without a warning, the memory report counts them. Raise the budget of `{wanted}`, or set "
+            f"{role.name} ({format_bytes(buffer.nbytes)}) went to {went}: {tiers}. More may follow without a warning, "
+            f"the memory report counts them. Raise the budget of {' and '.join(f'`{name}`' for name in names)}, or set "
             f"on_tier_full='error' to refuse instead.",
             SpillWarning,
             stacklevel=4,
         )
 
-    def _full_message(self, nbytes: int, role: TensorRole, tiers: Sequence[TierStacks], reason: str) -> str:
-        full = ", nor on ".join(
-            f"tier `{stacks.tier.name}`: {format_bytes(self._free(stacks))} of "
-            f"{format_bytes(stacks.budget.limit_bytes)} free"
-            for stacks in tiers
-        )
+    def _room(self, name: str) -> str:
+        return f"{format_bytes(self._free(name))} of {format_bytes(self._pages[name].budget.limit_bytes)} free"
+
+    def _full_message(self, nbytes: int, role: TensorRole, tiers: Sequence[str], reason: str) -> str:
+        full = ", nor on ".join(f"tier `{name}`: {self._room(name)}" for name in tiers)
         return (
-            f"cannot place {role.name} ({format_bytes(nbytes)}) on {full}. Raise the budget of `{tiers[0].tier.name}`, "
+            f"cannot place {role.name} ({format_bytes(nbytes)}) on {full}. Raise the budget of `{tiers[0]}`, "
             f"allow another tier, or see `python -m lightning_cxl env` for what this machine has. ({reason})"
         )
+
+
+def _fractions(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())

@@ -17,9 +17,10 @@ class Plan:
         self._reasons: dict[str, dict[str, None]] = {}  # an ordered set per role
 
     def add(self, role: TensorRole, nbytes: int, placement: Placement) -> None:
-        """Count `nbytes` of a role for the first tier of its placement."""
+        """Count `nbytes` of a role for the tiers of its placement, by their shares."""
         tiers = self._bytes.setdefault(role.value, {})
-        tiers[placement.tiers[0]] = tiers.get(placement.tiers[0], 0) + nbytes
+        for tier, size in split_bytes(nbytes, placement).items():
+            tiers[tier] = tiers.get(tier, 0) + size
         self._reasons.setdefault(role.value, {})[placement.describe()] = None
 
     def roles(self) -> dict[str, dict[str, int]]:
@@ -29,6 +30,18 @@ class Plan:
     def reasons(self) -> dict[str, list[str]]:
         """Return, by role, why its bytes go where they go."""
         return {role: list(reasons) for role, reasons in self._reasons.items()}
+
+
+def split_bytes(nbytes: int, placement: Placement) -> dict[str, int]:
+    """Return what each tier gets of a tensor, whole bytes that add up to `nbytes`."""
+    sizes: dict[str, int] = {}
+    before, share_before = 0, 0.0
+    for tier, share in placement.split().items():
+        share_before += share
+        end = min(nbytes, round(nbytes * share_before))
+        sizes[tier], before = end - before, end
+    sizes[tier] += nbytes - before  # shares may add up to a millionth less than 1
+    return sizes
 
 
 def check_fits(
@@ -41,18 +54,42 @@ def check_fits(
     """
     left = dict(free)
     for role, nbytes, placement in requests:
-        allowed = placement.tiers if on_tier_full == "spill" else placement.tiers[:1]
-        tier = next((name for name in allowed if left.get(name, 0) >= nbytes), None)
-        if tier is None:
+        sizes = _where_it_fits(nbytes, placement, left, on_tier_full)
+        if sizes is None:
+            allowed = placement.tiers if on_tier_full == "spill" else tuple(placement.split())
             needed = sum(size for other, size, _ in requests if other is role)
             have = ", ".join(f"`{name}` {format_bytes(size)}" for name, size in free.items())
             total = format_bytes(sum(size for _, size, _ in requests))
             raise TierFullError(
-                f"cannot place {role.name} ({format_bytes(needed)} of {total} to place now) on tier `{allowed[0]}`"
-                f"{' or any other' if len(allowed) > 1 else ''}: free before that: {have}. Raise the tier's budget in "
-                "`tiers`, free memory, use a smaller model, or see what there is with `python -m lightning_cxl env`."
+                f"cannot place {role.name} ({format_bytes(needed)} of {total} to place now) on tier "
+                f"{' and '.join(f'`{name}`' for name in placement.split())}"
+                f"{' or any other' if len(allowed) > len(placement.split()) else ''}: free before that: {have}. Raise "
+                "the tier's budget in `tiers`, free memory, use a smaller model, or see what there is with "
+                "`python -m lightning_cxl env`."
             )
-        left[tier] -= nbytes
+        for tier, size in sizes.items():
+            left[tier] -= size
+
+
+def _where_it_fits(
+    nbytes: int, placement: Placement, left: Mapping[str, int], on_tier_full: OnTierFull
+) -> dict[str, int] | None:
+    """Return what each tier gets, as `HostMemory` divides a tensor; None when it fits nowhere."""
+    sizes = split_bytes(nbytes, placement)
+    over = sum(max(0, size - left.get(tier, 0)) for tier, size in sizes.items())
+    if not over:
+        return sizes
+    if on_tier_full == "error":
+        return None
+    if sum(left.get(tier, 0) for tier in sizes) < nbytes:
+        spilled = next((tier for tier in placement.tiers if tier not in sizes and left.get(tier, 0) >= nbytes), None)
+        return None if spilled is None else {spilled: nbytes}
+    for tier, size in sizes.items():  # the others of the split take what one of them cannot
+        room = left.get(tier, 0)
+        more = min(over, max(0, room - size))
+        sizes[tier] = min(size, room) + more
+        over -= more
+    return sizes
 
 
 def format_report(report: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 import pytest
@@ -16,8 +16,9 @@ from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.memory.resource import Buffer, MemoryResource
+from lightning_cxl.memory.split_stacks import SplitStacks
 from lightning_cxl.memory.striped import StripedResource
-from lightning_cxl.memory.tier_stacks import TierStacks
+from lightning_cxl.memory.tier_pages import TierPages
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.topology import Topology
 
@@ -31,6 +32,7 @@ class Case:
 
     resource: MemoryResource
     held_bytes: Callable[[], int] = lambda: 0
+    tiers: Set[str] = frozenset({"cxl"})
 
 
 def numa(topology: Topology, free: int = LIMIT) -> NumaResource:
@@ -48,9 +50,27 @@ def pin(upstream: MemoryResource) -> PinnedResource:
 
 
 def make_stack(topology: Topology, kind: str, leaf: NumaResource | StripedResource) -> Case:
-    stacks = TierStacks(topology.tier("cxl"), lambda tier, *, inherit=False: leaf, LIMIT, pin)
+    pages = {"cxl": TierPages(topology.tier("cxl"), lambda tier, *, inherit=False: leaf, LIMIT)}
+    return make_case(SplitStacks(pages, {"cxl": 1.0}, pin), pages, kind)
+
+
+def make_split(topology: Topology, kind: str) -> Case:
+    """Both tiers of this machine, of which `cxl` has two children that pretend to be nodes."""
+    leaves = {"dram": NumaResource("dram", 0, topology, free_bytes=lambda: 2 * LIMIT), "cxl": striped(topology)}
+    limits = {"dram": LIMIT * 3 // 4, "cxl": LIMIT // 4}
+    pages = {
+        name: TierPages(topology.tier(name), lambda tier, *, inherit=False: leaves[tier.name], limits[name])
+        for name in leaves
+    }
+    case = make_case(SplitStacks(pages, {"dram": 0.75, "cxl": 0.25}, pin), pages, kind)
+    case.tiers = {"dram", "cxl"}
+    return case
+
+
+def make_case(stacks: SplitStacks, pages: dict[str, TierPages], kind: str) -> Case:
     role = TensorRole.ACTIVATIONS if kind == "activations" else TensorRole.COMPUTE_GRADS
-    return Case(stacks.stack(role, kind == "pinned"), lambda: (stacks.trim(), stacks.held_bytes())[1])
+    held = lambda: sum(each.budget.held_bytes for each in pages.values())  # noqa: E731
+    return Case(stacks.stack(role, kind == "pinned"), lambda: (stacks.trim(), held())[1])
 
 
 def make_budgeted(topology: Topology) -> Case:
@@ -64,13 +84,16 @@ CASES: dict[str, Callable[[Topology], Case]] = {
     "budget": make_budgeted,
     "pinned": lambda topology: Case(pin(numa(topology))),
     "pool": lambda topology: Case(PoolResource(numa(topology), slab_bytes=MIB)),
-    "arena": lambda topology: Case(ArenaResource(numa(topology), Budget("cxl", LIMIT), LIMIT)),
+    "arena": lambda topology: Case(ArenaResource(numa(topology), LIMIT)),
     "stack pageable": lambda topology: make_stack(topology, "pageable", numa(topology)),
     "stack pinned": lambda topology: make_stack(topology, "pinned", numa(topology)),
     "stack activations": lambda topology: make_stack(topology, "activations", numa(topology)),
     "stack striped pageable": lambda topology: make_stack(topology, "pageable", striped(topology)),
     "stack striped pinned": lambda topology: make_stack(topology, "pinned", striped(topology)),
     "stack striped activations": lambda topology: make_stack(topology, "activations", striped(topology)),
+    "stack split pageable": lambda topology: make_split(topology, "pageable"),
+    "stack split pinned": lambda topology: make_split(topology, "pinned"),
+    "stack split activations": lambda topology: make_split(topology, "activations"),
 }
 
 
@@ -91,7 +114,8 @@ def test_buffer_has_exactly_the_size_and_its_spans_cover_it(case: Case, nbytes: 
     assert buffer.nbytes == nbytes
     position = 0
     for span in buffer.spans:
-        assert (span.offset, span.tier, span.node_id) == (position, "cxl", 0)
+        assert (span.offset, span.node_id) == (position, 0)
+        assert span.tier in case.tiers
         position += span.nbytes
     assert position == nbytes
 
@@ -131,7 +155,7 @@ def test_zero_bytes_give_an_empty_buffer(case: Case) -> None:
 def test_too_much_is_refused_and_leaves_nothing_behind(case: Case, nbytes: int) -> None:
     before = mapped_bytes()
 
-    with pytest.raises(TierFullError, match="tier `cxl`"):
+    with pytest.raises(TierFullError, match=r"tier `(cxl|dram)`"):
         case.resource.allocate(nbytes)
 
     assert mapped_bytes() <= before + MIB
@@ -201,7 +225,7 @@ def test_buffers_may_die_on_any_thread_and_inside_the_garbage_collector(case: Ca
 
 
 def test_concurrent_allocations_get_disjoint_memory(topology: Topology) -> None:
-    for name in ("pool", "arena", "stack pinned", "stack activations"):
+    for name in ("pool", "arena", "stack pinned", "stack activations", "stack split activations"):
         resource = CASES[name](topology).resource
         wrong: list[int] = []
 

@@ -58,6 +58,34 @@ def test_the_number_of_threads_does_not_matter(combination):
         start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
 
 
+@pytest.mark.parametrize("chunks", [*range(1, 24), 31, 32, 33, 55, 64, 89])
+def test_every_chunk_is_updated_once_whatever_their_number(chunks):
+    """A chunk that is left out keeps its values, one that has two turns gets another momentum."""
+    start = Case.random((chunks - 1) * 65536 + 77, COMBINATIONS[chunks % 36], chunks)
+    expected = start.clone().run(scalars_at())
+    for num_threads in (2, 5):
+        start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, (chunks, num_threads))
+
+
+def test_chunks_of_a_moment_are_spread_over_memory():
+    """Seen from outside during an update by two threads: what is done is no beginning of the tensor."""
+    case = Case.random(30_000_000)
+    marks = case["momentum"][::65536]
+    deadline, spread = time.monotonic() + 20, False
+    while not spread and time.monotonic() < deadline:
+        worker = threading.Thread(target=case.run, args=(scalars_at(),), kwargs={"num_threads": 2})
+        case["grads"].fill_(0.5)
+        case["momentum"].fill_(7.0)
+        worker.start()
+        while worker.is_alive() and not spread:
+            done = (marks != 7.0).tolist()
+            quarter = len(done) // 4
+            counts = [sum(done[begin : begin + quarter]) for begin in range(0, 4 * quarter, quarter)]
+            spread = min(counts) > 0 and max(counts) < 0.6 * quarter and max(counts) <= min(counts) + 0.25 * quarter
+        worker.join()
+    assert spread
+
+
 def test_several_updates_at_once():
     """From Python threads of their own, on disjoint spans; each also with threads of its own."""
     starts = [Case.random(200_000, COMBINATIONS[index * 5 % 36], index) for index in range(8)]

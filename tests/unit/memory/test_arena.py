@@ -3,7 +3,7 @@ import torch
 
 from lightning_cxl._numa import NOWHERE, page_nodes
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.memory.adaptors import Budget
+from lightning_cxl.memory.adaptors import Budget, BudgetResource
 from lightning_cxl.memory.arena import ArenaResource
 from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.memory.striped import StripedResource
@@ -16,7 +16,7 @@ TOPOLOGY = Topology.fake(dram=("64GiB",), cxl=())
 def make(limit: int = 256 * MIB, free: int = 2**40, step: int = 8 * MIB) -> tuple[ArenaResource, Budget]:
     budget = Budget("dram", limit)
     leaf = NumaResource("dram", 0, TOPOLOGY, free_bytes=lambda: free)
-    return ArenaResource(leaf, budget, 1024 * MIB, step_bytes=step), budget
+    return ArenaResource(BudgetResource(leaf, budget), 1024 * MIB, step_bytes=step), budget
 
 
 def test_a_range_is_backed_only_as_far_as_it_was_used() -> None:
@@ -121,14 +121,12 @@ def test_closing_keeps_living_buffers_and_gives_the_rest_back() -> None:
 
 def test_spans_of_a_striped_arena_follow_growth_and_shrinking() -> None:
     class Label(NumaResource):
-        def back(self, mapping, offset, nbytes):
-            return tuple(type(s)(s.tier, self.label, s.offset, s.nbytes) for s in super().back(mapping, offset, nbytes))
+        def back(self, mapping, parts):
+            return tuple(type(s)(s.tier, self.label, s.offset, s.nbytes) for s in super().back(mapping, parts))
 
     leaves = [Label("dram", 0, TOPOLOGY) for _ in range(2)]
     leaves[0].label, leaves[1].label = 1, 2
-    arena = ArenaResource(
-        StripedResource([(leaf, 1.0) for leaf in leaves]), Budget("dram", 2**30), 2**30, step_bytes=8 * MIB
-    )
+    arena = ArenaResource(StripedResource([(leaf, 1.0) for leaf in leaves]), 2**30, step_bytes=8 * MIB)
     for _ in range(2):
         buffer = arena.allocate(13 * MIB)
         assert [(s.node_id, s.offset, s.nbytes) for s in buffer.spans] == [

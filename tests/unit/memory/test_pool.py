@@ -1,34 +1,35 @@
 import gc
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from lightning_cxl._numa import Mapping
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.memory.adaptors import Budget, BudgetResource
 from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.memory.pool import PoolResource
-from lightning_cxl.memory.resource import Buffer, MemoryResource
+from lightning_cxl.memory.resource import MemoryResource, Span
 from lightning_cxl.tiers.topology import Topology
 
 MIB = 2**20
 
 
-class Tally:
-    """Passes on to a leaf and notes the sizes asked for; refuses the sizes in `refused`."""
+class Tally(NumaResource):
+    """A leaf that notes the sizes asked for; refuses the sizes in `refused`."""
 
     def __init__(self) -> None:
-        self.leaf = NumaResource("dram", 0, Topology.fake(dram=("1GiB",), cxl=()))
+        super().__init__("dram", 0, Topology.fake(dram=("1GiB",), cxl=()))
         self.sizes: list[int] = []
         self.refused: set[int] = set()
 
-    def allocate(self, nbytes: int, *, alignment: int = 4096) -> Buffer:
+    def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        ((_, nbytes),) = parts
         if nbytes in self.refused:
             raise TierFullError("no")
         self.sizes.append(nbytes)
-        return self.leaf.allocate(nbytes, alignment=alignment)
-
-    def deallocate(self, buffer: Buffer) -> None: ...
+        return super().back(mapping, parts)
 
 
 def budgeted(limit: int) -> tuple[MemoryResource, Budget]:

@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,8 +21,8 @@ class Card(NumaResource):
         self.label = label
         self.full = full
 
-    def back(self, mapping: Mapping, offset: int, nbytes: int) -> tuple[Span, ...]:
-        spans = super().back(mapping, offset, nbytes)
+    def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        spans = super().back(mapping, parts)
         if self.full:
             raise TierFullError(f"card {self.label} is full")
         return tuple(Span(span.tier, self.label, span.offset, span.nbytes) for span in spans)
@@ -70,7 +71,7 @@ def test_when_all_are_full_nothing_stays_backed() -> None:
     assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 8 * MIB}
 
 
-@pytest.mark.parametrize("capacity, expected", [(0, 2), (2**30, 2), (32 * 2**30, 2), (2**40, 64), (2**40 + 1, 66)])
+@pytest.mark.parametrize("capacity, expected", [(0, 2), (2**30, 2), (64 * 2**30, 2), (2**40, 32), (2**40 + 1, 34)])
 def test_stripes_grow_with_the_tier_so_that_the_kernel_can_count_them(capacity: int, expected: int) -> None:
     assert stripe_bytes_for(capacity) == expected * MIB
 

@@ -1,0 +1,136 @@
+"""The canonical stacks of one split, built in this one place: what lies over what, and which budgets are charged."""
+
+import threading
+from collections.abc import Callable, Mapping
+
+from lightning_cxl._numa import page_nodes
+from lightning_cxl.memory.adaptors import BudgetResource
+from lightning_cxl.memory.arena import STEP_BYTES, ArenaResource
+from lightning_cxl.memory.numa import HUGE_PAGE_BYTES
+from lightning_cxl.memory.pinned import PinnedResource
+from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.memory.resource import Buffer, MemoryResource
+from lightning_cxl.memory.striped import StripedResource
+from lightning_cxl.memory.tier_pages import TierPages
+from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.tiers.topology import Topology
+
+Pinner = Callable[[MemoryResource], MemoryResource]
+"""Puts page-locking on a resource."""
+
+_KINDS = {
+    TensorRole.ACTIVATIONS: "activations",
+    TensorRole.COMPUTE_WEIGHTS: "inherited",
+    TensorRole.STAGING: "inherited",
+}
+
+
+class SplitStacks:
+    """Serves one tier, or several of which each holds its share of every buffer, in stripes.
+
+    Up to four stacks, built when first asked for. Their source is the tier's leaf under its budget, or a strict
+    `StripedResource` over several of those; so every byte is charged to the budget of the tier that holds it.
+
+    ==========  =========================  ==========================================================
+    inherited   ``Pool(source)``           pageable weights and staging; forked children see them
+    pageable    ``Pool(source)``           masters, moments and gradients of the CPU
+    pinned      ``Pool(Pinned(source))``   what a device copies from or to
+    activations ``Arena(source)``          pageable activations; pinned ones come from the pinned pool,
+                                           because a copy must not cross two registrations
+    ==========  =========================  ==========================================================
+
+    Args:
+        tiers: the tiers' pages by name.
+        shares: the fraction of each of `tiers`.
+        pinner: how memory is page-locked.
+        stripe_bytes: granularity, see `StripedResource`.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[str, TierPages],
+        shares: Mapping[str, float],
+        pinner: Pinner,
+        stripe_bytes: int = HUGE_PAGE_BYTES,
+    ) -> None:
+        self.tiers = frozenset(tiers)
+        self._limit_bytes = sum(pages.budget.limit_bytes for pages in tiers.values())
+        self._sources = {inherit: _source(tiers, shares, stripe_bytes, inherit) for inherit in (False, True)}
+        self._pinner = pinner
+        self._stripe_bytes = stripe_bytes
+        self._stacks: dict[str, PoolResource | ArenaResource] = {}
+        self._lock = threading.Lock()
+
+    def stack(self, role: TensorRole, pinned: bool) -> PoolResource | ArenaResource:
+        """Return the stack that serves a role."""
+        kind = _kind(role, pinned)
+        with self._lock:
+            if kind not in self._stacks:
+                self._stacks[kind] = self._build(kind)
+            return self._stacks[kind]
+
+    def lend(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str]) -> Buffer:
+        """Allocate where one of several tiers may have no room for its share, which the others then take.
+
+        Args:
+            nbytes: exact size.
+            role: what for.
+            pinned: page-locked or not.
+            alignment: of the first byte.
+            full: gets the tiers without room. OUT.
+        """
+        source = self._sources[_kind(role, pinned) == "inherited"]
+        assert isinstance(source, StripedResource)
+        with source.lending(full):
+            return self.stack(role, pinned).allocate(nbytes, alignment=alignment)
+
+    def trim(self) -> None:
+        """Give everything unused back to the OS."""
+        for stack in self._all():
+            stack.trim()
+
+    def end_step(self) -> None:
+        """Tell the arena, if there is one, that a training step is over."""
+        for stack in self._all():
+            if isinstance(stack, ArenaResource):
+                stack.end_step()
+
+    def close(self) -> None:
+        """Give everything back as soon as its last user is gone."""
+        for stack in self._all():
+            stack.close()
+
+    def _all(self) -> list[PoolResource | ArenaResource]:
+        with self._lock:
+            return list(self._stacks.values())
+
+    def _build(self, kind: str) -> PoolResource | ArenaResource:
+        source = self._sources[kind == "inherited"]
+        if kind == "activations":
+            # it grows by whole stripes: a stripe cut in two would be two entries of the kernel's table
+            step = -(-STEP_BYTES // self._stripe_bytes) * self._stripe_bytes
+            return ArenaResource(source, max(1, self._limit_bytes), step_bytes=step)
+        return PoolResource(self._pinner(source) if kind == "pinned" else source)
+
+
+def _kind(role: TensorRole, pinned: bool) -> str:
+    return "pinned" if pinned else _KINDS.get(role, "pageable")
+
+
+def _source(
+    tiers: Mapping[str, TierPages], shares: Mapping[str, float], stripe_bytes: int, inherit: bool
+) -> BudgetResource | StripedResource:
+    if len(tiers) == 1:
+        return next(iter(tiers.values())).source(inherit=inherit)
+    children = []
+    for name, pages in tiers.items():
+        nodes = set(pages.tier.node_ids)
+        on_same = sum(shares[other] for other in tiers if nodes.intersection(tiers[other].tier.node_ids))
+        children.append((pages.source(inherit=inherit, node_fraction=shares[name] / on_same), shares[name]))
+    return StripedResource(children, stripe_bytes, strict=True)
+
+
+def make_pinner(topology: Topology) -> Pinner:
+    """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
+    several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
+    return lambda upstream: PinnedResource(upstream, where=page_nodes if several else None)
