@@ -17,13 +17,13 @@ PLACEMENT = Placement(("cxl", "dram"))
 ROLE = TensorRole.MASTER_WEIGHTS
 
 
-def fill(memory, chunk, count):
+def fill(memory, chunk, count, placement=PLACEMENT):
     """Allocate and write chunks, each with its number; return buffers, their tensors, and the warnings."""
     buffers, tensors = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(count):
-            buffers.append(memory.allocate(chunk, PLACEMENT, ROLE))
+            buffers.append(memory.allocate(chunk, placement, ROLE))
             tensors.append(buffers[-1].tensor((chunk // 8,), torch.int64).fill_(number))
     return buffers, tensors, [w for w in caught if issubclass(w.category, SpillWarning)]
 
@@ -60,6 +60,17 @@ def test_a_full_budget_spills_with_one_warning(topology):
     buffers, tensors, spills = fill(memory, 8 * MIB, 8)
     assert tiers_of(buffers, topology) == ["cxl"] * 4 + ["dram"] * 4
     assert len(spills) == 1 and "`cxl`" in str(spills[0].message)
+    check_contents(tensors)
+
+
+def test_a_full_budget_leaves_its_part_of_a_split_to_the_other_tier(topology):
+    memory = HostMemory(topology, budgets={"cxl": 32 * MIB})
+    buffers, tensors, spills = fill(memory, 16 * MIB, 8, Placement(("dram", "cxl"), shares=(0.5, 0.5)))
+    for buffer in buffers:
+        check_spans(buffer)
+    on_cards = [bytes_by_tier(buffer, topology).get("cxl", 0) for buffer in buffers]
+    assert on_cards == [8 * MIB] * 4 + [0] * 4
+    assert len(spills) == 1
     check_contents(tensors)
 
 

@@ -58,6 +58,18 @@ def test_small_requests_come_from_slabs_of_their_tier(memory, topology, tier):
         assert bytes_by_tier(buffer, topology) == {tier: buffer.nbytes}
 
 
+def test_small_requests_share_tiers_together(memory, topology):
+    sizes = random.Random(1)
+    placement = Placement(("dram", "cxl"), shares=(0.75, 0.25))
+    living = [memory.allocate(sizes.randrange(1, 1_000_000), placement, MOMENTUM) for _ in range(100)]
+    total = {"dram": 0, "cxl": 0}
+    for buffer in living:
+        check_spans(buffer)
+        for tier, nbytes in bytes_by_tier(buffer, topology).items():
+            total[tier] += nbytes
+    assert abs(total["cxl"] - 0.25 * sum(total.values())) <= 4 * STRIPE_BYTES
+
+
 def test_arena_grows_and_shrinks_on_its_cards(memory, topology):
     held_bytes = []
     for num in (2, 12, 2, 2, 2, 2):
