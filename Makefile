@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test races sanitize lint format clean
+.PHONY: demo test test-numa races sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
@@ -16,6 +16,10 @@ test: $(VENV)/installed
 races: $(VENV)/installed
 	$(BIN)/python -m pytest tests/integration --engine delaying
 	$(BIN)/python -m pytest tests/integration --engine reordering
+
+# placement on real memory-only nodes, in a small virtual machine; see tests/numa_vm/README.md
+test-numa: $(VENV)/installed
+	$(BIN)/python -m tests.numa_vm
 
 # the native code under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC and its runtimes
 sanitize: $(VENV)/installed

@@ -1,0 +1,48 @@
+#!/bin/busybox sh
+# First process of the guest: mounts the host's files with a layer in memory over them, and runs /job/job.sh there.
+# Its output goes to the host through one virtio port; a mark and the exit code end it. The host then stops the machine.
+B=/bin/busybox
+export PATH=/bin
+for d in proc sys dev lower rw new; do $B mkdir -p /$d; done
+$B mount -t proc proc /proc
+$B mount -t sysfs sysfs /sys
+$B mount -t devtmpfs dev /dev
+echo 0 > /proc/sys/kernel/printk
+for m in /modules/*.ko; do $B insmod $m || echo "insmod $m failed"; done
+
+i=0 # the port comes a moment after its driver
+until [ -n "$PORT" ] || [ $i -gt 400 ]; do
+    for p in /sys/class/virtio-ports/*; do
+        [ "$($B cat $p/name 2>/dev/null)" = job ] && PORT=/dev/${p##*/}
+    done
+    i=$((i + 1)); $B sleep 0.05
+done
+MARK=$($B cat /job/mark)
+fail() { echo "${MARK}cannot $1" > $PORT; $B sleep 10; $B reboot -f; }
+
+share() { $B mount -t virtiofs -o ro "$1" "$2" || fail "mount $1 at $2"; }
+share root /lower
+$B mount -t tmpfs -o size=60%,mode=755 rw /rw
+$B mkdir /rw/up /rw/work
+$B mount -t overlay -o lowerdir=/lower,upperdir=/rw/up,workdir=/rw/work overlay /new || fail "mount the overlay"
+while read -r tag folder; do
+    [ "$folder" = / ] || { $B mkdir -p "/new$folder"; share "$tag" "/new$folder"; }
+done < /job/shares
+for d in proc sys dev tmp run; do $B mkdir -p /new/$d; done
+$B mount -t proc proc /new/proc
+$B mount -t sysfs sysfs /new/sys
+$B mount -t devtmpfs dev /new/dev
+$B mount -t tmpfs -o mode=755 run /new/run
+$B mkdir -p /new/dev/shm
+$B mount -t tmpfs -o mode=1777 shm /new/dev/shm
+$B ln -sf /proc/self/fd /new/dev/fd
+$B ln -sf /proc/self/fd/1 /new/dev/stdout
+$B ln -sf /proc/self/fd/2 /new/dev/stderr
+$B ip link set lo up 2>/dev/null
+$B hostname numavm
+$B cp /job/job.sh /new/run/job.sh
+
+# one process only may have a port open, so the job writes to a pipe
+{ $B chroot /new /bin/sh /run/job.sh < /dev/null; echo "${MARK}exit $?"; } 2>&1 | $B cat > $PORT
+$B sleep 10
+$B reboot -f

@@ -1,0 +1,39 @@
+"""What the tests in a guest share: the machine as the launcher made it, and as the package sees it."""
+
+import os
+
+import pytest
+
+from lightning_cxl import Topology
+from lightning_cxl.memory.stacks import HostMemory
+from tests.numa_vm import machine as machines
+from tests.numa_vm.inside.located import Recorder
+
+
+@pytest.fixture(scope="session")
+def machine() -> machines.Machine:
+    return machines.machine(os.environ["NUMA_VM"])
+
+
+@pytest.fixture(scope="session")
+def cards(machine) -> tuple[int, ...]:
+    """Return the ids of the memory-only nodes."""
+    return tuple(node_id for node_id, node in enumerate(machine.nodes) if not node.cpus)
+
+
+@pytest.fixture(scope="session")
+def topology() -> Topology:
+    return Topology.detect(on_missing_tier="error")
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    """Note every buffer that any host memory hands out during the test."""
+    recorder = Recorder()
+    allocate = HostMemory.allocate
+
+    def noting(memory, nbytes, placement, role, **options):
+        return recorder.add(allocate(memory, nbytes, placement, role, **options), placement, role)
+
+    monkeypatch.setattr(HostMemory, "allocate", noting)
+    return recorder
