@@ -339,11 +339,7 @@ class CXLOffloadStrategy(ParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``strategy="cxl_offload"`` and its variants."""
-        variants = {
-            "cxl_offload": {},
-            # no recomputation
-            "cxl_offload_optimizer": {"activation_offload": False},
-        }
+        variants = {"cxl_offload": {}, "cxl_offload_optimizer": {"activation_offload": False}}  # the 2nd: no recompute
         for name, options in variants.items():
             strategy_registry.register(
                 name, cls, description=f"{cls.__name__} {options or ''}".strip(), override=True, **options
