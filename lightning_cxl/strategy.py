@@ -84,7 +84,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         self.num_nodes = 1  # the Trainer's, filled in by it
         self._policy = None if isinstance(options.get("policy"), str | None) else options.pop("policy")
         self.config, self.config_origins = OffloadConfig.resolve(**options)
-        check_policy(self.config.policy)
+        check_policy(self._policy or self.config.policy)
         self._runtime: OffloadRuntime | None = None
         self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
         self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run

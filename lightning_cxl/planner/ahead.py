@@ -41,6 +41,8 @@ from lightning_cxl.tiers.rules import resolve
 from lightning_cxl.tiers.topology import Topology
 from lightning_cxl.updates import why_after_backward
 
+_SLACK_BYTES = 128 * 2**20
+
 
 class RunPlanner:
     """Chooses the policy of a run, and lets it decide once model and optimizers are known. See [Note: Planning a run].
@@ -113,7 +115,8 @@ class RunPlanner:
             # how large activations are is not known yet; where they go is decided now
             unknown = MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=0)
             job = replace(job, classes=(*job.classes, unknown))
-            decision = self._planning.policy.decide(job, self._planning.machine.with_capacity(room, together))
+            machine = self._planning.machine.with_capacity({name: _usable(room[name]) for name in room}, together)
+            decision = self._planning.policy.decide(job, machine)
             self.placer.policy = DecidedPolicy(decision, self._memory.topology.names, self._homes)
         requests = [(role, size, placements.for_parameter(p, role, size)) for p, role, size in held.all()]
         check_fits(requests, room, self._config.on_tier_full, most=together)
@@ -162,6 +165,11 @@ def choose(
             f"`python -m lightning_cxl calibrate`, or give a file with `machine=`, such as those in examples/machines."
         )
     return Planning(cast(PlanningPolicy, policy), name, machine or _without_speeds(topology, device))
+
+
+def _usable(nbytes: int) -> int:
+    """Return what a plan may fill of a tier: pools have unused ends of slabs, and splits end in whole stripes."""
+    return nbytes - min(nbytes // 8, _SLACK_BYTES)
 
 
 def room_for(model: nn.Module, memory: HostMemory) -> tuple[dict[str, int], int]:

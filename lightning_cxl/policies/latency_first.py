@@ -35,7 +35,9 @@ class LatencyFirst:
         reasons: dict[TensorRole, str] = {}
         for each in in_order(job):
             local = sum(room.left(tier.name) for tier in dram)
-            if local >= each.nbytes:
+            if not each.nbytes and cards:
+                split, why = spread(each.role, 0, cards, room), "size not known yet: on the cards"
+            elif local >= each.nbytes:
                 split, why = spread(each.role, each.nbytes, dram, room), "fits in DRAM, which the CPUs are nearest to"
             elif local > 0:
                 taken = min(local, each.nbytes // (1 + num_nodes))

@@ -18,6 +18,8 @@ POLICIES: Mapping[str, type[PlanningPolicy]] = {
 }
 """Those that plan a whole job, by name."""
 
+_NEEDS = "has no method `decide` (plans a job, see PlanningPolicy) or `place` (tensor by tensor, see PlacementPolicy)"
+
 
 def get_policy(name: str) -> PlanningPolicy | PlacementPolicy:
     """Return a new policy: a built-in one, or the class at an import path such as ``"my_package.module.MyPolicy"``.
@@ -37,13 +39,8 @@ def get_policy(name: str) -> PlanningPolicy | PlacementPolicy:
         raise ConfigError(
             f"policy {name!r} cannot be imported ({error}); choose one of {known}, or write package.module.Class"
         ) from error
-    if not (
-        isinstance(kind, type) and (callable(getattr(kind, "decide", None)) or callable(getattr(kind, "place", 0)))
-    ):
-        raise ConfigError(
-            f"policy {name!r} is no class with a method `decide` (plans a job, see PlanningPolicy) or `place` "
-            f"(tensor by tensor, see PlacementPolicy)"
-        )
+    if not isinstance(kind, type) or not _is_policy(kind):
+        raise ConfigError(f"policy {name!r} is no class, or {_NEEDS}")
     try:
         policy: PlanningPolicy | PlacementPolicy = kind()
     except TypeError as error:
@@ -56,11 +53,18 @@ def plans(policy: object) -> bool:
     return callable(getattr(policy, "decide", None))
 
 
-def check_policy(name: str) -> None:
-    """Refuse a name that is no policy.
+def check_policy(policy: object) -> None:
+    """Refuse a name or an object that is no policy.
 
     Raises:
-        ConfigError: as `get_policy`.
+        ConfigError: it says what is one.
     """
-    if name != "auto":
-        get_policy(name)
+    if isinstance(policy, str):
+        if policy != "auto":
+            get_policy(policy)
+    elif not _is_policy(policy):
+        raise ConfigError(f"policy={policy!r} {_NEEDS}; nor is it a name: {', '.join(map(repr, POLICIES))} or 'auto'")
+
+
+def _is_policy(policy: object) -> bool:
+    return plans(policy) or callable(getattr(policy, "place", None))

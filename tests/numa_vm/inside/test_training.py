@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_cxl import residency
+from lightning_cxl.policies.registry import POLICIES
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -13,6 +14,7 @@ STEPS = 2
 CASES = {
     "default policy": {},
     "all on the cards": {"tier_rules": {"*": "cxl"}},
+    **{name: {"policy": name} for name in POLICIES},
 }
 
 

@@ -41,7 +41,7 @@ def test_import_path():
         ("bandwith", "there is no policy 'bandwith'; choose one of 'dram_only'"),
         ("nowhere.Policy", "cannot be imported"),
         ("tests.unit.policies.test_registry.Missing", "cannot be imported"),
-        ("tests.unit.policies.test_registry.test_import_path", "is no class with a method `decide`"),
+        ("tests.unit.policies.test_registry.test_import_path", "is no class, or has no method `decide`"),
         ("tests.unit.policies.test_registry.NeedsArguments", "cannot be constructed without arguments"),
     ],
 )
