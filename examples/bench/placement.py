@@ -15,40 +15,35 @@ cannot keep in DRAM all that the CPUs stream.
 import argparse
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from schedule.paper import CLAIMS, MODELS, OUR_LAYOUT, PAPER_LAYOUT, THROUGHPUT_GOALS, paper_machine
+
 from lightning_cxl.bench.plot import check_matplotlib
 from lightning_cxl.bench.results import Results, Row, print_columns
 from lightning_cxl.planner.compare import PolicyPlan, compare, dram_only_time
-from lightning_cxl.planner.footprint import SHAPES, ModelShape, split_masters, zero_offload
+from lightning_cxl.planner.footprint import ModelShape, split_masters
 from lightning_cxl.planner.job import Job
 from lightning_cxl.planner.machine import Machine
-from lightning_cxl.planner.machine_file import load_machine
 from lightning_cxl.planner.step import StepTime
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.topology import TierKind
 
 NAIVE, PAPERS, OURS = POLICIES = ("interleave", "latency_first", "bandwidth")
-THROUGHPUT_GOALS = {1: 0.97, 2: 0.99}
-"""Of DRAM alone, by the number of cards."""
 OVER_NAIVE, ABOUT = 1.21, 0.05
 """The most that the paper's policy gains over interleaving, and how close to it counts as "about"."""
 STRICTLY = 1e-6
 TFLOPS = (75.0, 150.0, 300.0)
-_CLAIMS = """the paper (abstract of version 2): latency-first has 97 to 99 % of DRAM alone with one card, about 100 %
-  with two, and up to 21 % more than naive interleaving"""
-_MODELS = (SHAPES["qwen2.5-7b"], SHAPES["mistral-nemo-12b"])
 _GRID = ((1, 4096), (8, 4096), (16, 4096), (1, 8192), (1, 16384), (1, 32768), (2, 32768), (3, 32768))
 """Sequences and tokens of each: the grid of the authors' run.sh, and 8K and 16K."""
 _QUICK_GRID = ((1, 4096), (1, 32768))
-_MACHINES = {1: "paper_a.yaml", 2: "paper_a_two_cards.yaml"}
-_PAPER_LAYOUT = "20 B/parameter"
+_NUM_CARDS = (1, 2)
 _LAYOUTS: Mapping[str, Callable[[ModelShape, int, int], Job]] = {
-    _PAPER_LAYOUT: zero_offload,  # updates after the backward, as theirs
-    "14 B/parameter": split_masters,
+    PAPER_LAYOUT.name: PAPER_LAYOUT.job,  # updates after the backward, as theirs
+    OUR_LAYOUT.name: OUR_LAYOUT.job,
     "14 B/parameter, update behind the next forward": partial(split_masters, overlap="forward"),
     "12 B/parameter, update behind the backward": partial(split_masters, overlap="backward"),
 }
@@ -102,8 +97,7 @@ class Cell:
 
 def predict(layout: str, shape: ModelShape, batch: int, context: int, num_cards: int, tflops: float) -> Cell:
     """Return the predictions for one job."""
-    machine = load_machine(Path(__file__).resolve().parents[1] / "machines" / _MACHINES[num_cards])
-    machine = replace(machine, device=replace(machine.device, flops=tflops * 1e12))
+    machine = paper_machine(num_cards, tflops * 1e12)
     job = _LAYOUTS[layout](shape, batch, context)
     plans = compare(job, machine, POLICIES)
     return Cell(layout, shape, batch, context, num_cards, job, machine, plans, dram_only_time(job, machine))
@@ -191,7 +185,7 @@ def placement_section(cells: Sequence[Cell], results: Results) -> None:
 def gain_section(cells: Iterable[Cell], results: Results) -> None:
     """Print and judge the most that the paper's policy gains over interleaving in the paper's layout."""
     print(f"\nthe most that {PAPERS} gains over {NAIVE}; the paper says up to {OVER_NAIVE}")
-    best = max((each for each in cells if each.layout == _PAPER_LAYOUT), key=Cell.over_naive)
+    best = max((each for each in cells if each.layout == PAPER_LAYOUT.name), key=Cell.over_naive)
     name = f"most over {NAIVE}: {best.row_name}"
     results.at_least(name, best.over_naive(), f"x {NAIVE}", OVER_NAIVE - ABOUT)
     results.at_most(name, best.over_naive(), f"x {NAIVE}", OVER_NAIVE + ABOUT)
@@ -205,14 +199,14 @@ def gain_section(cells: Iterable[Cell], results: Results) -> None:
 
 def flops_section(sizes: Sequence[tuple[int, int]], results: Results) -> None:
     """Print how the paper's policy in the paper's layout depends on what the GPU computes."""
-    print(f"\n{_PAPER_LAYOUT}: {PAPERS} relative to DRAM only, and over {NAIVE}, by assumed Tflop/s")
-    columns = [(tflops, cards) for cards in _MACHINES for tflops in TFLOPS]
+    print(f"\n{PAPER_LAYOUT.name}: {PAPERS} relative to DRAM only, and over {NAIVE}, by assumed Tflop/s")
+    columns = [(tflops, cards) for cards in _NUM_CARDS for tflops in TFLOPS]
     rows = [["", *(f"{tflops:g}, {_cards(cards)}" for tflops, cards in columns)]]
-    for shape in _MODELS:
+    for shape in MODELS:
         for batch, context in sizes:
             shown = []
             for tflops, cards in columns:
-                cell = predict(_PAPER_LAYOUT, shape, batch, context, cards, tflops)
+                cell = predict(PAPER_LAYOUT.name, shape, batch, context, cards, tflops)
                 name = f"{cell.row_name}, {tflops:g} Tflop/s: {PAPERS}"
                 results.add(name, cell.relative(PAPERS), "x DRAM only")
                 results.add(name, cell.over_naive(), f"x {NAIVE}")
@@ -265,13 +259,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells = [
         predict(layout, shape, batch, context, num_cards, args.tflops)
         for layout in _LAYOUTS
-        for num_cards in _MACHINES
-        for shape in _MODELS
+        for num_cards in _NUM_CARDS
+        for shape in MODELS
         for batch, context in sizes
     ]
     machine = cells[0].machine
     subtitle = f"{machine.source}: {args.tflops:g} Tflop/s"
-    print(f"predicted, not measured; {subtitle}\n{_CLAIMS}")
+    print(f"predicted, not measured; {subtitle}\n{CLAIMS}")
     results = Results({"predicted": True, "machine": machine.name, "source": machine.source, "tflops": args.tflops})
     placement_section(cells, results)
     gain_section(cells, results)
