@@ -95,11 +95,19 @@ class Cell:
         return [role for role in placed if role in streamed and any(placed[role].get(card) for card in cards)]
 
 
-def predict(layout: str, shape: ModelShape, batch: int, context: int, num_cards: int, tflops: float) -> Cell:
+def predict(
+    layout: str,
+    shape: ModelShape,
+    batch: int,
+    context: int,
+    num_cards: int,
+    tflops: float,
+    policies: Sequence[str] = POLICIES,
+) -> Cell:
     """Return the predictions for one job."""
     machine = paper_machine(num_cards, tflops * 1e12)
     job = _LAYOUTS[layout](shape, batch, context)
-    plans = compare(job, machine, POLICIES)
+    plans = compare(job, machine, policies)
     return Cell(layout, shape, batch, context, num_cards, job, machine, plans, dram_only_time(job, machine))
 
 
@@ -206,7 +214,7 @@ def flops_section(sizes: Sequence[tuple[int, int]], results: Results) -> None:
         for batch, context in sizes:
             shown = []
             for tflops, cards in columns:
-                cell = predict(PAPER_LAYOUT.name, shape, batch, context, cards, tflops)
+                cell = predict(PAPER_LAYOUT.name, shape, batch, context, cards, tflops, (NAIVE, PAPERS))
                 name = f"{cell.row_name}, {tflops:g} Tflop/s: {PAPERS}"
                 results.add(name, cell.relative(PAPERS), "x DRAM only")
                 results.add(name, cell.over_naive(), f"x {NAIVE}")
@@ -248,7 +256,7 @@ def _cards(num: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two sizes only")
+    parser.add_argument("--quick", action="store_true", help="two sizes and two layouts only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them as bars")
     parser.add_argument("--tflops", type=float, default=150.0, help="of the device, sustained; assumed (150)")
@@ -256,9 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.plot:
         check_matplotlib()
     sizes = _QUICK_GRID if args.quick else _GRID
+    layouts = (PAPER_LAYOUT.name, OUR_LAYOUT.name) if args.quick else tuple(_LAYOUTS)
     cells = [
         predict(layout, shape, batch, context, num_cards, args.tflops)
-        for layout in _LAYOUTS
+        for layout in layouts
         for num_cards in _NUM_CARDS
         for shape in MODELS
         for batch, context in sizes

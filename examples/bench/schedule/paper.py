@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from lightning_cxl.planner.footprint import (
@@ -56,10 +57,15 @@ def paper_machine(num_cards: int, flops_per_s: float, dram_bytes: int | None = N
         flops_per_s: of the device; the paper does not say.
         dram_bytes: another size of DRAM than the paper's.
     """
-    machine = load_machine(_FOLDER / _MACHINES[max(1, num_cards)])
+    machine = _load(_MACHINES[max(1, num_cards)])
     machine = replace(machine, device=replace(machine.device, flops=flops_per_s))
     size = dram_bytes if num_cards else _ENOUGH_BYTES
     return machine if size is None else machine.with_capacity({"dram0": size})
+
+
+@cache
+def _load(name: str) -> Machine:
+    return load_machine(_FOLDER / name)
 
 
 def paper_links(num_cards: int) -> Links:
