@@ -24,6 +24,11 @@ from lightning_cxl.errors import (
 from lightning_cxl.hf import from_pretrained, save_pretrained
 from lightning_cxl.memory.api import empty, host_allocation, residency
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.planner.job import Job, MemoryClass, Move
+from lightning_cxl.planner.machine import Machine, MachineTier
+from lightning_cxl.planner.machine_file import load_machine
+from lightning_cxl.planner.perf import predict_adam_seconds, predict_copy_seconds
+from lightning_cxl.policies.api import Decision, PlanningPolicy
 from lightning_cxl.strategy import CXLOffloadStrategy
 from lightning_cxl.tiers.annotate import tier
 from lightning_cxl.tiers.placement import Placement, TensorRole
@@ -40,11 +45,17 @@ __all__ = [
     "CXLOffloadStrategy",
     "CheckpointError",
     "ConfigError",
+    "Decision",
     "GradientOverflowError",
+    "Job",
     "LightningCXLError",
     "LightningCXLWarning",
     "LoadReport",
+    "Machine",
+    "MachineTier",
+    "MemoryClass",
     "MissingTierWarning",
+    "Move",
     "Node",
     "OffloadProgressBar",
     "OffloadConfig",
@@ -53,6 +64,7 @@ __all__ = [
     "PlacementError",
     "PlacementPolicy",
     "PlacementRequest",
+    "PlanningPolicy",
     "RoleHomePolicy",
     "SpillWarning",
     "Tier",
@@ -66,8 +78,11 @@ __all__ = [
     "empty_weights",
     "from_pretrained",
     "host_allocation",
+    "load_machine",
     "load_weights",
     "plain_checkpoint",
+    "predict_adam_seconds",
+    "predict_copy_seconds",
     "residency",
     "save_pretrained",
     "save_weights",

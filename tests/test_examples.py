@@ -16,6 +16,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_cxl
 from lightning_cxl.__main__ import main
+from lightning_cxl.planner.footprint import SHAPES, zero_offload
+from lightning_cxl.planner.machine_file import load_machine
 from tests.test_architecture import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +107,32 @@ def test_the_overlap_benchmark_writes_rows_a_picture_and_a_trace(tmp_path):
     assert lanes == {"compute", "h2d", "d2h", "host step"}
 
 
+def test_predicted_placements_hold_the_papers_claims_but_where_they_say_why(tmp_path, monkeypatch, capsys):
+    rows, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    script = EXAMPLES / "bench" / "placement.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--quick", "--json", str(rows), "--plot", str(picture)])
+    runpy.run_path(str(script), run_name="__main__")
+    written = json.loads(rows.read_text())
+    assert written["machine"]["predicted"] is True and written["machine"]["tflops"] == 150
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    judged = {(row["name"], row["unit"]): row for row in written["rows"] if row["goal"] is not None}
+    paper = "20 B/parameter, {} card{}: latency_first"
+    for model, size in (("qwen2.5-7b", "1 x 4096"), ("qwen2.5-7b", "1 x 32768"), ("mistral-nemo-12b", "1 x 32768")):
+        for ending in ((1, ""), (2, "s")):
+            assert judged[f"{model}, {size}, {paper.format(*ending)}", "x DRAM only"]["holds"]
+    # 182 GiB of float32 state on 128 GiB of DRAM and one card: a step of 4K tokens cannot hide what lies on the card
+    name = f"mistral-nemo-12b, 1 x 4096, {paper.format(1, '')}"
+    assert not judged[name, "x DRAM only"]["holds"]
+    ours = [row for row in judged.values() if row["unit"] == "x latency_first"]
+    assert all(row["value"] >= 1 - 1e-6 for row in ours)
+    assert {row["name"] for row in ours if not row["holds"]} == {
+        f"mistral-nemo-12b, {size}, 20 B/parameter, 1 card: bandwidth, must be faster"
+        for size in ("1 x 4096", "1 x 32768")
+    }
+    shown = capsys.readouterr().out
+    assert "predicted, not measured" in shown and "no placement's update is shorter than its 2.44 s" in shown
+
+
 # -- code in the README ------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +161,10 @@ def test_the_python_code_of_the_readme_runs_as_it_is(capsys):
     assert "compute_weights" in capsys.readouterr().out
     assert names["strategy"].config.budgets() == {"dram": 48 << 30}
     assert lightning_cxl.residency(names["cache"]) == {"cxl": 4194304}
+    machine = load_machine(EXAMPLES / "machines" / "paper_a.yaml")
+    decision = names["own"]._policy.decide(zero_offload(SHAPES["qwen2.5-7b"], 1, 4096), machine)
+    assert decision.splits[lightning_cxl.TensorRole.MOMENTUM] == {"dram0": 0.8, "cxl0": 0.2}
+    assert decision.splits[lightning_cxl.TensorRole.ACTIVATIONS] == {"cxl0": 1.0}
 
 
 def test_the_readme_has_the_commands_and_targets_that_exist():

@@ -8,8 +8,9 @@ copies to the device, copies from it, and updates, plus the first fetch and the 
 nothing can overlap. The bound also counts that backward begins when forward has ended and updates exist in backward
 only: where compute and copies are about equally long, it is up to 8 % above the ideal.
 
-replay: the machine and the memory classes of arXiv 2507.03305, both scaled down, under several placements. The device
-computes by waiting, for as long as its flops take; threads, copies and updates are real.
+replay: the machine and the memory classes of arXiv 2507.03305, both scaled down, under the package's own policies:
+`interleave`, `latency_first` (the paper's) and `bandwidth` (ours). The device computes by waiting, for as long as its
+flops take; threads, copies and updates are real.
 """
 
 import argparse

@@ -1,13 +1,14 @@
 """The replay: the machine of arXiv 2507.03305 scaled down, a training step on it under several placements."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from lightning_cxl.planner.footprint import ModelShape
+from lightning_cxl.planner.machine import Split
+from lightning_cxl.policies.registry import get_policy
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.links import Route
 from lightning_cxl.transfer.trace import Trace
@@ -18,57 +19,41 @@ from schedule.paper import (
     DRAM,
     OUR_LAYOUT,
     PAPER_LAYOUT,
-    Machine,
     NamedLayout,
-    Plan,
-    balanced,
-    classes_of,
-    dram_only,
-    latency_first,
-    naive_interleave,
+    Splits,
     paper_links,
-    role_homes,
+    paper_machine,
     update_traffic,
 )
 from schedule.rig import Rig
 
-BALANCED = "balanced"
-"""A placement that is not executed, only computed: what a default could be."""
 BYTES_SCALE = 1 / 2000
 """Memory of the replay in that of the model."""
-Policy = Callable[[Mapping[TensorRole, int], Machine, int], Plan]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A placement of a layout."""
-
-    name: str
-    policy: Policy
-    layout: NamedLayout
-    num_cards: int
-
-
-_PAPER_POLICIES: Mapping[str, Policy] = {
-    "naive interleave": naive_interleave,
-    "latency-first": latency_first,
-    "ours": role_homes,
-    BALANCED: partial(balanced, PAPER_LAYOUT),
-}
-_OUR_POLICIES: Mapping[str, Policy] = {"ours": role_homes, BALANCED: partial(balanced, OUR_LAYOUT)}
+POLICIES = {"naive interleave": "interleave", "latency-first": "latency_first", "ours": "bandwidth"}
+"""Names in the tables to the package's policies."""
 _LAYERS_PER_UNIT = 4
 """Threads need milliseconds to take turns on a busy machine: few long units are disturbed less than many short ones."""
 
 
+@dataclass(frozen=True)
+class Contender:
+    """A policy of the package with a layout, on the machine with so many cards."""
+
+    name: str
+    policy: str
+    layout: NamedLayout
+    num_cards: int
+
+
 def contenders() -> list[Contender]:
-    """Return the placements of both layouts, each layout with DRAM alone first."""
+    """Return all policies with both layouts, each layout with DRAM alone first."""
     found = []
-    for layout, policies in ((PAPER_LAYOUT, _PAPER_POLICIES), (OUR_LAYOUT, _OUR_POLICIES)):
-        found.append(Contender("DRAM only", dram_only, layout, 0))
+    for layout in (PAPER_LAYOUT, OUR_LAYOUT):
+        found.append(Contender("DRAM only", "dram_only", layout, 0))
         found += [
             Contender(f"{name}, {cards} card{'s' * (cards > 1)}", policy, layout, cards)
             for cards in (1, 2)
-            for name, policy in policies.items()
+            for name, policy in POLICIES.items()
         ]
     return found
 
@@ -82,6 +67,8 @@ class Setting:
     context: int
     flops_per_s: float
     dram_bytes: int
+    mode: str
+    """When updates are applied, one of `MODES`."""
 
     @property
     def num_units(self) -> int:
@@ -99,9 +86,13 @@ class Setting:
     def activation_bytes(self) -> int:
         return self.shape.activation_bytes(self.batch, self.context)
 
-    def plan(self, contender: Contender) -> Plan:
-        classes = classes_of(self.shape, contender.layout, self.activation_bytes)
-        return contender.policy(classes, Machine(self.dram_bytes, contender.num_cards), self.num_units)
+    def splits(self, contender: Contender) -> Splits:
+        """Return what the contender's policy decides."""
+        job = contender.layout.job(self.shape, self.batch, self.context)
+        overlap = "backward" if self.mode == "during backward" else "none"
+        job = replace(job, num_units=self.num_units, overlap=overlap)
+        machine = paper_machine(contender.num_cards, self.flops_per_s, self.dram_bytes)
+        return get_policy(contender.policy).decide(job, machine).splits
 
 
 @dataclass(frozen=True)
@@ -113,38 +104,33 @@ class Closed:
     update_s: float
     overlapped_s: float
     """Backward with updates beside it."""
-
-    def step_s(self, mode: str) -> float:
-        if mode == "during backward":
-            return self.forward_s + self.overlapped_s
-        return self.forward_s + self.backward_s + self.update_s
+    step_s: float
 
 
 def closed_form(setting: Setting, contender: Contender) -> Closed:
     """Return the max model's seconds, of the machine at its own speed."""
-    links, plan = paper_links(contender.num_cards), setting.plan(contender)
+    links, splits = paper_links(contender.num_cards), setting.splits(contender)
+    weight_bytes, saved_bytes = 2 * setting.shape.num_parameters, setting.activation_bytes
+    weights = links.route("h2d", splits[TensorRole.COMPUTE_WEIGHTS])
+    activations = splits[TensorRole.ACTIVATIONS]
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     updates: Counter[str] = Counter()
-    update_s = 0.0
-    parameters = setting.shape.num_parameters / setting.num_units
-    saved = setting.activation_bytes / setting.num_units
-    for unit in range(setting.num_units):
-        weights = links.route("h2d", plan(TensorRole.COMPUTE_WEIGHTS, unit))
-        activations = plan(TensorRole.ACTIVATIONS, unit)
-        gradients = links.route("d2h", plan(TensorRole.COMPUTE_GRADS, unit))
-        _use(forward, weights, 2 * parameters)
-        _use(forward, links.route("d2h", activations), saved)
-        _use(backward, weights, 2 * parameters * (unit < setting.num_units - NUM_SLOTS))
-        _use(backward, links.route("h2d", activations), saved)
-        _use(backward, gradients, 2 * parameters)
-        traffic = update_traffic(contender.layout, plan, unit, parameters)
-        nbytes = sum(each.nbytes for each in traffic.values())
-        _use(updates, links.host_route(traffic), nbytes)
-        update_s += links.host_route(traffic).seconds(nbytes)  # unit by unit: each waits for its slowest tier
+    _use(forward, weights, weight_bytes)
+    _use(forward, links.route("d2h", activations), saved_bytes)
+    # those in the slots when forward ends need not come again
+    _use(backward, weights, weight_bytes * (1 - min(NUM_SLOTS, setting.num_units) / setting.num_units))
+    _use(backward, links.route("h2d", activations), saved_bytes)
+    _use(backward, links.route("d2h", splits[TensorRole.COMPUTE_GRADS]), weight_bytes)
+    traffic = update_traffic(contender.layout, splits, setting.shape.num_parameters)
+    nbytes = sum(each.nbytes for each in traffic.values())
+    _use(updates, links.host_route(traffic), nbytes)
+    update_s = links.host_route(traffic).seconds(nbytes)
+    forward_s = max(setting.forward_s, *forward.values())
     backward_s = max(3 * setting.forward_s, *backward.values())  # recompute, and twice the forward
     overlapped_s = max(backward_s, update_s, *(backward + updates).values())
-    return Closed(max(setting.forward_s, *forward.values()), backward_s, update_s, overlapped_s)
+    after_forward_s = overlapped_s if setting.mode == "during backward" else backward_s + update_s
+    return Closed(forward_s, backward_s, update_s, overlapped_s, forward_s + after_forward_s)
 
 
 def _use(seconds: "Counter[str]", route: Route, nbytes: float) -> None:
@@ -158,14 +144,13 @@ class Replay:
     Args:
         setting: see there.
         contender: says what lies where.
-        mode: when updates are applied.
         time_scale: seconds of the replay in seconds of the machine.
     """
 
-    def __init__(self, setting: Setting, contender: Contender, mode: str, time_scale: float) -> None:
-        plan, timeline, num_units = setting.plan(contender), Timeline(), setting.num_units
+    def __init__(self, setting: Setting, contender: Contender, time_scale: float) -> None:
+        splits, timeline, num_units = setting.splits(contender), Timeline(), setting.num_units
         self.contender = contender
-        self.closed_s = closed_form(setting, contender).step_s(mode)
+        self.closed_s = closed_form(setting, contender).step_s
         self.steps_s: list[float] = []
         """What steps took, in seconds of the machine."""
         self._time_scale = time_scale
@@ -173,9 +158,9 @@ class Replay:
         seconds = setting.forward_s / num_units * time_scale
         units = [WaitingUnit(f"unit {i}", timeline, parameters, seconds, 2 * seconds) for i in range(num_units)]
         links = paper_links(contender.num_cards).scaled(BYTES_SCALE / time_scale, time_scale)
-        traffic = {f"unit {i}": update_traffic(contender.layout, plan, i, parameters) for i in range(num_units)}
-        updates = partial(MODES[mode], traffic=traffic)
-        memory = LabelledMemory(partial(_shares_of, plan))
+        traffic = update_traffic(contender.layout, splits, parameters)
+        updates = partial(MODES[setting.mode], traffic={f"unit {i}": traffic for i in range(num_units)})
+        memory = LabelledMemory(partial(_shares_of, splits))
         self._rig = Rig(Net(units, timeline), links, memory, updates, num_slots=NUM_SLOTS)
         saved = int(setting.activation_bytes / num_units * BYTES_SCALE)
         self._x = torch.zeros(saved // 2, dtype=torch.bfloat16)
@@ -190,8 +175,8 @@ class Replay:
         return self._rig.engine.trace
 
 
-def _shares_of(plan: Plan, role: TensorRole, unit: str) -> Mapping[str, float]:
+def _shares_of(splits: Splits, role: TensorRole, unit: str) -> Split:
     """Return where memory of a unit lies; gradients are copied to what the paper calls compute gradients."""
     if role is TensorRole.STAGING:
         role = TensorRole.COMPUTE_GRADS
-    return plan(role, int(unit.removeprefix("unit "))) if unit.startswith("unit ") else DRAM
+    return splits[role] if unit.startswith("unit ") else DRAM

@@ -8,26 +8,13 @@ from lightning_cxl.bench.results import Results, print_columns
 from lightning_cxl.transfer.trace import Trace
 from schedule.grid import MODES, Cell, Effort, Measured, measure
 from schedule.ideal import Step
-from schedule.paper import (
-    GIB,
-    MODELS,
-    OUR_LAYOUT,
-    PAPER_LAYOUT,
-    NamedLayout,
-    latency_first,
-    naive_interleave,
-    role_homes,
-)
-from schedule.replay import BALANCED, Replay, Setting, closed_form, contenders
+from schedule.paper import CLAIMS, GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, THROUGHPUT_GOALS, NamedLayout
+from schedule.replay import Replay, Setting, closed_form, contenders
 
 OVERLAP_GOAL = 1.10
-THROUGHPUT_GOALS = {1: 0.97, 2: 0.99}
-"""Of DRAM alone, by the number of cards: the paper's claims."""
 _RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NUM_UNITS = (4, 8, 16)
 _DRAWN_UNITS = 8
-_PAPER_CLAIMS = """the paper (abstract): latency-first has 97 to 99 % of DRAM alone with one card, about 100 % with two,
-  and up to 121 % of the naive interleave's throughput (its machines, contexts of 4K to 32K)"""
 _GRID_OF_THE_PAPER = ((1, 4096), (8, 4096), (16, 4096), (1, 32768), (3, 32768))
 
 
@@ -108,15 +95,15 @@ def replay_section(
     """
     print(
         f"\nreplay: {flops_per_s / 1e12:g} Tflop/s sustained (the paper does not say), {dram_bytes / GIB:g} GiB of DRAM"
-        f"\n{_PAPER_CLAIMS}"
+        f"\n{CLAIMS}"
     )
     drawn = {}
     for shape in MODELS[:1] if quick else MODELS:
-        setting = Setting(shape, batch, context, flops_per_s, dram_bytes)
         for mode in MODES:
+            setting = Setting(shape, batch, context, flops_per_s, dram_bytes, mode)
             for layout in (PAPER_LAYOUT, OUR_LAYOUT):
                 title = f"{setting.name}, {layout.name}, updates {mode}"
-                trace = _replay_layout(results, title, setting, layout, mode, step_s, rounds=1 if quick else 3)
+                trace = _replay_layout(results, title, setting, layout, step_s, rounds=1 if quick else 3)
                 if layout is OUR_LAYOUT:
                     drawn[f"{title}: ours, 1 card"] = trace
     for mode in MODES:
@@ -125,12 +112,12 @@ def replay_section(
 
 
 def _replay_layout(
-    results: Results, title: str, setting: Setting, layout: NamedLayout, mode: str, step_s: float, rounds: int
+    results: Results, title: str, setting: Setting, layout: NamedLayout, step_s: float, rounds: int
 ) -> Trace:
     """Let all placements take turns; print and add what they took."""
-    chosen = [each for each in contenders() if each.layout is layout and not each.name.startswith(BALANCED)]
-    time_scale = step_s / closed_form(setting, chosen[0]).step_s(mode)
-    replays = [Replay(setting, contender, mode, time_scale) for contender in chosen]
+    chosen = [each for each in contenders() if each.layout is layout]
+    time_scale = step_s / closed_form(setting, chosen[0]).step_s
+    replays = [Replay(setting, contender, time_scale) for contender in chosen]
     for _ in range(1 + rounds):
         for each in replays:
             each.step()
@@ -155,12 +142,12 @@ def _replay_layout(
     naive: Replay | None = None
     for each, value in zip(replays, relative, strict=True):
         name = f"{title}: {each.contender.name}"
-        if each.contender.policy in (latency_first, role_homes):
+        if each.contender.policy in ("latency_first", "bandwidth"):
             results.at_least(name, value, "x DRAM only", THROUGHPUT_GOALS[each.contender.num_cards])
         else:
             results.add(name, value, "x DRAM only")
-        naive = each if each.contender.policy is naive_interleave else naive
-        if each.contender.policy is latency_first and naive is not None:
+        naive = each if each.contender.policy == "interleave" else naive
+        if each.contender.policy == "latency_first" and naive is not None:
             results.add(name, _ratio(naive, each), "x naive interleave")
             print(f"  {name}: {_ratio(naive, each):.3f} x naive interleave (the paper: up to 1.21)")
     return traces["ours, 1 card"]
@@ -172,16 +159,16 @@ def _ratio(base: Replay, other: Replay) -> float:
 
 
 def _print_closed_forms(flops_per_s: float, dram_bytes: int, mode: str) -> None:
-    """Print the max model's throughput for the whole grid of the paper: what is not executed."""
+    """Print the max model's throughput for the whole grid of the paper: most of it is not executed."""
     print(f"\nclosed form, throughput of DRAM only, updates {mode}")
     columns = [(shape, *sizes) for shape in MODELS for sizes in _GRID_OF_THE_PAPER]
-    settings = [Setting(shape, b, c, flops_per_s, dram_bytes) for shape, b, c in columns]
+    settings = [Setting(shape, b, c, flops_per_s, dram_bytes, mode) for shape, b, c in columns]
     rows = [["", *(setting.name for setting in settings)]]
     base: dict[str, float] = {}
     for contender in contenders():
         cells = []
         for setting in settings:
-            seconds = closed_form(setting, contender).step_s(mode)
+            seconds = closed_form(setting, contender).step_s
             if contender.num_cards == 0:
                 base[setting.name] = seconds
             cells.append(f"{base[setting.name] / seconds:.3f}")

@@ -1,98 +1,77 @@
 """What the overlap benchmark compares with: ideals, and placements of the paper, against figures worked out by hand."""
 
-from functools import partial
-
 import pytest
 from schedule.ideal import UnitShape
-from schedule.paper import (
-    GIB,
-    MODELS,
-    OUR_LAYOUT,
-    PAPER_LAYOUT,
-    Machine,
-    balanced,
-    classes_of,
-    latency_first,
-    naive_interleave,
-    paper_links,
-    role_homes,
-    update_traffic,
-)
+from schedule.paper import GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, paper_links, paper_machine, update_traffic
 from schedule.replay import Setting, closed_form, contenders
 
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.transfer.links import Traffic
 
-ROLES = {
-    "m": TensorRole.MOMENTUM,
-    "v": TensorRole.VARIANCE,
-    "mg": TensorRole.MASTER_GRADS,
-    "mw": TensorRole.MASTER_WEIGHTS,
-    "cw": TensorRole.COMPUTE_WEIGHTS,
-    "act": TensorRole.ACTIVATIONS,
-    "cg": TensorRole.COMPUTE_GRADS,
-}
+ROLES = set(PAPER_LAYOUT.roles) | {TensorRole.ACTIVATIONS}
 SEVEN, TWELVE = MODELS
+CONTENDERS = [pytest.param(each, id=f"{each.name}, {each.layout.name}") for each in contenders()]
 
 
-def local_gib(shape, dram_gib, num_cards):
-    """GiB of every class in DRAM, by the authors' greedy, with one sequence of 32K."""
-    classes = classes_of(shape, PAPER_LAYOUT, shape.activation_bytes(1, 32768))
-    plan = latency_first(classes, Machine(dram_gib * GIB, num_cards), 1)
-    return {name: plan(role, 0).get("dram0", 0) * classes[role] / GIB for name, role in ROLES.items()}
+def setting_of(shape, mode="after backward", dram_bytes=128 * GIB):
+    return Setting(shape, 8, 4096, 150e12, dram_bytes, mode)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dram_gib", "num_cards", "expected"),
-    [
-        (SEVEN, 100, 1, {"m": 28.37, "v": 28.37, "mg": 28.37, "mw": 14.2, "cw": 0.7, "act": 0, "cg": 0}),
-        (SEVEN, 128, 1, {"m": 28.37, "v": 28.37, "mg": 28.37, "mw": 28.37, "cw": 14.19, "act": 0.3, "cg": 0}),
-        (TWELVE, 100, 1, {"m": 45.63, "v": 45.63, "mg": 8.7, "mw": 0, "cw": 0, "act": 0, "cg": 0}),
-        (TWELVE, 128, 1, {"m": 45.63, "v": 45.63, "mg": 22.8, "mw": 13.9, "cw": 0, "act": 0, "cg": 0}),
-        (TWELVE, 128, 2, {"m": 45.63, "v": 45.63, "mg": 15.2, "mw": 15.2, "cw": 6.3, "act": 0, "cg": 0}),
-    ],
-)
-def test_the_greedy_places_what_the_authors_code_places(shape, dram_gib, num_cards, expected):
-    assert local_gib(shape, dram_gib, num_cards) == pytest.approx(expected, abs=0.06)
-
-
-def test_classes_have_the_papers_sizes():
-    classes = classes_of(TWELVE, PAPER_LAYOUT, TWELVE.activation_bytes(3, 32768))
-    assert sum(classes.values()) / GIB == pytest.approx(228.1 + 37.5, abs=0.1)
-    assert sum(each.stored for each in OUR_LAYOUT.roles.values()) == 14
-
-
-@pytest.mark.parametrize("policy", [naive_interleave, latency_first, role_homes, balanced])
-@pytest.mark.parametrize("layout", [PAPER_LAYOUT, OUR_LAYOUT])
-@pytest.mark.parametrize("num_cards", [1, 2])
+@pytest.mark.parametrize("contender", CONTENDERS)
 @pytest.mark.parametrize("shape", MODELS)
-def test_every_placement_fits_the_machine(shape, num_cards, layout, policy):
-    num_units, machine = 8, Machine(128 * GIB, num_cards)
-    classes = classes_of(shape, layout, shape.activation_bytes(1, 32768))
-    plan = (partial(policy, layout) if policy is balanced else policy)(classes, machine, num_units)
-    local = 0.0
-    for role, nbytes in classes.items():
-        for unit in range(num_units):
-            shares = plan(role, unit)
-            assert sum(shares.values()) == pytest.approx(1)
-            local += shares.get("dram0", 0) * nbytes / num_units
-    if policy is not naive_interleave:
-        assert local <= machine.dram_bytes * (1 + 1e-9)
+@pytest.mark.parametrize("mode", ["after backward", "during backward"])
+def test_every_contender_places_every_role_and_fits_the_machine(shape, contender, mode):
+    setting = setting_of(shape, mode)
+    splits, layout = setting.splits(contender), contender.layout
+    assert set(splits) == set(layout.roles) | {TensorRole.ACTIVATIONS}
+    local = splits[TensorRole.ACTIVATIONS].get("dram0", 0) * setting.activation_bytes
+    for role, each in layout.roles.items():
+        assert sum(splits[role].values()) == pytest.approx(1)
+        local += splits[role].get("dram0", 0) * each.stored * shape.num_parameters
+    if contender.num_cards:
+        assert local <= setting.dram_bytes * (1 + 1e-6)
+    else:  # as if there were enough of it
+        assert all(split == {"dram0": 1.0} for split in splits.values())
+
+
+def test_contenders_are_the_packages_policies_on_one_card_and_two():
+    paper = [each.name for each in contenders() if each.layout is PAPER_LAYOUT]
+    names = ("naive interleave", "latency-first", "ours")
+    assert paper == ["DRAM only", *(f"{n}, 1 card" for n in names), *(f"{n}, 2 cards" for n in names)]
+    assert {each.policy for each in contenders()} == {"dram_only", "interleave", "latency_first", "bandwidth"}
+    two = next(each for each in contenders() if each.name == "naive interleave, 2 cards")
+    assert setting_of(SEVEN).splits(two)[TensorRole.MOMENTUM] == pytest.approx(
+        dict.fromkeys(("dram0", "cxl0", "cxl1"), 1 / 3)
+    )
+
+
+def test_dram_of_another_size_changes_what_the_greedy_places():
+    one = next(each for each in contenders() if each.name == "latency-first, 1 card")
+    parts = [setting_of(TWELVE, dram_bytes=size * GIB).splits(one)[TensorRole.MASTER_GRADS] for size in (100, 128)]
+    assert [part["dram0"] * 45.63 for part in parts] == pytest.approx([8.7, 22.8], abs=0.06)
+
+
+def test_machines_have_the_flops_that_are_asked_for():
+    assert paper_machine(1, 75e12).device.flops == 75e12
+    assert paper_machine(2, 75e12).names == ("dram0", "cxl0", "cxl1")
+    assert paper_machine(1, 75e12, 100 * GIB).tier("dram0").capacity_bytes == 100 * GIB
 
 
 def test_an_update_streams_what_the_paper_counts():
-    traffic = update_traffic(PAPER_LAYOUT, lambda role, unit: {"dram0": 0.75, "cxl0": 0.25}, 0, 100)
+    traffic = update_traffic(PAPER_LAYOUT, {role: {"dram0": 0.75, "cxl0": 0.25} for role in ROLES}, 100)
     assert traffic == {"dram0": Traffic(18, 18) * 75, "cxl0": Traffic(18, 18) * 25}  # 6N + 28N + 2N
-    only_dram = update_traffic(OUR_LAYOUT, lambda role, unit: {"dram0": 1.0}, 0, 100)
+    only_dram = update_traffic(OUR_LAYOUT, {role: {"dram0": 1.0} for role in ROLES}, 100)
     assert only_dram == {"dram0": Traffic(14, 12) * 100}
 
 
 def test_the_closed_form_of_an_update_in_dram_is_its_bytes_over_its_bandwidth():
-    setting = Setting(SEVEN, 8, 4096, 150e12, 128 * GIB)
+    setting = setting_of(SEVEN)
     closed = closed_form(setting, contenders()[0])
     assert closed.update_s == pytest.approx(36 * SEVEN.num_parameters / 276e9)
     assert closed.forward_s == setting.forward_s
-    assert closed.step_s("after backward") == closed.forward_s + closed.backward_s + closed.update_s
+    assert closed.step_s == pytest.approx(closed.forward_s + closed.backward_s + closed.update_s)
+    behind = closed_form(setting_of(SEVEN, "during backward"), contenders()[0])
+    assert behind.step_s == pytest.approx(behind.forward_s + behind.overlapped_s)
 
 
 def test_ideal_and_bound():
@@ -108,10 +87,9 @@ def test_ideal_and_bound():
     assert slow.ideal_s() == 400 + 2 + 1 + 1 == slow.bound_s()
 
 
-def test_a_balanced_update_is_as_long_on_both():
-    machine = Machine(1 << 50, 1)
-    plan = balanced(OUR_LAYOUT, classes_of(SEVEN, OUR_LAYOUT, 0), machine, 1)
-    traffic = update_traffic(OUR_LAYOUT, plan, 0, 1e9)
+def test_ours_updates_on_both_equally_long():
+    ours = next(each for each in contenders() if each.name == "ours, 1 card" and each.layout is OUR_LAYOUT)
+    traffic = update_traffic(OUR_LAYOUT, setting_of(SEVEN).splits(ours), 1e9)
     links = paper_links(1)
     dram, card = (links.host_route({tier: traffic[tier]}).seconds(traffic[tier].nbytes) for tier in ("dram0", "cxl0"))
-    assert dram == pytest.approx(card)
+    assert dram == pytest.approx(card, rel=0.05)
