@@ -26,6 +26,7 @@ class PlacedMemory:
         plan: what is reserved is added to it.
         on_tier_full: whether a full tier spills or refuses.
         heap: trimmed before memory for a gradient is given; None where nobody cares.
+        units: names of those whose inputs are offloaded.
     """
 
     def __init__(
@@ -35,12 +36,15 @@ class PlacedMemory:
         plan: Plan,
         on_tier_full: OnTierFull,
         heap: HeapTrimmer | None,
+        units: Sequence[str] = (),
     ) -> None:
         self.memory = memory
         self.placements = placements
         self._plan = plan
         self._on_tier_full = on_tier_full
         self._heap = heap
+        self._units = units
+        self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor shaped and laid out as a parameter of the model."""
@@ -57,7 +61,32 @@ class PlacedMemory:
     def activation(self, nbytes: int, unit: str) -> Buffer:
         """Return memory for an input of a unit."""
         placement = self.placements.for_unit(unit, TensorRole.ACTIVATIONS, nbytes)
+        self._plan_activation(nbytes, unit, placement)
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
+
+    def forward_is_over(self) -> None:
+        """Let the plan of activations be complete."""
+        if self._seen_units:
+            self._seen_units = None
+
+    def _plan_activation(self, nbytes: int, unit: str, placement: Placement) -> None:
+        """Plan the inputs of all units from those of the first two: a batch's size is not known before its forward.
+
+        The first may keep what all of them share, such as a mask. The others are taken to be like the second.
+        """
+        if self._seen_units is None:
+            return
+        if unit not in self._seen_units:
+            self._seen_units.append(unit)
+        if len(self._seen_units) > 2:
+            self._seen_units = None
+        elif unit == self._seen_units[0]:
+            self._plan.add(TensorRole.ACTIVATIONS, nbytes, placement)
+        else:
+            for other in self._units:
+                if other != self._seen_units[0]:
+                    where = self.placements.for_unit(other, TensorRole.ACTIVATIONS, nbytes)
+                    self._plan.add(TensorRole.ACTIVATIONS, nbytes, where)
 
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
         """Return memory for the weights of several parameters that belong on the same tier."""

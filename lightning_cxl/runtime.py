@@ -147,7 +147,8 @@ class OffloadRuntime:
             )
         self._model = model
         self._heap = HeapTrimmer() if units else None
-        self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap)
+        names = [name for name, _ in units]
+        self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap, names)
         self._masters = MasterWeights(placements.names, self._placed.like)
         self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
         if self._residence.units and self.config.overlaps_step(self.engine.computes_on_host):
@@ -265,7 +266,8 @@ class OffloadRuntime:
 
     def start_backward(self) -> None:
         """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""
-        if self._grads is not None:
+        if self._grads is not None and self._placed is not None:
+            self._placed.forward_is_over()
             self._grads.start_backward()
         self._trim_heap()
 
@@ -325,8 +327,6 @@ class OffloadRuntime:
                 cleanup.callback(self._updates.wait)
             if self._model is not None:
                 cleanup.callback(detach_zero_grad, self._model)
-
-    # -- report ------------------------------------------------------------------------------------------------------
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""

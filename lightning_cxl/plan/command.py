@@ -13,7 +13,7 @@ from lightning_cxl.plan.text import Findings, as_data, as_text
 from lightning_cxl.planner.compare import compare, dram_only_time
 from lightning_cxl.planner.machine import Machine
 from lightning_cxl.planner.machine_file import load_machine
-from lightning_cxl.planner.speeds import machine_of
+from lightning_cxl.planner.speeds import machine_of, machine_without_speeds
 from lightning_cxl.policies.registry import POLICIES
 from lightning_cxl.tiers.topology import Topology
 from lightning_cxl.transfer.engine import cuda_devices
@@ -62,20 +62,28 @@ def main(arguments: list[str]) -> int:
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def look(study: Study, settings: Settings, machine: Machine, policy: str = "bandwidth") -> Findings:
+def look(study: Study, settings: Settings, machine: Machine, policy: str | None = None) -> Findings:
     """Return everything there is to say about a job.
 
     Args:
         study: of the model.
         settings: of the job.
         machine: to run on.
-        policy: shown in full; built-in, or the import path of a class.
+        policy: shown in full; built-in, or the import path of a class. None: ``"bandwidth"`` where speeds are known,
+            else ``"latency_first"``, which does not need them.
 
     Raises:
-        ConfigError: no such policy, or settings that do not go together.
+        ConfigError: no such policy, one that needs speeds that are not known, or settings that do not go together.
     """
+    policy = policy or ("bandwidth" if machine.has_speeds else "latency_first")
     planned = study.job(settings, machine)
     plans = compare(planned.job, machine, dict.fromkeys([*POLICIES, policy]))
+    if plans[policy].needs_speeds:
+        raise ConfigError(
+            f"policy {policy!r} needs the speeds of this machine's memory, and they are not known: measure them with "
+            f"`python -m lightning_cxl calibrate`, describe a machine in a file (--tiers; examples are in "
+            f"examples/machines), or choose another policy"
+        )
     found = Findings(
         study.name, settings, machine, planned, policy, plans, dram_only_time(planned.job, machine), changes=()
     )
@@ -86,19 +94,13 @@ def look(study: Study, settings: Settings, machine: Machine, policy: str = "band
 
 
 def _this_machine() -> Machine:
+    """Return this machine with what is free on it now; tiers that share memory or a limit hold that much together."""
     topology = Topology.detect()
-    free = {
-        tier.name: sum(topology.node_free_bytes(node) for node in tier.node_ids)
-        for tier in topology.tiers
-        if not tier.emulated
-    }
-    machine = machine_of(topology, "cuda" if cuda_devices() else "cpu", capacity_bytes=free)
-    if machine is None:
-        raise ConfigError(
-            "the speeds of this machine's memory are not known: measure them with `python -m lightning_cxl calibrate`, "
-            "or describe a machine in a file (--tiers; examples are in examples/machines)"
-        )
-    return machine
+    device = "cuda" if cuda_devices() else "cpu"
+    free = {tier.name: sum(topology.node_free_bytes(node) for node in tier.node_ids) for tier in topology.tiers}
+    machine = machine_of(topology, device, capacity_bytes=free)
+    machine = machine or machine_without_speeds(topology, device).with_capacity(free)
+    return machine.with_capacity({}, topology.host_available_bytes())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,8 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="folder with a config.json, hub id, or a shape such as llama-3.1-8b")
     add("--seq", type=int, default=default.sequence, help="tokens per sequence (%(default)s)")
     add("--batch", type=int, default=default.batch, help="sequences per micro-batch (%(default)s)")
-    add("--tiers", type=Path, help="machine as YAML; this machine, as calibrated, when left out")
-    add("--policy", default="bandwidth", help=f"{', '.join(POLICIES)} (%(default)s), or package.module.Class")
+    add("--tiers", type=Path, help="machine as YAML; this machine with what is free on it when left out")
+    names = ", ".join(POLICIES)
+    add("--policy", help=f"{names}, or package.module.Class (bandwidth; latency_first where speeds are not known)")
     add("--precision", choices=["32-true", "bf16-true", "bf16-mixed"], default=default.precision, help="(%(default)s)")
     add("--state", choices=["fp32", "bf16", "8bit"], default=default.state, help="momentum, variance (%(default)s)")
     add("--master", choices=["split", "fp32"], default=default.master, help="master weights (%(default)s)")

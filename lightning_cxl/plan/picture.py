@@ -1,4 +1,4 @@
-"""A picture of a plan: what lies on which tier, and the predicted step, one bar per policy."""
+"""A picture of a plan: what lies on which tier, and where speeds are known, the predicted step; a bar per policy."""
 
 import importlib
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.plan.text import Findings
 from lightning_cxl.planner.compare import PolicyPlan
+from lightning_cxl.planner.step import StepTime
 
 _GIB = 2**30
 
@@ -24,10 +25,15 @@ def draw(found: Findings, path: Path) -> None:
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    figure, (bytes_axes, time_axes) = pyplot.subplots(1, 2, figsize=(14, 6), layout="constrained", width_ratios=[3, 2])
-    fitting = [plan for plan in found.plans.values() if plan.time is not None]
+    fitting = [plan for plan in found.plans.values() if plan.fits]
+    if found.dram_only is None:
+        figure, bytes_axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    else:
+        figure, (bytes_axes, time_axes) = pyplot.subplots(
+            1, 2, figsize=(14, 6), layout="constrained", width_ratios=[3, 2]
+        )
+        _draw_times(time_axes, fitting, found.dram_only)
     _draw_bytes(bytes_axes, found, fitting)
-    _draw_times(time_axes, found, fitting)
     left_out = [name for name, plan in found.plans.items() if plan.error]
     title = f"{found.model}, {found.settings.batch} x {found.settings.sequence} tokens on {found.machine.name}"
     figure.suptitle(title + (f"; does not fit: {', '.join(left_out)}" if left_out else ""))
@@ -66,9 +72,9 @@ def _draw_bytes(axes: Any, found: Findings, plans: list[PolicyPlan]) -> None:
         axes.legend(fontsize="small", ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25))
 
 
-def _draw_times(axes: Any, found: Findings, plans: list[PolicyPlan]) -> None:
+def _draw_times(axes: Any, plans: list[PolicyPlan], dram_only: StepTime) -> None:
     times = {plan.policy: plan.time for plan in plans if plan.time is not None}
-    times["were DRAM\nlarge enough"] = found.dram_only
+    times["were DRAM\nlarge enough"] = dram_only
     bottoms = [0.0] * len(times)
     for phase in ("forward", "backward", "update"):
         seconds = [getattr(time, phase).seconds for time in times.values()]

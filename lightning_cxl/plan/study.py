@@ -207,7 +207,8 @@ def _with_another_card(machine: Machine) -> Machine | None:
     if not cards:
         return None
     name = next(f"cxl{i}" for i in range(len(machine.tiers) + 1) if f"cxl{i}" not in machine.names)
-    return replace(machine, tiers=(*machine.tiers, replace(cards[-1], name=name)))
+    together = None if machine.host_bytes is None else machine.host_bytes + cards[-1].capacity_bytes
+    return replace(machine, tiers=(*machine.tiers, replace(cards[-1], name=name)), host_bytes=together)
 
 
 def _together(settings: Settings, machine: Machine, chosen: tuple[Change, ...]) -> Change | None:

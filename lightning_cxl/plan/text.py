@@ -7,13 +7,16 @@ from typing import Any
 
 from lightning_cxl.plan.study import Change, Settings
 from lightning_cxl.planner.compare import PolicyPlan, fits_device
-from lightning_cxl.planner.machine import Machine
+from lightning_cxl.planner.machine import Device, Machine
 from lightning_cxl.planner.model_job import ModelJob
 from lightning_cxl.planner.step import StepTime
 from lightning_cxl.units import format_bytes
 
 _PHASES = ("forward", "backward", "update")
 _WIDTH = 118
+_NO_SPEEDS = (
+    "predicted seconds are not known: measure this machine's speeds with `python -m lightning_cxl calibrate` first"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,8 @@ class Findings:
     policy: str
     """The one that is shown in full."""
     plans: Mapping[str, PolicyPlan]
-    dram_only: StepTime
-    """Predicted as if DRAM were large enough."""
+    dram_only: StepTime | None
+    """Predicted as if DRAM were large enough; None where speeds are not known."""
     changes: Sequence[Change]
     """What would make it fit, where it does not."""
 
@@ -40,7 +43,7 @@ class Findings:
     @property
     def fits(self) -> bool:
         """Whether host and device can hold the job."""
-        return not self.chosen.error and fits_device(self.planned.job, self.machine)
+        return self.chosen.fits and fits_device(self.planned.job, self.machine)
 
     @property
     def host_bytes(self) -> int:
@@ -61,7 +64,8 @@ def as_data(found: Findings) -> dict[str, Any]:
             "tiers": {
                 tier.name: {"kind": tier.kind.value, "capacity_bytes": tier.capacity_bytes} for tier in machine.tiers
             },
-            "device": asdict(machine.device),
+            "has_speeds": machine.has_speeds,
+            "device": asdict(machine.device) if machine.has_speeds else _without_speeds(machine.device),
         },
         "num_parameters": job.num_parameters,
         "num_units": job.num_units,
@@ -75,20 +79,27 @@ def as_data(found: Findings) -> dict[str, Any]:
         "fits": found.fits,
         "fits_device": fits_device(job, machine),
         "what_fits": [change.text for change in found.changes],
-        "predicted_dram_only_seconds": found.dram_only.seconds,
+        "predicted_dram_only_seconds": found.dram_only.seconds if found.dram_only else None,
         "policies": {name: _policy_data(each, found) for name, each in found.plans.items()},
         "notes": list(found.planned.notes),
     }
 
 
+def _without_speeds(device: Device) -> dict[str, Any]:
+    """Return a device's data with nothing in the place of placeholders."""
+    return {name: None if name.endswith("_per_s") or name == "flops" else v for name, v in asdict(device).items()}
+
+
 def _policy_data(plan: PolicyPlan, found: Findings) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "fits": not plan.error,
+        "fits": None if plan.needs_speeds else plan.fits,
+        "needs_speeds": plan.needs_speeds,
         "error": plan.error,
         "bytes": {role.value: dict(tiers) for role, tiers in plan.bytes_on.items()},
         "reasons": {role.value: reason for role, reason in plan.reasons.items()},
+        "predicted": None,
     }
-    if plan.time is not None:
+    if plan.time is not None and found.dram_only is not None:
         data["predicted"] = {
             "seconds": plan.time.seconds,
             "tokens_per_s": found.planned.job.num_tokens / plan.time.seconds,
@@ -121,11 +132,18 @@ def _head(found: Findings) -> list[str]:
     lines = [
         f"Plan: {found.model}, {job.num_parameters:,} parameters in {job.num_units} units; {how}; "
         f"{chosen.batch} x {chosen.sequence} tokens{steps}{devices}",
-        f"Machine: {machine.name}: {tiers}; {machine.device.name}, "
-        f"{machine.device.flops / 1e12:.3g} TFLOP/s in training",
+        f"Machine: {machine.name}: {tiers}{_together(machine)}; {machine.device.name}"
+        + (f", {machine.device.flops / 1e12:.3g} TFLOP/s in training" if machine.has_speeds else ""),
     ]
     wrapped = [line for text in lines for line in _wrap(text)]
     return [*wrapped, *(_wrap(f"  speeds: {machine.source}") if machine.source else [])]
+
+
+def _together(machine: Machine) -> str:
+    """Return what all tiers hold together, where that is less than the sum."""
+    if machine.host_bytes is None or machine.host_bytes >= sum(tier.capacity_bytes for tier in machine.tiers):
+        return ""
+    return f", {format_bytes(machine.host_bytes)} together"
 
 
 def _roles(found: Findings) -> list[str]:
@@ -164,6 +182,8 @@ def _device(found: Findings) -> list[str]:
 
 
 def _times(found: Findings) -> list[str]:
+    if found.dram_only is None:
+        return _placed(found)
     tokens = found.planned.job.num_tokens
     rows = [("predicted", *(f"{name} s" for name in _PHASES), "step s", "tokens/s", "of DRAM only")]
     for name, plan in found.plans.items():
@@ -176,6 +196,19 @@ def _times(found: Findings) -> list[str]:
     for name, plan in found.plans.items():
         lines += _wrap(f"{name} does not fit: {plan.error}") if plan.error else []
     return lines + (_wrap(f"predicted, {found.policy}: {found.chosen.time.describe()}") if found.chosen.time else [])
+
+
+def _placed(found: Findings) -> list[str]:
+    """Return what each policy puts where, for machines without speeds."""
+    tiers = found.machine.names
+    rows = [("policy", *tiers, "predicted")]
+    for name, plan in found.plans.items():
+        used = [format_bytes(plan.used_bytes(tier)) if plan.fits else "-" for tier in tiers]
+        rows.append((name, *used, "needs speeds" if plan.needs_speeds else "not known" if plan.fits else "-"))
+    lines = _table(rows, left=(0,))
+    for name, plan in found.plans.items():
+        lines += _wrap(f"{name} does not fit: {plan.error}") if plan.error else []
+    return [*lines, *_wrap(_NO_SPEEDS)]
 
 
 def _cells(time: StepTime, tokens: int) -> list[str]:

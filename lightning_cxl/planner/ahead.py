@@ -24,10 +24,10 @@ from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.dry_run import DryRun
 from lightning_cxl.planner.held import held_tensors
 from lightning_cxl.planner.job import MemoryClass
-from lightning_cxl.planner.machine import Device, Machine, MachineTier
+from lightning_cxl.planner.machine import Machine
 from lightning_cxl.planner.model_job import Measured, model_job
 from lightning_cxl.planner.report import check_fits
-from lightning_cxl.planner.speeds import machine_of
+from lightning_cxl.planner.speeds import machine_of, machine_without_speeds
 from lightning_cxl.planner.workload import Workload
 from lightning_cxl.policies.api import PlanningPolicy
 from lightning_cxl.policies.bandwidth import Bandwidth
@@ -164,7 +164,7 @@ def choose(
             f"policy {name!r} needs the speeds of all tiers ({', '.join(topology.names)}), and they are not known. Run "
             f"`python -m lightning_cxl calibrate`, or give a file with `machine=`, such as those in examples/machines."
         )
-    return Planning(cast(PlanningPolicy, policy), name, machine or _without_speeds(topology, device))
+    return Planning(cast(PlanningPolicy, policy), name, machine or machine_without_speeds(topology, device))
 
 
 def _usable(nbytes: int) -> int:
@@ -189,24 +189,3 @@ def room_for(model: nn.Module, memory: HostMemory) -> tuple[dict[str, int], int]
         after_move = free + (ordinary if name == memory.topology.names[0] else 0)
         room[name] = min(after_move, accounts["budget_bytes"] - accounts["used_bytes"]) + own[name]
     return room, memory.topology.host_available_bytes() + ordinary + sum(own.values())
-
-
-def _without_speeds(topology: Topology, device: torch.device) -> Machine:
-    """Return a machine for policies that look at capacities and kinds only: all its speeds are 1."""
-    tiers = []
-    for tier in topology.tiers:
-        backing = topology.node_tier(tier.node_ids[0]) if tier.emulated else None
-        tiers.append(
-            MachineTier(
-                name=tier.name,
-                kind=tier.kind,
-                capacity_bytes=tier.capacity_bytes,
-                num_nodes=len(tier.nodes),
-                adam_bytes_per_s=1.0,
-                device_read_bytes_per_s=1.0,
-                device_write_bytes_per_s=1.0,
-                backed_by=None if backing is None else backing.name,
-            )
-        )
-    nothing = Device(name=device.type, flops=1.0, h2d_bytes_per_s=1.0, d2h_bytes_per_s=1.0)
-    return Machine(name="this machine", tiers=tuple(tiers), device=nothing, source="speeds are not known")

@@ -25,9 +25,16 @@ class PolicyPlan:
     """By role and tier, what decorators and rules fix included; empty if it does not fit."""
     reasons: Mapping[TensorRole, str]
     time: StepTime | None
-    """Predicted; None if it does not fit."""
+    """Predicted; None if it does not fit, or speeds are not known."""
     error: str = ""
     """Why it does not fit."""
+    needs_speeds: bool = False
+    """It could not decide: speeds are not known."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for the job, and a decision where."""
+        return not self.error and not self.needs_speeds
 
     def used_bytes(self, tier: str) -> int:
         """Return the bytes of all roles on a tier."""
@@ -44,8 +51,10 @@ def compare(job: Job, machine: Machine, policies: Iterable[str]) -> dict[str, Po
     return {name: _plan(name, _planning(name), job, room) for name in policies}
 
 
-def dram_only_time(job: Job, machine: Machine) -> StepTime:
-    """Return the predicted step as if DRAM were large enough for everything."""
+def dram_only_time(job: Job, machine: Machine) -> StepTime | None:
+    """Return the predicted step as if DRAM were large enough for everything; None where speeds are not known."""
+    if not machine.has_speeds:
+        return None
     dram = {tier.name: _UNLIMITED_BYTES for tier in machine.select(TierKind.DRAM)}
     free = replace(job, classes=tuple(replace(each, tier=None) for each in job.classes))
     return predict_step(free, DramOnly().decide(free, machine.with_capacity(dram)).splits, machine)
@@ -53,7 +62,7 @@ def dram_only_time(job: Job, machine: Machine) -> StepTime:
 
 def fits(job: Job, machine: Machine, policy: str) -> bool:
     """Return whether a job fits the tiers under a policy, and the device."""
-    return fits_device(job, machine) and not compare(job, machine, [policy])[policy].error
+    return fits_device(job, machine) and compare(job, machine, [policy])[policy].fits
 
 
 def fits_device(job: Job, machine: Machine) -> bool:
@@ -71,7 +80,8 @@ def with_working_memory(job: Job, machine: Machine) -> Machine:
         taken = min(left, tier.capacity_bytes)
         capacity[tier.name] = tier.capacity_bytes - taken
         left -= taken
-    return machine.with_capacity(capacity)
+    together = None if machine.host_bytes is None else max(0, machine.host_bytes - job.device_bytes)
+    return machine.with_capacity(capacity, together)
 
 
 def _planning(name: str) -> PlanningPolicy:
@@ -84,6 +94,8 @@ def _planning(name: str) -> PlanningPolicy:
 
 
 def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> PolicyPlan:
+    if not machine.has_speeds and getattr(policy, "needs_speeds", True):
+        return PolicyPlan(name, {}, {}, None, needs_speeds=True)
     try:
         decision = policy.decide(job, machine)
     except TierFullError as error:
@@ -97,4 +109,5 @@ def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> Poli
         own = bytes_on.setdefault(each.role, {})
         for tier, share in split.items():
             own[tier] = own.get(tier, 0) + round(share * each.nbytes)
-    return PolicyPlan(name, bytes_on, reasons, predict_step(job, decision.splits, machine))
+    time = predict_step(job, decision.splits, machine) if machine.has_speeds else None
+    return PolicyPlan(name, bytes_on, reasons, time)

@@ -106,6 +106,8 @@ class Machine:
     seconds that each would take alone, a copy takes (t1^p + t2^p)^(1/p). Infinite: the longer of the two."""
     source: str = ""
     """Where the numbers come from, one line."""
+    has_speeds: bool = True
+    """False: all speeds are placeholders; bytes can be planned, seconds cannot be predicted."""
 
     def __post_init__(self) -> None:
         """Refuse tiers that cannot be told apart."""

@@ -105,7 +105,7 @@ def _reader(kind: type, name: str) -> Callable[[object, str], Any]:
         return _tier_kind
     if name in ("name", "source", "backed_by"):
         return _text
-    if name == "is_host":
+    if name in ("is_host", "has_speeds"):
         return _flag
     if name in ("num_nodes", "count"):
         return _count

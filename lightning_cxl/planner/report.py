@@ -1,6 +1,7 @@
 """Planned and measured bytes per tier and role: the dict behind `strategy.report()` and its one-screen text."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ from lightning_cxl.config import OnTierFull
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.tiers.placement import Placement, TensorRole
 from lightning_cxl.units import format_bytes
+
+_WIDTH = 110
+_MAX_REASONS = 8
 
 
 class Plan:
@@ -116,8 +120,7 @@ def format_report(report: Mapping[str, Any]) -> str:
         ],
     )
     rows = []
-    names = dict.fromkeys([*report["planned_roles"], *report["peak_roles"]])
-    for role in names:
+    for role in dict.fromkeys([*report["planned_roles"], *report["peak_roles"]]):
         tiers = dict.fromkeys([*report["planned_roles"].get(role, {}), *report["peak_roles"].get(role, {})])
         rows += [
             (
@@ -130,8 +133,8 @@ def format_report(report: Mapping[str, Any]) -> str:
             for tier in tiers
         ]
     if rows:
-        lines += ["", *_table(("role", "tier", "planned", "used", "peak"), rows)]
-    lines.append("")
+        lines += ["", *_table(("role", "tier", "planned", "used", "peak"), rows), _total(report)]
+    lines += ["", f"policy: {report['policy']}", *_reasons(report["reasons"])]
     lines.append(f"parameters: {report['num_parameters']:,} ({report['num_trainable']:,} trained)")
     lines.append(f"units: {_units(report['units'])}")
     if streamed := report["streamed"]:
@@ -143,6 +146,24 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)
+
+
+def _total(report: Mapping[str, Any]) -> str:
+    """Return the line that compares the plan with what was measured."""
+    planned, peak = (
+        sum(sum(tiers.values()) for tiers in report[key].values()) for key in ("planned_roles", "peak_roles")
+    )
+    of_plan = f" ({peak / planned:.0%})".replace("%", " %") if planned else ""
+    return f"in all, each role at its peak: planned {format_bytes(planned)}, peak {format_bytes(peak)}{of_plan}"
+
+
+def _reasons(reasons: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line per role that says where it goes and why."""
+    lines = []
+    for role, all_of_role in list(reasons.items())[:_MAX_REASONS]:
+        more = f" (and {len(all_of_role) - 1} more)" if len(all_of_role) > 1 else ""
+        lines.append(textwrap.shorten(f"{role}: {all_of_role[0]}", _WIDTH - 2 - len(more), placeholder=" ...") + more)
+    return [f"  {line}" for line in lines]
 
 
 def _units(names: list[str]) -> str:

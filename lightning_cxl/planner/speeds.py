@@ -5,7 +5,7 @@ Each field comes from the first that has it: a file of the user, the calibration
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,20 @@ def machine_of(
     fields: dict[str, Any] = {"name": cpu_model(topology.root or Path("/")), **overrides.machine}
     fields["source"] = f"{source} ({fields['source']})" if "source" in fields else source
     return Machine(tiers=tiers, device=computing, cache=_cache(calibration, overrides), **fields)
+
+
+def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu") -> Machine:
+    """Return a machine for policies that look at capacities and kinds only: `Machine.has_speeds` is False."""
+    placeholders = TierSpeeds(dict.fromkeys(_NEEDED, 1.0), {})
+    tiers = tuple(_tier(topology, tier, placeholders, {}) for tier in topology.tiers)
+    computing, _ = _device(torch.device(device), tiers[0], None, Overrides())
+    return Machine(
+        name=cpu_model(topology.root or Path("/")),
+        tiers=tiers,
+        device=replace(computing, flops=1.0, h2d_bytes_per_s=1.0, d2h_bytes_per_s=1.0),
+        source="not known",
+        has_speeds=False,
+    )
 
 
 def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Overrides | None = None) -> TierSpeeds:

@@ -7,6 +7,7 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl import ConfigError, TierFullError, TierNotFoundError, residency
+from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
@@ -237,3 +238,23 @@ def test_user_tensors_in_a_step_count_against_the_runs_budget():
     module = Allocating(TinyTransformer())
     make_trainer("cxl_offload", max_steps=2).fit(module, token_data())
     assert module.report["roles"]["compute_weights"]["cxl"] == 4000
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_activations_are_planned_once_the_first_units_have_run(num_layers, accumulate):
+    rules = {"model.model.layers.3": {"activations": "dram"}} if num_layers > 3 else {}
+    strategy = offload(tier_rules=rules)
+    trainer = make_trainer(strategy, max_steps=2, accumulate_grad_batches=accumulate)
+    trainer.fit(LlamaTask(tiny_llama(num_layers)), token_data())
+    report = strategy.report()
+    planned = report["planned_roles"]["activations"]
+    assert planned == report["peak_roles"]["activations"]
+    assert set(planned) == ({"cxl", "dram"} if rules else {"cxl"})
+    assert report["reasons"]["activations"]
+
+
+def test_activations_that_do_not_exist_are_not_planned():
+    strategy = offload(activation_offload=False)
+    make_trainer(strategy, max_steps=1).fit(LlamaTask(tiny_llama()), token_data())
+    assert "activations" not in strategy.report()["planned_roles"]

@@ -208,9 +208,64 @@ def test_this_machine_is_planned_for_with_what_is_free_on_it(model, tmp_path, ca
     monkeypatch.setattr(command, "cuda_devices", lambda: [])
     assert main(["--model", model, "--seq", "64"]) == 0
     assert asked == {"device": "cpu", "dram": 3 << 30, "cxl": 11 << 30}
+
+
+@pytest.fixture
+def unknown_speeds(model, tmp_path, capsys, monkeypatch):
+    """Runs the command on a machine whose speeds nobody knows; returns status, text and the JSON it wrote."""
     monkeypatch.setattr(command, "machine_of", lambda *_, **__: None)
-    with pytest.raises(ConfigError, match="calibrate"):
-        main(["--model", model, "--seq", "64"])
+    monkeypatch.setattr(command, "cuda_devices", lambda: [])
+
+    def run(*arguments, topology, together=None):
+        monkeypatch.setattr(command.Topology, "detect", lambda: topology)
+        if together is not None:
+            monkeypatch.setattr(command.Topology, "host_available_bytes", lambda _: together)
+        data = tmp_path / "plan.json"
+        status = main(["--model", model, "--seq", "512", "--json", str(data), *arguments])
+        return status, capsys.readouterr().out, json.loads(data.read_text())
+
+    return run
+
+
+def test_bytes_are_planned_where_speeds_are_not_known(unknown_speeds, tmp_path):
+    picture = tmp_path / "plan.png"
+    status, text, data = unknown_speeds("--plot", str(picture), topology=Topology.fake(("1GiB",), ("1GiB",)))
+    assert status == 0 and data["fits"] and data["policy"] == "latency_first"
+    assert text.count("calibrate") == 1 and "not known" in text and text.rstrip().endswith("It fits.")
+    assert not any(word in text for word in ("TFLOP", "tokens/s", "of DRAM only", "step s"))
+    assert data["predicted_dram_only_seconds"] is None
+    assert data["machine"]["has_speeds"] is False and data["machine"]["device"]["flops"] is None
+    assert {name for name, each in data["policies"].items() if each["needs_speeds"]} == {"bandwidth"}
+    for name, each in data["policies"].items():
+        assert each["predicted"] is None
+        assert each["fits"] is (None if name == "bandwidth" else True)
+        held = sum(sum(tiers.values()) for tiers in each["bytes"].values())
+        assert name == "bandwidth" or held == pytest.approx(sum(data["roles"].values()), abs=20)
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(ConfigError, match=r"'bandwidth' needs the speeds.*calibrate"):
+        unknown_speeds("--policy", "bandwidth", topology=Topology.fake())
+
+
+def test_what_would_make_it_fit_is_found_without_speeds(unknown_speeds):
+    needed = unknown_speeds(topology=Topology.fake())[2]["host_bytes"]
+    status, text, data = unknown_speeds(topology=Topology.fake((f"{needed - (8 << 20)}B",), ()))
+    assert status == 2 and not data["fits"]
+    assert data["what_fits"] and "seconds are not known" in text
+
+
+def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
+    emulated = Topology.fake(("1GiB",), ())
+    _, _, data = unknown_speeds(topology=emulated)
+    needed = data["host_bytes"]
+    room = f"{needed + (1 << 20)}B"
+    assert unknown_speeds("--policy", "interleave", topology=Topology.fake((room,), ()))[0] == 0
+    room = f"{needed - (1 << 20)}B"
+    assert unknown_speeds("--policy", "interleave", topology=Topology.fake((room,), ()))[0] == 2
+    # a control group's limit counts once, not for every tier
+    two = Topology.fake(("1GiB",), ("1GiB",))
+    status, text, _ = unknown_speeds(topology=two, together=needed - (1 << 20))
+    assert status == 2 and "together" in text
+    assert unknown_speeds(topology=two, together=needed + (1 << 20))[0] == 0
 
 
 def test_a_policy_by_import_path_is_shown_beside_the_built_in_ones(plan):

@@ -1,5 +1,7 @@
 """Policies side by side, and what counts as fitting."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_cxl.errors import ConfigError
@@ -83,8 +85,19 @@ def test_where_the_cpu_computes_its_working_memory_is_dram_that_is_gone():
     assert with_working_memory(job(device_bytes=3 * GIB), host).tier("dram0").capacity_bytes == 7 * GIB
     assert with_working_memory(job(device_bytes=30 * GIB), host).tier("dram0").capacity_bytes == 0
     assert with_working_memory(job(), machine()) == machine()
+    shared = with_working_memory(job(device_bytes=3 * GIB), host.with_capacity({}, 9 * GIB))
+    assert shared.host_bytes == 6 * GIB
     assert fits(job(device_bytes=2 * GIB), host, "dram_only")
     assert not fits(job(device_bytes=2 * GIB + 1024), host, "dram_only")
+
+
+def test_without_speeds_bytes_are_planned_and_seconds_are_not():
+    unknown = replace(machine(), has_speeds=False)
+    plans = compare(job(12 * GIB), unknown, POLICIES)
+    assert {name for name, plan in plans.items() if plan.needs_speeds} == {"bandwidth"}
+    assert all(plan.time is None for plan in plans.values()) and dram_only_time(job(), unknown) is None
+    assert plans["latency_first"].fits and not plans["dram_only"].fits and not plans["bandwidth"].fits
+    assert plans["latency_first"].bytes_on == compare(job(12 * GIB), machine(), POLICIES)["latency_first"].bytes_on
 
 
 def test_a_policy_that_places_tensor_by_tensor_cannot_be_planned():

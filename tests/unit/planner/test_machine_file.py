@@ -85,6 +85,8 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         cache=Cache(nbytes=5, bytes_per_s=math.inf),
         write_contention=4.5,
         source="measured, 1 run",
+        host_bytes=11,
+        has_speeds=False,
     )
     save_machine(machine, tmp_path / "machine.yaml")
     assert load_machine(tmp_path / "machine.yaml") == machine

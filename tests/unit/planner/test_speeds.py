@@ -9,7 +9,7 @@ from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.planner.calibration import save_calibration
 from lightning_cxl.planner.environment import advice, environment_report, format_environment
 from lightning_cxl.planner.machine_file import save_machine
-from lightning_cxl.planner.speeds import adam_mix, machine_of, tier_speeds
+from lightning_cxl.planner.speeds import adam_mix, machine_of, machine_without_speeds, tier_speeds
 from lightning_cxl.tiers.topology import TierKind, Topology
 from tests.unit.planner.test_calibration import CALIBRATION
 
@@ -221,3 +221,16 @@ def test_the_report_shows_speeds_and_their_source(machine, tmp_path):
     line = "cxl: Adam 9.0, devices read 7.0 and write 5.0 GB/s, 250 ns (calibration of 2026-01-31 with 2 threads)"
     assert line in format_environment(report)
     assert not any("calibrate" in text for text in advice(report))
+
+
+def test_a_machine_without_speeds_says_so_and_knows_everything_else(machine):
+    topology = Topology.detect(machine("2node"))
+    known = machine_of(topology, "cpu")
+    unknown = machine_without_speeds(topology, "cpu")
+    assert known.has_speeds and not unknown.has_speeds
+    assert unknown.device.is_host and not machine_without_speeds(topology, "cuda").device.is_host
+    assert [(t.name, t.kind, t.capacity_bytes, t.num_nodes, t.backed_by) for t in unknown.tiers] == [
+        (t.name, t.kind, t.capacity_bytes, t.num_nodes, t.backed_by) for t in known.tiers
+    ]
+    emulated = machine_without_speeds(Topology.fake(("1GiB",), ()))
+    assert [tier.backed_by for tier in emulated.tiers] == [None, "dram"]
