@@ -32,9 +32,12 @@ class OffloadConfig:
     policy: str = "auto"
     """Who places what no rule or decorator does: ``"dram_only"``, ``"interleave"``, ``"latency_first"`` or
     ``"bandwidth"``, or the import path of a class of your own. ``"auto"`` is ``"bandwidth"`` where there is more than
-    one kind of memory and speeds are known; elsewhere every kind of tensor has its home tier."""
+    one kind of memory and speeds are known; elsewhere ``"by_role"``: every kind of tensor has its home tier."""
     machine: str | None = None
     """YAML file with speeds of this machine's tiers, which win over its calibration and the firmware's ratings."""
+    batch_tokens: int | None = None
+    """Tokens of one micro-batch, sequences times their length: lets policies that plan keep room for activations and
+    weigh copies against compute. None: both are left out until the first batch."""
     activation_offload: bool = True
     """Keep only each unit's input, on its activation tier, and compute the unit again in the backward pass."""
     units: str | Sequence[str] = "auto"
@@ -100,6 +103,8 @@ class OffloadConfig:
         _check_choice("on_missing_tier", self.on_missing_tier, ("fallback", "error"))
         _check_choice("on_tier_full", self.on_tier_full, ("spill", "error"))
         _check_choice("pin_memory", self.pin_memory, (True, False, "auto"))
+        if self.batch_tokens is not None and not _is_count(self.batch_tokens):
+            raise ConfigError(f"batch_tokens must be a positive number of tokens or None, got {self.batch_tokens!r}")
         if not _is_count(self.max_overflows):
             raise ConfigError(f"max_overflows must be a positive number of steps, got {self.max_overflows!r}")
         threads = self.num_threads
@@ -217,7 +222,7 @@ def _read_environment(name: str) -> object:
             return json.loads(text) if text.startswith("{") else _parse_pairs(text)
         if name == "units":
             return text if "," not in text else [part.strip() for part in text.split(",")]
-        if name in ("num_threads", "max_overflows"):
+        if name in ("num_threads", "max_overflows", "batch_tokens"):
             return int(text)
     except ValueError as error:
         raise ConfigError(f"environment variable {variable}={text!r} cannot be read: {error}") from None

@@ -120,7 +120,9 @@ class PlacedMemory:
                 state[key] = self.memory.tensor(value.shape, value.dtype, placement, role).copy_(value)
 
     def reserve(self, wanted: Iterable[Wanted]) -> None:
-        """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit.
+        """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit any more.
+
+        Weights move from where they are, which [Note: Planning a run] has counted: here they are not checked again.
 
         Raises:
             TierFullError: it does not fit.
@@ -129,7 +131,7 @@ class PlacedMemory:
         for parameter, role, nbytes in wanted:
             placement = self.placements.for_parameter(parameter, role, nbytes)
             self._plan.add(role, nbytes, placement)
-            if role is not TensorRole.COMPUTE_WEIGHTS or not self._is_at_home(parameter, placement):
+            if role is not TensorRole.COMPUTE_WEIGHTS:
                 requests.append((role, nbytes, placement))
         check_fits(requests, self.memory.free_bytes(), self._on_tier_full)
 

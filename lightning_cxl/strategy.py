@@ -82,9 +82,10 @@ class CXLOffloadStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self.num_nodes = 1  # the Trainer's, filled in by it
-        self._policy = None if isinstance(options.get("policy"), str | None) else options.pop("policy")
+        given = options.get("policy", "auto")
+        self._policy = None if isinstance(given, str) else options.pop("policy")
         self.config, self.config_origins = OffloadConfig.resolve(**options)
-        check_policy(self._policy or self.config.policy)
+        check_policy(self.config.policy if self._policy is None else self._policy)
         self._runtime: OffloadRuntime | None = None
         self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
         self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
@@ -191,9 +192,9 @@ class CXLOffloadStrategy(ParallelStrategy):
         self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
         self.setup_optimizers(trainer)
         self.runtime.plan_ahead(self.model, self.optimizers)
+        before = set(self.model.parameters())
         self.model_to_device()
-        held = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        if not held <= set(self.model.parameters()):  # some modules make new parameters when they move
+        if before != set(self.model.parameters()):  # some modules make new parameters when they move
             self.setup_optimizers(trainer)
         self._adopt_optimizers(trainer)
         self.setup_precision_plugin()

@@ -1,13 +1,14 @@
 """What adopting optimizers will allocate: summed up before the first byte is taken."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
+from lightning_cxl.optim.foreign_state import num_state_tensors
 from lightning_cxl.optim.formats import MasterForm
 from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.masters import is_on_host, master_dtype, needs_master
@@ -43,7 +44,7 @@ def wanted_tensors(
     """
     wanted: dict[tuple[int, TensorRole], Wanted] = {}
     for optimizer in optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for group, parameter in ((each, p) for each in optimizer.param_groups for p in each["params"]):
             if is_lazy(parameter):
                 continue
             form = forms.form_for(optimizer, parameter)
@@ -51,11 +52,20 @@ def wanted_tensors(
             half_sums = config.accumulate == "bf16"
             bytes_of = _master_and_grad(parameter, form, separate, half_sums=half_sums, accumulates=accumulates)
             moment = forms.moment_bytes(optimizer, parameter)
-            bytes_of |= {TensorRole.MOMENTUM: moment, TensorRole.VARIANCE: moment}
+            foreign = 0 if moment or not parameter.requires_grad else _foreign_bytes(optimizer, forms, group, parameter)
+            bytes_of |= {TensorRole.MOMENTUM: moment or foreign, TensorRole.VARIANCE: moment}
             for role, nbytes in bytes_of.items():
                 if nbytes:
                     wanted[id(parameter), role] = Wanted(parameter, role, nbytes)
     return list(wanted.values())
+
+
+def _foreign_bytes(optimizer: Optimizer, forms: Forms, group: dict[str, Any], parameter: torch.Tensor) -> int:
+    """Return the bytes of the state that a torch optimizer makes itself at its first step; all of it is MOMENTUM."""
+    if forms.becomes_cpu_adam(optimizer):
+        return 0
+    itemsize = master_dtype(parameter, forms.form_for(optimizer, parameter)).itemsize
+    return num_state_tensors(optimizer, group) * parameter.numel() * itemsize
 
 
 def _master_and_grad(

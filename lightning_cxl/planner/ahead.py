@@ -2,13 +2,15 @@
 
 [Note: Planning a run]
 The strategy lets the user's optimizers be made first, on the model as it is: they know which state there will be. Then
-the whole run is known except for activations, whose size the first batch tells. A policy that plans (`PlanningPolicy`)
-sees all of it as one job; others are asked tensor by tensor, as the run will ask them. What does not fit is refused
-here. What counts as room: free memory of every tier within its budget, and what the model's weights take already,
-on their tier or in ordinary memory, because they move.
+the whole run is known except for activations and compute, which ``batch_tokens`` or the first batch tells. A policy
+that plans (`PlanningPolicy`) sees all of it as one job; others are asked tensor by tensor, all with what is free now.
+What does not fit is refused here. What counts as room: free memory of every tier within its budget, and what the
+model's weights take already, on their tier or in ordinary memory, because they move.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -17,19 +19,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.memory.host_tensors import is_ordinary
+from lightning_cxl.memory.ordinary import anonymous_bytes
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.placements import ModelPlacements
-from lightning_cxl.planner.dry_run import DryRun
 from lightning_cxl.planner.held import held_tensors
-from lightning_cxl.planner.job import MemoryClass
-from lightning_cxl.planner.machine import Machine
-from lightning_cxl.planner.model_job import Measured, model_job
+from lightning_cxl.planner.job import Job, MemoryClass
+from lightning_cxl.planner.machine import Machine, check_split
+from lightning_cxl.planner.model_job import estimate, model_job
 from lightning_cxl.planner.report import check_fits
 from lightning_cxl.planner.speeds import machine_of, machine_without_speeds
 from lightning_cxl.planner.workload import Workload
-from lightning_cxl.policies.api import PlanningPolicy
+from lightning_cxl.policies.api import Decision, PlanningPolicy
 from lightning_cxl.policies.bandwidth import Bandwidth
 from lightning_cxl.policies.decided import DecidedPolicy
 from lightning_cxl.policies.registry import get_policy, plans
@@ -41,6 +43,7 @@ from lightning_cxl.tiers.rules import resolve
 from lightning_cxl.tiers.topology import Topology
 from lightning_cxl.updates import why_after_backward
 
+log = logging.getLogger(__name__)
 _SLACK_BYTES = 128 * 2**20
 
 
@@ -98,9 +101,10 @@ class RunPlanner:
             ConfigError: rules or decorators that cannot be honoured.
             TierFullError: the run does not fit where the policy wants it.
         """
+        tokens = self._config.batch_tokens or 0
         load = Workload(
-            batch=0,  # neither is known before the first batch
-            sequence=0,
+            batch=1,
+            sequence=tokens,
             num_micro_batches=2 if accumulates else 1,
             computes_on_host=computes_on_host,
             updates_in_backward=why_after_backward(needs_whole_step, optimizers) is None,
@@ -109,16 +113,20 @@ class RunPlanner:
         placements = ModelPlacements(model, tiers, self.placer)
         held = held_tensors(model, self._config, load, placements.asked, optimizers)
         room, together = room_for(model, self._memory)
+        measured = estimate(model, self._config, load, "before the first batch")
         if self._planning is not None:
-            dry = Measured(DryRun({}, 0, 0.0, 0.0))
-            job = model_job(type(model).__name__, model, self._config, load, dry, placements.asked, held).job
-            # how large activations are is not known yet; where they go is decided now
-            unknown = MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=0)
-            job = replace(job, classes=(*job.classes, unknown))
-            machine = self._planning.machine.with_capacity({name: _usable(room[name]) for name in room}, together)
-            decision = self._planning.policy.decide(job, machine)
-            self.placer.policy = DecidedPolicy(decision, self._memory.topology.names, self._homes)
+            job = model_job(type(model).__name__, model, self._config, load, measured, placements.asked, held).job
+            if TensorRole.ACTIVATIONS not in job.free_classes():
+                # how large they are may not be known yet; where they go is decided now
+                unknown = MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=0)
+                job = replace(job, classes=(*job.classes, unknown))
+            self.placer.policy = DecidedPolicy(
+                self._planning.decide(job, room, together), self._memory.topology.names, self._homes
+            )
         requests = [(role, size, placements.for_parameter(p, role, size)) for p, role, size in held.all()]
+        activations = TensorRole.ACTIVATIONS
+        for unit, size in measured.run.stored_bytes.items() if optimizers else ():
+            requests.append((activations, size, placements.for_unit(unit, activations, size)))
         check_fits(requests, room, self._config.on_tier_full, most=together)
         return placements
 
@@ -130,6 +138,34 @@ class Planning:
     policy: PlanningPolicy
     name: str
     machine: Machine
+
+    def decide(self, job: Job, room: Mapping[str, int], together: int) -> Decision:
+        """Return the policy's decision about a job.
+
+        Args:
+            job: of the run.
+            room: bytes that every tier can hold of it; the machine's own limits hold as well.
+            together: bytes that all tiers can hold.
+
+        Raises:
+            ConfigError: the policy leaves a role out, or its splits are none.
+            TierFullError: it does not fit.
+        """
+        limits = {tier.name: min(_usable(room[tier.name]), tier.capacity_bytes) for tier in self.machine.tiers}
+        most = together if self.machine.host_bytes is None else min(together, self.machine.host_bytes)
+        machine = self.machine.with_capacity(limits, most)
+        decision = self.policy.decide(job, machine)
+        missing = [role.value for role in job.free_classes() if role not in decision.splits]
+        if missing:
+            raise ConfigError(
+                f"policy {self.name!r} decides nothing about {', '.join(missing)}: `decide` must place all"
+            )
+        try:
+            for split in decision.splits.values():
+                check_split(split, machine)
+        except ValueError as error:
+            raise ConfigError(f"policy {self.name!r}: {error}") from error
+        return decision
 
 
 def choose(
@@ -149,22 +185,38 @@ def choose(
     Raises:
         ConfigError: there is no such policy, or it needs speeds that are not known.
     """
-    if wanted is None and config.policy == "auto":
-        if sum(not tier.emulated for tier in topology.tiers) < 2:
-            return None
-        machine = machine_of(topology, device, file=config.machine)
-        return None if machine is None else Planning(Bandwidth(), "bandwidth", machine)
+    machine = machine_of(topology, device, file=config.machine)
+    if machine is not None:  # one process drives one of its devices
+        machine = replace(machine, device=replace(machine.device, count=1))
+    if wanted is None and config.policy in ("auto", "by_role"):
+        several = sum(not tier.emulated for tier in topology.tiers) > 1
+        if config.policy == "auto" and several and machine is not None:
+            return Planning(Bandwidth(), "bandwidth", machine)
+        if config.policy == "auto" and several:
+            log.info("every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl calibrate`")
+        _warn_of_idle_machine(config, "there is one kind of memory, where" if not several else "with it")
+        return None
     policy = get_policy(config.policy) if wanted is None else wanted
     name = config.policy if wanted is None else type(policy).__name__
     if not plans(policy):
+        _warn_of_idle_machine(config, f"policy {name!r} is asked tensor by tensor, and")
         return cast(PlacementPolicy, policy)
-    machine = machine_of(topology, device, file=config.machine)
     if machine is None and getattr(policy, "needs_speeds", True):
         raise ConfigError(
             f"policy {name!r} needs the speeds of all tiers ({', '.join(topology.names)}), and they are not known. Run "
             f"`python -m lightning_cxl calibrate`, or give a file with `machine=`, such as those in examples/machines."
         )
     return Planning(cast(PlanningPolicy, policy), name, machine or machine_without_speeds(topology, device))
+
+
+def _warn_of_idle_machine(config: OffloadConfig, why: str) -> None:
+    if config.machine is not None:
+        warnings.warn(
+            f"`machine={config.machine!r}` has no effect: {why} nothing is planned by speed. Choose a policy such as "
+            f"'bandwidth'.",
+            LightningCXLWarning,
+            stacklevel=2,
+        )
 
 
 def _usable(nbytes: int) -> int:
@@ -174,18 +226,21 @@ def _usable(nbytes: int) -> int:
 
 def room_for(model: nn.Module, memory: HostMemory) -> tuple[dict[str, int], int]:
     """Return what each tier can hold of a run, and all together, including what the model's weights take already."""
-    own = dict.fromkeys(memory.topology.names, 0)
-    ordinary = 0
+    topology = memory.topology
+    own = dict.fromkeys(topology.names, 0)
+    others = []
     for parameter in filter(is_ordinary, model.parameters()):
         tier = memory.tier_at(parameter.data_ptr()) if parameter.numel() else None
         if tier is None:
-            ordinary += parameter.nbytes
+            others.append(parameter)
         else:
             own[tier.name] += parameter.nbytes
-    room = {}
+    freed = dict.fromkeys(topology.names, 0)  # when weights in ordinary memory have moved
+    for node, nbytes in anonymous_bytes(others, topology.tiers[0].node_ids[0]).items():
+        if (tier := topology.node_tier(node)) is not None:
+            freed[tier.name] += nbytes
+    accounts, room = memory.stats()["tiers"], {}
     for name, free in memory.free_bytes().items():
-        accounts = memory.stats()["tiers"][name]
-        # ordinary memory comes from the nearest tier, and is free when the weights have moved
-        after_move = free + (ordinary if name == memory.topology.names[0] else 0)
-        room[name] = min(after_move, accounts["budget_bytes"] - accounts["used_bytes"]) + own[name]
-    return room, memory.topology.host_available_bytes() + ordinary + sum(own.values())
+        budget_left = accounts[name]["budget_bytes"] - accounts[name]["used_bytes"]
+        room[name] = min(free + freed[name], budget_left) + own[name]
+    return room, topology.host_available_bytes() + sum(freed.values()) + sum(own.values())

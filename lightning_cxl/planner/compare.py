@@ -57,7 +57,7 @@ def dram_only_time(job: Job, machine: Machine) -> StepTime | None:
         return None
     dram = {tier.name: _UNLIMITED_BYTES for tier in machine.select(TierKind.DRAM)}
     free = replace(job, classes=tuple(replace(each, tier=None) for each in job.classes))
-    return predict_step(free, DramOnly().decide(free, machine.with_capacity(dram)).splits, machine)
+    return predict_step(free, DramOnly().decide(free, machine.with_capacity(dram, _UNLIMITED_BYTES)).splits, machine)
 
 
 def fits(job: Job, machine: Machine, policy: str) -> bool:

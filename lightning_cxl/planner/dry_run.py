@@ -35,6 +35,7 @@ from lightning_cxl.transfer.engine import FinishedTransfer, Transfer
 
 _META = torch.device("meta")
 _on_accumulated: Any = torch.Tensor.register_post_accumulate_grad_hook
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _PRODUCTS = frozenset(
     {
         functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm,
@@ -209,9 +210,10 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            query, key, value = (self._narrow(each) for each in args[:3])
+            given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+            query, key, value = (self._narrow(given[name]) for name in _ATTENTION[:3])
             attend: Any = _FlashAttention.apply
-            causal = bool(kwargs.get("is_causal", len(args) > 5 and args[5]))
+            causal = bool(given.get("is_causal"))
             return attend(query, key, value, causal, self._meter)
         if self._mixed and func in _PRODUCTS:
             args = tuple(self._narrow(each) for each in args)

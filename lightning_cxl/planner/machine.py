@@ -146,11 +146,11 @@ class Machine:
         return tuple(tier for tier in self.tiers if tier.kind is kind)
 
     def with_capacity(self, capacity_bytes: Mapping[str, int], host_bytes: int | None = None) -> "Machine":
-        """Return this machine with other capacities of some tiers, by name, and of all together."""
+        """Return this machine with other capacities of some tiers, by name, and of all together unless that is None."""
         for name in capacity_bytes:
             self.tier(name)
         tiers = tuple(replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in self.tiers)
-        return replace(self, tiers=tiers, host_bytes=host_bytes)
+        return replace(self, tiers=tiers, host_bytes=self.host_bytes if host_bytes is None else host_bytes)
 
 
 def check_split(split: Split, machine: Machine) -> None:

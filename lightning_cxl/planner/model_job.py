@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.optim.grads import MAX_PENDING
@@ -80,16 +81,30 @@ def measure(
         )
     except Exception as error:  # the user's model may do anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        tokens = load.batch * load.sequence
-        width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
-        nbytes = tokens * width * (4 if load.mixed else next(model.parameters()).element_size())
-        forward = 2.0 * tokens * sum(p.numel() for p in model.parameters())
-        note = (
-            f"the model cannot be run without values ({reason}): activations are estimated as batch x sequence x "
-            f"{width} per unit, flops as 2 per parameter and token, and memory on the device is not known"
-        )
-        return Measured(DryRun({name: nbytes for name, _ in units}, 0, forward, 3 * forward), note)
+        return estimate(model, config, load, f"the model cannot be run without values ({reason})")
     return Measured(run)
+
+
+def estimate(model: nn.Module, config: OffloadConfig, load: Workload, why: str) -> Measured:
+    """Return what a micro-batch takes by rules of thumb.
+
+    Args:
+        model: on any device.
+        config: the user's choices.
+        load: of one step.
+        why: it is not measured.
+    """
+    tokens = load.batch * load.sequence
+    width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
+    itemsize = 4 if load.mixed else next((p.element_size() for p in _known(model)), 4)
+    nbytes = tokens * width * itemsize
+    forward = 2.0 * tokens * sum(p.numel() for p in _known(model))
+    note = (
+        f"{why}: activations are estimated as batch x sequence x {width} per unit, flops as 2 per parameter and token, "
+        f"and memory on the device is not known"
+    )
+    stored = {name: nbytes for name, _ in units_of(model, config)} if nbytes else {}
+    return Measured(DryRun(stored, 0, forward, 3 * forward), note)
 
 
 def model_job(
@@ -123,7 +138,7 @@ def model_job(
     job = Job(
         name=name,
         classes=_classes(bytes_of, traffic, load),
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_parameters=sum(p.numel() for p in _known(model)),
         num_units=max(1, len(units_of(model, config))),
         num_tokens=load.batch * load.sequence * n * load.num_devices,
         forward_flops=run.forward_flops * n,
@@ -146,6 +161,11 @@ def job_of(
     return model_job(name, model, config, load, measure(model, config, load, compute_loss), tier_of).job
 
 
+def _known(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose shape is known."""
+    return [parameter for parameter in model.parameters() if not is_lazy(parameter)]
+
+
 def _bytes_of(
     wanted: Iterable[Wanted], run: DryRun, load: Workload, tier_of: TierOf
 ) -> dict[tuple[TensorRole, str | None], int]:
@@ -162,8 +182,8 @@ def _bytes_of(
 
 def _traffic(model: nn.Module, held: Held, load: Workload) -> Traffic:
     weight_bytes = sum(each.nbytes for each in held.weights)
-    all_bytes = sum(p.nbytes for p in model.parameters())
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad) / max(1, all_bytes)
+    all_bytes = sum(p.nbytes for p in _known(model))
+    trained = sum(p.nbytes for p in _known(model) if p.requires_grad) / max(1, all_bytes)
     grads = [each for each in held.state if each.role in GRADIENTS]
     separate = [each.parameter for each in grads if each.role is TensorRole.MASTER_GRADS]
     on_host = [p for p in separate if load.computes_on_host or id(p) in held.unit_of]
@@ -200,8 +220,8 @@ def _device_parts(model: nn.Module, held: Held, load: Workload, run: DryRun) -> 
     """Return device memory at the peak by what it is for; see the module's docstring."""
     in_units = held.unit_of
     unit_bytes = [sum(piece_nbytes(module, group) for group in groups) for _, module, groups in held.pieces]
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    rest = sum(p.nbytes for p in model.parameters() if id(p) not in in_units)
+    buffers = sum(buffer.nbytes for buffer in model.buffers() if not is_lazy(buffer))
+    rest = sum(p.nbytes for p in _known(model) if id(p) not in in_units)
     grads = [each.parameter for each in held.state if each.role in GRADIENTS]
     by_unit: dict[str, int] = {}
     for parameter in grads:

@@ -1,7 +1,7 @@
 """Our policy: the splits under which the predicted step is shortest, within the capacity of every tier."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_cxl.errors import TierFullError
@@ -56,6 +56,8 @@ class Bandwidth:
             )
         x = problem.without_slivers(problem.simplest_good())
         splits = problem.splits(x)
+        if (greedy := problem.faster_greedy(splits)) is not None:
+            return greedy
         reasons = {each.role: problem.reason(each, part) for each, part in zip(classes, x, strict=True)}
         return Decision(splits, reasons)
 
@@ -117,7 +119,8 @@ class _Problem:
         self._model = StepModel(job, machine)
         self._near_s = [self.near.seconds(each, machine) for each in classes] if self.near.tiers else []
         self._far_s = [self.far.seconds(each, machine) for each in classes] if self.far.tiers else []
-        self._greedy = _greedy(job, machine, classes) if self.near.tiers and self.far.tiers else None
+        self._greedy_plan = _greedy(job, machine) if self.near.tiers and self.far.tiers else None
+        self._greedy = None if self._greedy_plan is None else self._fractions(self._greedy_plan)
         self._greedy_s = math.inf if self._greedy is None else self.seconds(self._greedy)
 
     def simplest_good(self) -> Fractions:
@@ -152,6 +155,18 @@ class _Problem:
             if (pairs := list(zip(groups, sizes, strict=True)))
         ]
         return whole(minimise(lambda parts: self.cost(whole(parts)), bounds, starts)) if groups else whole(())
+
+    def faster_greedy(self, splits: Mapping[TensorRole, Split]) -> Decision | None:
+        """Return the greedy's own decision where it beats these splits: cards of unequal size and speed."""
+        if self._greedy_plan is None or self._model.seconds(self._greedy_plan.splits) >= self._model.seconds(splits):
+            return None
+        return self._greedy_plan
+
+    def _fractions(self, decision: Decision) -> Fractions:
+        near = {tier.name for tier in self.near.tiers}
+        return tuple(
+            sum(share for tier, share in decision.splits[each.role].items() if tier in near) for each in self.classes
+        )
 
     def splits(self, x: Fractions) -> dict[TensorRole, Split]:
         local = self.bounds.local(x)
@@ -208,11 +223,9 @@ def _group(room: Room, kind: TierKind) -> _Group:
     return _Group(tiers, tuple(room.left(tier.name) for tier in tiers))
 
 
-def _greedy(job: Job, machine: Machine, classes: Sequence[MemoryClass]) -> Fractions | None:
-    """Return what `LatencyFirst` has in DRAM; None where it cannot place the job."""
+def _greedy(job: Job, machine: Machine) -> Decision | None:
+    """Return what `LatencyFirst` decides; None where it cannot place the job."""
     try:
-        splits = LatencyFirst().decide(job, machine).splits
+        return LatencyFirst().decide(job, machine)
     except TierFullError:
         return None
-    near = {tier.name for tier in machine.select(TierKind.DRAM)}
-    return tuple(sum(share for tier, share in splits[each.role].items() if tier in near) for each in classes)

@@ -39,12 +39,14 @@ class LatencyFirst:
                 split, why = spread(each.role, 0, cards, room), "size not known yet: on the cards"
             elif local >= each.nbytes:
                 split, why = spread(each.role, each.nbytes, dram, room), "fits in DRAM, which the CPUs are nearest to"
-            elif local > 0:
+            elif local > 0 and cards:
                 taken = min(local, each.nbytes // (1 + num_nodes))
                 split = _mixed(each, taken, dram, cards, room)
                 why = f"mixed: interleaved equally, {format_bytes(local)} of DRAM were left"
-            else:
+            elif cards:
                 split, why = spread(each.role, each.nbytes, cards, room), "DRAM is used up: striped over the cards"
+            else:
+                raise room.full(each.role, each.nbytes, "` and `".join(tier.name for tier in dram))
             room.take(each.role, each.nbytes, split)
             splits[each.role], reasons[each.role] = split, why
         return Decision(splits, reasons)

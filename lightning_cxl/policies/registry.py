@@ -60,10 +60,12 @@ def check_policy(policy: object) -> None:
         ConfigError: it says what is one.
     """
     if isinstance(policy, str):
-        if policy != "auto":
+        if policy not in ("auto", "by_role"):
             get_policy(policy)
     elif not _is_policy(policy):
-        raise ConfigError(f"policy={policy!r} {_NEEDS}; nor is it a name: {', '.join(map(repr, POLICIES))} or 'auto'")
+        raise ConfigError(
+            f"policy={policy!r} {_NEEDS}; nor is it a name: 'auto', 'by_role', {', '.join(map(repr, POLICIES))}"
+        )
 
 
 def _is_policy(policy: object) -> bool:

@@ -1,6 +1,7 @@
 """What our policy does, and why, on the machine of arXiv 2507.03305 and at the borders."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,18 @@ def test_reasons_say_what_moves_and_what_was_weighed():
     reasons = Bandwidth().decide(QWEN_7B, machine(dram=4096, cards=(256, 256))).reasons
     assert "streamed by the CPUs" in reasons[R.MOMENTUM] and "% in DRAM" in reasons[R.MOMENTUM]
     assert "read by the device" in reasons[R.COMPUTE_WEIGHTS] and "on the cards" in reasons[R.COMPUTE_WEIGHTS]
+
+
+def test_never_slower_than_the_greedy_where_a_fast_card_is_small():
+    host = machine(dram=100, cards=(150, 50))
+    slow, fast = (
+        replace(tier, adam_bytes_per_s=speed) for tier, speed in zip(host.tiers[1:], (110e9, 220e9), strict=True)
+    )
+    host = replace(host, tiers=(host.tiers[0], slow, fast))
+    ours, greedy = (
+        predict_step(NEMO_12B, p.decide(NEMO_12B, host).splits, host) for p in (Bandwidth(), LatencyFirst())
+    )
+    assert ours.seconds <= greedy.seconds
 
 
 def test_too_much_for_all_memory():
