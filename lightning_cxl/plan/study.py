@@ -17,7 +17,7 @@ from lightning_cxl.planner.workload import Workload
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.tiers.topology import TierKind
 
-MAX_CHANGES = 3
+MAX_CHANGES = 2
 """Settings that are changed together, at most, to find one that fits."""
 
 
@@ -137,7 +137,7 @@ class Study:
         return zero_offload(shape, settings.batch, settings.sequence, num_devices=machine.device.count)
 
     def what_fits(self, settings: Settings, machine: Machine, policy: str) -> list[Change]:
-        """Return changes after which the job fits: single ones, else the pairs, else the triples.
+        """Return changes after which the job fits: single ones, else the pairs.
 
         Args:
             settings: that do not fit.

@@ -220,9 +220,15 @@ def _cells(time: StepTime, tokens: int) -> list[str]:
 
 
 def _verdict(found: Findings) -> list[str]:
-    notes = [line for note in found.planned.notes for line in _wrap(f"note: {note}")]
+    texts = list(found.planned.notes)
+    if found.settings.precision == "32-true" and found.machine.has_speeds:
+        texts.append("the device's flops are those of bfloat16 products: float32 computes longer than predicted")
+    notes = [line for text in texts for line in _wrap(f"note: {text}")]
     if found.fits:
-        return ["It fits.", *notes]
+        device = found.machine.device
+        known = device.is_host or (found.planned.job.device_bytes is not None and device.memory_bytes)
+        text = "It fits." if known else f"It fits the host; whether it fits {device.name} is not known."
+        return [text, *notes]
     where = [] if not found.chosen.error else [f"host memory (policy {found.policy})"]
     where += [] if fits_device(found.planned.job, found.machine) else [f"{found.machine.device.name}'s memory"]
     lines = [f"It does not fit {' nor '.join(where)}."]
@@ -233,7 +239,7 @@ def _verdict(found: Findings) -> list[str]:
             *(f"  {each.text}" for each in found.changes),
             *notes,
         ]
-    return [*lines, "No three of the changes that can be tried here make it fit: use a smaller model.", *notes]
+    return [*lines, "No two of the changes that can be tried here make it fit: use a smaller model.", *notes]
 
 
 def _wrap(text: str) -> list[str]:
