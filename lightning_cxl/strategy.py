@@ -316,7 +316,7 @@ class CXLOffloadStrategy(ParallelStrategy):
 
         Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}}, ``roles``,
         ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
-        ``notes``.
+        ``policy``, ``reasons`` {role: [text]}, ``notes``.
         """
         if self._runtime is None and self._last_report is not None:
             report = self._last_report

@@ -11,8 +11,8 @@ the CPU; every job in a process of its own. Three comparisons:
   without using it, buffers inside of kernels, Python objects. How much of it is the heap's shows a run with
   `MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072` in the environment.
 
-The model is made before the Trainer has it. Made in `configure_model`, on its tier from the first byte, tied weights are
-there twice until they are tied, which is before the run.
+The model is made before the Trainer has it. Made in `configure_model`, on its tier from the first byte, tied weights
+are there twice until they are tied, which is before the run.
 
     python examples/bench/planned.py [--only NAME ...] [--json FILE]
 """

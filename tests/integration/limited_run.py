@@ -1,0 +1,88 @@
+"""One training run under a limit on the memory of its control group: a process of its own, see test_memory_limits.py.
+
+    python -m tests.integration.limited_run FILE_WITH_LIMIT FILE_WITH_USE FILE_WITH_STATISTICS PART EXTRA [unchecked]
+
+The limit is what the process uses before it makes the model, PART of the bytes that are planned for the run, and EXTRA
+bytes. Prints numbers as JSON, one line before the run and one after it, if it gets there.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from lightning_cxl import TierFullError
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.planner.model_job import measure, model_job
+from lightning_cxl.planner.workload import Workload
+from tests.integration.training import make_trainer, offload
+from tests.models import Task, TinyTransformer, token_data
+
+VOCAB, WIDTH, DEPTH, BATCH, LENGTH = 1024, 1024, 5, 2, 128
+
+
+def make_model():
+    """65 million parameters."""
+    return TinyTransformer(VOCAB, WIDTH, DEPTH)
+
+
+def planned():
+    """Bytes of all roles, and of what the CPU works in."""
+    with torch.device("meta"):
+        model = make_model()
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    config, load = OffloadConfig(), Workload(batch=BATCH, sequence=LENGTH, computes_on_host=True)
+
+    def loss():
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    job = model_job("planned", model, config, load, measure(model, config, load, loss)).job
+    return sum(job.bytes_of().values()), job.device_bytes
+
+
+def take_the_checks_away():
+    """Let neither the plan nor the allocator ask what is free."""
+    from lightning_cxl import placed_memory
+    from lightning_cxl.planner import ahead
+    from lightning_cxl.tiers.topology import Topology
+
+    ahead.check_fits = placed_memory.check_fits = lambda *_, **__: None
+    Topology.node_free_bytes = Topology.host_available_bytes = lambda *_: 1 << 50
+
+
+def main(limit, use, statistics, part, extra, unchecked=""):
+    def used():
+        lines = dict(line.split() for line in Path(statistics).read_text().splitlines())
+        cached = sum(int(lines.get(f"{name}_file", 0)) for name in ("active", "inactive"))
+        return int(Path(use).read_text()) - cached
+
+    def fit(model, vocab):
+        data = token_data(num_batches=2, batch=BATCH, length=LENGTH, vocab=vocab)
+        trainer = make_trainer(offload(), max_steps=2)
+        trainer.fit(Task(model), data)
+        return trainer.global_step
+
+    warnings.simplefilter("ignore")
+    fit(TinyTransformer(), 37)  # what libraries take at their first use
+    roles, working = planned()
+    base = used()
+    allowed = base + int(float(part) * roles) + int(extra)
+    Path(limit).write_text(str(allowed))
+    model = make_model()
+    before = used()
+    known = {"roles": roles, "working": working, "base": base, "limit": allowed, "before": before}
+    print(json.dumps(known), flush=True)
+    if unchecked:
+        take_the_checks_away()
+    num_steps, refusal = 0, ""
+    try:
+        num_steps = fit(model, VOCAB)
+    except TierFullError as error:
+        refusal = str(error)
+    print(json.dumps(known | {"after": used(), "refusal": refusal, "num_steps": num_steps}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
