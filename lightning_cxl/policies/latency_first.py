@@ -16,8 +16,8 @@ class LatencyFirst:
 
     In the order of `LEVELS`: a class that fits in what is left of local DRAM goes there; one that does not, while any
     is left, is interleaved with equal weights over DRAM and all cards, and takes at most its equal share of DRAM; later
-    ones are interleaved over the cards. Beyond the paper: a class whose size is not known yet (0 bytes, activations before
-    the first batch) lies on the cards, so that it does not take the DRAM that was promised to others.
+    ones are interleaved over the cards. Beyond the paper: a class whose size is not known yet (0 bytes: activations
+    before the first batch) lies on the cards, so that it does not take the DRAM that was promised to others.
     """
 
     needs_speeds = False
