@@ -39,6 +39,16 @@ class ModelPlacements:
         self._decided: dict[tuple[int | str, TensorRole], Placement] = {}
         self._owners: dict[int, list[str]] = {}
         self.names: dict[int, str] = {}  # first name of every parameter, by id
+        self.read(model)
+
+    def read(self, model: nn.Module) -> None:
+        """Learn names and owners of the parameters that a model has now.
+
+        Raises:
+            ConfigError: a tensor is shared between modules that ask for different tiers.
+        """
+        self._owners.clear()
+        self.names.clear()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
             self.names.setdefault(id(parameter), name)

@@ -114,8 +114,8 @@ class OffloadRuntime:
         """Return a region in which `lightning_cxl.empty` and `host_allocation` use this run's memory and budgets."""
         return activate(self.memory, self.placer)
 
-    def plan_ahead(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Decide where everything goes, before anything is allocated. See [Note: Planning a run].
+    def plan_ahead(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> ModelPlacements:
+        """Decide and return where everything goes, before anything is allocated. See [Note: Planning a run].
 
         Args:
             model: as it is now.
@@ -128,6 +128,7 @@ class OffloadRuntime:
         self._placements = self._planner.plan(
             model, optimizers, self.engine.computes_on_host, self.accumulates, self.needs_whole_step
         )
+        return self._placements
 
     def setup_model(self, model: nn.Module) -> None:
         """Place the weights and attach activation offload.
@@ -136,10 +137,7 @@ class OffloadRuntime:
             ConfigError: rules or decorators that cannot be honoured.
             TierFullError: the weights do not fit.
         """
-        if self._placements is None:
-            self.plan_ahead(model, [])
-        assert self._placements is not None
-        placements = self._placements
+        placements = self._placements or self.plan_ahead(model, [])
         units = find_units(model, self.config.units) if self.config.activation_offload else []
         if self.config.activation_offload and not units:
             log.info(
@@ -151,6 +149,7 @@ class OffloadRuntime:
         self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap, names)
         self._masters = MasterWeights(placements.names, self._placed.like)
         self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
+        placements.read(model)  # some modules make new parameters when they move
         if self._residence.units and self.config.overlaps_step(self.engine.computes_on_host):
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_cxl")
         self._grads = GradientSink(
