@@ -8,7 +8,8 @@ from lightning_cxl.errors import TierFullError
 from lightning_cxl.planner.job import Job, MemoryClass
 from lightning_cxl.planner.machine import Machine, MachineTier, Split
 from lightning_cxl.planner.step import StepModel
-from lightning_cxl.policies.api import Decision
+from lightning_cxl.policies.api import Decision, PlanningPolicy
+from lightning_cxl.policies.baselines import DramOnly, Interleave
 from lightning_cxl.policies.latency_first import LatencyFirst
 from lightning_cxl.policies.order import LEVELS, in_order
 from lightning_cxl.policies.room import Room
@@ -56,8 +57,8 @@ class Bandwidth:
             )
         x = problem.without_slivers(problem.simplest_good())
         splits = problem.splits(x)
-        if (greedy := problem.faster_greedy(splits)) is not None:
-            return greedy
+        if (faster := problem.faster_rival(splits)) is not None:
+            return faster
         reasons = {each.role: problem.reason(each, part) for each, part in zip(classes, x, strict=True)}
         return Decision(splits, reasons)
 
@@ -119,7 +120,8 @@ class _Problem:
         self._model = StepModel(job, machine)
         self._near_s = [self.near.seconds(each, machine) for each in classes] if self.near.tiers else []
         self._far_s = [self.far.seconds(each, machine) for each in classes] if self.far.tiers else []
-        self._greedy_plan = _greedy(job, machine) if self.near.tiers and self.far.tiers else None
+        self._job, self._machine = job, machine
+        self._greedy_plan = _decision(LatencyFirst(), job, machine) if self.near.tiers and self.far.tiers else None
         self._greedy = None if self._greedy_plan is None else self._fractions(self._greedy_plan)
         self._greedy_s = math.inf if self._greedy is None else self.seconds(self._greedy)
 
@@ -156,11 +158,16 @@ class _Problem:
         ]
         return whole(minimise(lambda parts: self.cost(whole(parts)), bounds, starts)) if groups else whole(())
 
-    def faster_greedy(self, splits: Mapping[TensorRole, Split]) -> Decision | None:
-        """Return the greedy's own decision where it beats these splits: cards of unequal size and speed."""
-        if self._greedy_plan is None or self._model.seconds(self._greedy_plan.splits) >= self._model.seconds(splits):
-            return None
-        return self._greedy_plan
+    def faster_rival(self, splits: Mapping[TensorRole, Split]) -> Decision | None:
+        """Return another policy's decision where that beats these splits: on cards of unequal size or speed."""
+        limit, found = self._model.seconds(splits), None
+        if self._greedy_plan is not None and self._model.seconds(self._greedy_plan.splits) < limit:
+            limit, found = self._model.seconds(self._greedy_plan.splits), self._greedy_plan
+        for policy in (Interleave(), DramOnly()):
+            rival = _decision(policy, self._job, self._machine)
+            if rival is not None and self._model.seconds(rival.splits) * (1 + _WORTH) < limit:
+                limit, found = self._model.seconds(rival.splits), rival
+        return found
 
     def _fractions(self, decision: Decision) -> Fractions:
         near = {tier.name for tier in self.near.tiers}
@@ -223,9 +230,9 @@ def _group(room: Room, kind: TierKind) -> _Group:
     return _Group(tiers, tuple(room.left(tier.name) for tier in tiers))
 
 
-def _greedy(job: Job, machine: Machine) -> Decision | None:
-    """Return what `LatencyFirst` decides; None where it cannot place the job."""
+def _decision(policy: PlanningPolicy, job: Job, machine: Machine) -> Decision | None:
+    """Return what a policy decides; None where it cannot place the job."""
     try:
-        return LatencyFirst().decide(job, machine)
+        return policy.decide(job, machine)
     except TierFullError:
         return None
