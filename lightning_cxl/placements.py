@@ -1,6 +1,6 @@
 """Where each tensor of one model goes: decorators, rules and the policy, asked per parameter, role and unit."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -66,10 +66,7 @@ class ModelPlacements:
 
     def grouped(self, parameters: Iterable[Parameter], role: TensorRole) -> list[list[Parameter]]:
         """Return parameters in groups that the same tier, or none, is asked for."""
-        groups: dict[str | None, list[Parameter]] = {}
-        for parameter in parameters:
-            groups.setdefault(self.asked(parameter, role), []).append(parameter)
-        return list(groups.values())
+        return grouped(parameters, lambda parameter: self.asked(parameter, role))
 
     def spec_of(self, parameter: object) -> TierSpec | None:
         """Return what was asked for the module that owns a parameter; None for anything that is not one."""
@@ -110,3 +107,11 @@ class ModelPlacements:
                     f"parameter `{name}` is shared between modules that ask for different tiers for {role.name}: "
                     f"{text}. Give both the same tier."
                 )
+
+
+def grouped(parameters: Iterable[Parameter], tier_of: Callable[[Parameter], str | None]) -> list[list[Parameter]]:
+    """Return parameters in groups that the same tier, or none, is asked for."""
+    groups: dict[str | None, list[Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(tier_of(parameter), []).append(parameter)
+    return list(groups.values())

@@ -5,6 +5,19 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+# arguments of transformers' LlamaConfig
+TINY_LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 class Block(nn.Module):
     """A pre-norm transformer block with dropout, causal attention by SDPA."""

@@ -185,14 +185,17 @@ def choose(
     Raises:
         ConfigError: there is no such policy, or it needs speeds that are not known.
     """
-    machine = machine_of(topology, device, file=config.machine)
+    several = sum(not tier.emulated for tier in topology.tiers) > 1
+    by_role = wanted is None and (config.policy == "by_role" or (config.policy == "auto" and not several))
+    machine = None
+    if config.machine is not None or not by_role:  # no need to look up speeds that nobody asks for
+        machine = machine_of(topology, device, file=config.machine)
     if machine is not None:  # one process drives one of its devices
         machine = replace(machine, device=replace(machine.device, count=1))
     if wanted is None and config.policy in ("auto", "by_role"):
-        several = sum(not tier.emulated for tier in topology.tiers) > 1
-        if config.policy == "auto" and several and machine is not None:
+        if not by_role and machine is not None:
             return Planning(Bandwidth(), "bandwidth", machine)
-        if config.policy == "auto" and several:
+        if not by_role:
             log.info("every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl calibrate`")
         _warn_of_idle_machine(config, "there is one kind of memory, where" if not several else "with it")
         return None

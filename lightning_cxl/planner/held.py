@@ -13,6 +13,7 @@ from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.grads import MAX_PENDING
 from lightning_cxl.optim.sensitive import sensitive_parameters
 from lightning_cxl.optim.wanted import Wanted, wanted_tensors
+from lightning_cxl.placements import grouped
 from lightning_cxl.planner.job import Overlap
 from lightning_cxl.planner.workload import Workload
 from lightning_cxl.residence import Pieces, wanted_weights
@@ -76,7 +77,9 @@ def held_tensors(
         optimizers = [AdamW([p for p in model.parameters() if p.requires_grad])]
     streams = config.streams_weights(load.computes_on_host)
     chosen = list(streamable(model, units_of(model, config) if streams else []))
-    pieces = [(unit, module, _grouped(own, tier_of)) for unit, module, own in chosen]
+    pieces = [
+        (unit, module, grouped(own, lambda p: tier_of(p, TensorRole.COMPUTE_WEIGHTS))) for unit, module, own in chosen
+    ]
     unit_of = {id(parameter): unit for unit, _, own in chosen for parameter in own}
     forms = Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
     forms.consider(optimizers)
@@ -105,13 +108,6 @@ def held_tensors(
 def units_of(model: nn.Module, config: OffloadConfig) -> NamedUnits:
     """Return the units that are offloaded."""
     return find_units(model, config.units) if config.activation_offload else []
-
-
-def _grouped(parameters: Iterable[nn.Parameter], tier_of: TierOf) -> list[list[nn.Parameter]]:
-    groups: dict[str | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(tier_of(parameter, TensorRole.COMPUTE_WEIGHTS), []).append(parameter)
-    return list(groups.values())
 
 
 def _widened(wanted: Iterable[Wanted]) -> list[Wanted]:

@@ -14,6 +14,7 @@ from lightning_cxl.policies.latency_first import LatencyFirst
 from lightning_cxl.policies.order import LEVELS, in_order
 from lightning_cxl.policies.room import Room
 from lightning_cxl.policies.search import Bounds, Fractions, minimise
+from lightning_cxl.policies.spread import fill
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.topology import TierKind
 
@@ -76,18 +77,8 @@ class _Group:
 
     def split(self, nbytes: float) -> Split:
         """Return how `nbytes` lie on the tiers: by bandwidth, and a full tier leaves its part to the others."""
-        bytes_on = dict.fromkeys((tier.name for tier in self.tiers), 0.0)
         left = {tier.name: float(size) for tier, size in zip(self.tiers, self.left, strict=True)}
-        while nbytes > 0.5:
-            able = [tier for tier in self.tiers if left[tier.name] > 0]
-            if not able:
-                break
-            total = sum(tier.adam_bytes_per_s for tier in able)
-            part = min([nbytes, *(left[tier.name] * total / tier.adam_bytes_per_s for tier in able)])
-            for tier in able:
-                bytes_on[tier.name] += part * tier.adam_bytes_per_s / total
-                left[tier.name] = max(0.0, left[tier.name] - part * tier.adam_bytes_per_s / total)
-            nbytes -= part
+        bytes_on, _ = fill(nbytes, {tier.name: tier.adam_bytes_per_s for tier in self.tiers}, left)
         placed = sum(bytes_on.values())
         if not placed:
             return {self.tiers[0].name: 1.0}

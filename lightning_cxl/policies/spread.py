@@ -1,6 +1,6 @@
 """Interleaving over nodes as the kernel does it: equal shares until a node is full, whose part the others then take."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning_cxl.planner.machine import MachineTier, Split
 from lightning_cxl.policies.room import Room
@@ -13,22 +13,33 @@ def spread(role: TensorRole, nbytes: int, tiers: Sequence[MachineTier], room: Ro
     Raises:
         TierFullError: the tiers together have less left.
     """
-    bytes_on = dict.fromkeys((tier.name for tier in tiers), 0.0)
     left = {tier.name: float(room.left(tier.name)) for tier in tiers}
-    to_place = float(nbytes)
-    while to_place > 0.5:
-        able = [tier for tier in tiers if left[tier.name] > 0]
-        if not able or nbytes > room.together + 1:
-            raise room.full(role, nbytes, "` and `".join(bytes_on) or "cxl")
-        num_nodes = sum(tier.num_nodes for tier in able)
-        # as much as can go to all of them at equal shares before the first is full
-        part = min([to_place, *(left[tier.name] * num_nodes / tier.num_nodes for tier in able)])
-        for tier in able:
-            bytes_on[tier.name] += part * tier.num_nodes / num_nodes
-            left[tier.name] = max(0.0, left[tier.name] - part * tier.num_nodes / num_nodes)
-        to_place -= part
+    bytes_on, rest = fill(nbytes, {tier.name: float(tier.num_nodes) for tier in tiers}, left)
+    if nbytes and (rest > 0.5 or nbytes > room.together + 1):
+        raise room.full(role, nbytes, "` and `".join(bytes_on) or "cxl")
     total = sum(bytes_on.values())
     if not total:  # no bytes: where they would go
         able = [tier for tier in tiers if left[tier.name] > 0] or [*tiers, *room.tiers][:1]
         return {tier.name: tier.num_nodes / sum(each.num_nodes for each in able) for tier in able}
     return {name: size / total for name, size in bytes_on.items() if size}
+
+
+def fill(nbytes: float, weights: Mapping[str, float], left: Mapping[str, float]) -> tuple[dict[str, float], float]:
+    """Return how bytes lie on tiers in proportion to weights, as long as all have room, and what fits on none.
+
+    Args:
+        nbytes: to be placed.
+        weights: of the tiers; a full one leaves its part to the others.
+        left: what each tier still has.
+    """
+    bytes_on = dict.fromkeys(weights, 0.0)
+    room, to_place = dict(left), float(nbytes)
+    while to_place > 0.5 and (able := [name for name in weights if room[name] > 0]):
+        total = sum(weights[name] for name in able)
+        # as much as can go to all of them before the first is full
+        part = min([to_place, *(room[name] * total / weights[name] for name in able)])
+        for name in able:
+            bytes_on[name] += part * weights[name] / total
+            room[name] = max(0.0, room[name] - part * weights[name] / total)
+        to_place -= part
+    return bytes_on, to_place

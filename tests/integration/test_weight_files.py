@@ -9,20 +9,9 @@ from torch import nn
 import lightning_cxl
 from lightning_cxl import CheckpointError, ConfigError, TierFullError, residency
 from tests.integration.training import make_trainer, offload
-from tests.models import Block, Task, TinyTransformer, token_data
+from tests.models import TINY_LLAMA, Block, Task, TinyTransformer, token_data
 
-LLAMA = {
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": True,
-}
+LLAMA = {**TINY_LLAMA, "vocab_size": 37, "tie_word_embeddings": True}
 
 
 @pytest.fixture

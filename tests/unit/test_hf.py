@@ -9,18 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from tests.models import TINY_LLAMA
 
-LLAMA = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 BERT = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -46,17 +36,20 @@ GPT2 = {
     "eos_token_id": 2,
 }
 CASES = {
-    "Llama": lambda: (tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)), tf.AutoModelForCausalLM),
+    "Llama": lambda: (tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)), tf.AutoModelForCausalLM),
     "Llama, tied": lambda: (
-        tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+        tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA, tie_word_embeddings=True)),
         tf.LlamaForCausalLM,
     ),
     "Llama 3 rotary": lambda: (
-        tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA, rope_scaling=ROPE)),
+        tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA, rope_scaling=ROPE)),
         tf.AutoModelForCausalLM,
     ),
-    "Llama without head": lambda: (tf.LlamaModel(tf.LlamaConfig(**LLAMA)), tf.AutoModel),
-    "Qwen2": lambda: (tf.Qwen2ForCausalLM(tf.Qwen2Config(**LLAMA, tie_word_embeddings=True)), tf.AutoModelForCausalLM),
+    "Llama without head": lambda: (tf.LlamaModel(tf.LlamaConfig(**TINY_LLAMA)), tf.AutoModel),
+    "Qwen2": lambda: (
+        tf.Qwen2ForCausalLM(tf.Qwen2Config(**TINY_LLAMA, tie_word_embeddings=True)),
+        tf.AutoModelForCausalLM,
+    ),
     "GPT-2": lambda: (tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)), tf.AutoModelForCausalLM),
     "BERT": lambda: (tf.BertForMaskedLM(tf.BertConfig(**BERT)), tf.AutoModelForMaskedLM),
     "T5": lambda: (tf.T5ForConditionalGeneration(tf.T5Config(**T5)), tf.AutoModelForSeq2SeqLM),
@@ -145,7 +138,7 @@ def test_a_model_is_saved_under_the_names_it_was_loaded_with(tmp_path):
 
 
 def test_saving_in_another_dtype_says_so_in_the_config(tmp_path):
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA))
     save_pretrained(model, tmp_path / "out", dtype=torch.bfloat16)
     loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.bfloat16 and type(loaded) is tf.LlamaForCausalLM
@@ -157,7 +150,7 @@ def test_saving_in_another_dtype_says_so_in_the_config(tmp_path):
 
 
 def test_a_config_without_a_dtype_leaves_it_to_the_files(tmp_path):
-    save(tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)).bfloat16(), tmp_path)
+    save(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)).bfloat16(), tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     del content["dtype"]
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -165,7 +158,7 @@ def test_a_config_without_a_dtype_leaves_it_to_the_files(tmp_path):
 
 
 def test_fields_of_the_config_can_be_replaced(tmp_path):
-    save(tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)), tmp_path)
+    save(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)), tmp_path)
     model = from_pretrained(tf.LlamaForCausalLM, tmp_path, attn_implementation="eager", rms_norm_eps=0.5)
     assert model.config._attn_implementation == "eager" and model.model.norm.variance_epsilon == 0.5
     assert_equal_models(
@@ -212,7 +205,7 @@ def test_weights_that_a_class_says_may_be_missing_are_initialised_without_a_word
 
 
 def test_a_model_with_a_head_loads_into_the_base_model(tmp_path):
-    save(tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)), tmp_path)
+    save(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)), tmp_path)
     with pytest.raises(CheckpointError, match=r"1 tensors of the files are not in the model: `lm_head\.weight`"):
         from_pretrained(tf.LlamaModel, tmp_path)
     with pytest.warns(LightningCXLWarning, match=r"In the files but not in the model: \['lm_head\.weight'\]"):
@@ -221,7 +214,7 @@ def test_a_model_with_a_head_loads_into_the_base_model(tmp_path):
 
 
 def test_tied_in_the_config_but_not_in_the_files_names_the_way_out(tmp_path):
-    save(tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)), tmp_path)
+    save(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)), tmp_path)
     with pytest.raises(CheckpointError, match="tie_word_embeddings=False"):
         from_pretrained(tf.LlamaForCausalLM, tmp_path, tie_word_embeddings=True)
     model = from_pretrained(tf.LlamaForCausalLM, tmp_path, tie_word_embeddings=False)
@@ -229,7 +222,7 @@ def test_tied_in_the_config_but_not_in_the_files_names_the_way_out(tmp_path):
 
 
 def mixture():
-    return tf.MixtralForCausalLM(tf.MixtralConfig(**LLAMA, num_local_experts=12))
+    return tf.MixtralForCausalLM(tf.MixtralConfig(**TINY_LLAMA, num_local_experts=12))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
@@ -267,14 +260,14 @@ def test_a_missing_expert_is_an_error_before_anything_is_loaded(tmp_path, lost):
 def test_what_is_no_folder_of_a_model(tmp_path):
     with pytest.raises(ConfigError, match=r"not a folder with a config\.json.*hf download"):
         from_pretrained(tf.AutoModelForCausalLM, "some/model")
-    tf.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    tf.LlamaConfig(**TINY_LLAMA).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         from_pretrained(tf.AutoModelForCausalLM, tmp_path)
     with pytest.raises(ConfigError, match="dtype is 'auto'; give one of torch"):
         from_pretrained(tf.AutoModelForCausalLM, tmp_path, "auto")
     with pytest.raises(ConfigError, match="not a model class"):
         from_pretrained(torch.nn.Linear, tmp_path, torch.float32)
-    tf.LlamaConfig(**LLAMA, quantization_config={"quant_method": "fp8"}).save_pretrained(tmp_path)
+    tf.LlamaConfig(**TINY_LLAMA, quantization_config={"quant_method": "fp8"}).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="quantized"):
         from_pretrained(tf.AutoModelForCausalLM, tmp_path)
 
