@@ -208,9 +208,9 @@ class CXLOffloadStrategy(ParallelStrategy):
         adopted = self.runtime.setup_optimizers(before)
         self._masters = self.runtime.masters
         for old, new in zip(before, adopted, strict=True):
-            for config in self.lr_scheduler_configs:
-                if old is not new:
-                    repoint_scheduler(config.scheduler, old, new)
+            for config in self.lr_scheduler_configs if old is not new else ():
+                repoint_scheduler(config.scheduler, old, new)
+                self._active.callback(repoint_scheduler, config.scheduler, new, old)
         self.optimizers = adopted
         if self.runtime.has_separate_masters:
             warn_about_gradients(trainer.lightning_module)
