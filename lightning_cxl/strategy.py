@@ -25,6 +25,7 @@ from lightning_cxl._lightning import (
 )
 from lightning_cxl.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.config import OffloadConfig, with_option_fields
+from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.optim.adopt import repoint_scheduler
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -116,11 +117,8 @@ class CXLOffloadStrategy(ParallelStrategy):
                 f"{', '.join(map(str, devices))}. Use `devices=1`; for several devices, FSDP with CPU offload "
                 "(`FSDPStrategy(cpu_offload=True)`) is what to use meanwhile."
             )
-        if self.root_device.type not in ("cpu", "cuda"):
-            raise UnsupportedError(
-                f"`{type(self).__name__}` computes on cpu or cuda, not on {self.root_device}. "
-                'Use `accelerator="cpu"` or `accelerator="cuda"`.'
-            )
+        if self.root_device.type != "cpu":
+            device_type_of(self.root_device)
         super().setup_environment()
 
     def barrier(self, name: str | None = None) -> None:

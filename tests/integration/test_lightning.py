@@ -18,6 +18,8 @@ from lightning_cxl.optim.formats import split
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 
 def losses_close(ours, plain, rel):
     assert len(ours) == len(plain) > 0

@@ -11,6 +11,8 @@ from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 NUM = sum(p.numel() for p in TinyTransformer().parameters())
 
 
