@@ -18,8 +18,8 @@ LAYERS = {
     "streaming": 4, "optim": 4,
     "placements": 5, "placed_memory": 5, "residence": 5, "updates": 5, "runtime": 5, "checkpoint": 5, "planner": 5,
     "weights": 5, "policies": 5,
-    "_lightning": 6, "checkpoint_io": 6, "precision": 6, "strategy": 6, "callbacks": 6, "cli": 6, "finetune": 6,
-    "bench": 6, "calibrate": 6, "hf": 6, "plan": 6,
+    "_lightning": 6, "checkpoint_io": 6, "precision": 6, "one_process": 6, "strategy": 6, "callbacks": 6, "cli": 6,
+    "finetune": 6, "bench": 6, "calibrate": 6, "hf": 6, "plan": 6,
     "__init__": 6, "__main__": 6,
 }  # fmt: skip
 COMPILED = {
