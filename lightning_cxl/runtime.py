@@ -77,7 +77,7 @@ class OffloadRuntime:
         self.config = config
         self.device = device
         self.topology = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
-        pin = device.type == "cuda" if config.pin_memory == "auto" else bool(config.pin_memory)
+        pin = device.type != "cpu" if config.pin_memory == "auto" else bool(config.pin_memory)
         self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
         self._heap: HeapTrimmer | None = None  # only where the user trades time for memory anyway
         self._owners = ParameterOwners()

@@ -19,13 +19,13 @@ from lightning_cxl import checkpoint as ckpt
 from lightning_cxl._lightning import (
     Accelerator,
     CheckpointIO,
-    LightningEnvironment,
     ParallelStrategy,
     Precision,
     Trainer,
 )
 from lightning_cxl.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.config import OffloadConfig, with_option_fields
+from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.optim.adopt import repoint_scheduler
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -75,12 +75,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            cluster_environment=LightningEnvironment(),
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.num_nodes = 1  # the Trainer's, filled in by it
         given = options.get("policy", "auto")
         self._policy = None if isinstance(given, str) else options.pop("policy")
@@ -105,6 +100,9 @@ class CXLOffloadStrategy(ParallelStrategy):
         """Never: one process drives one device."""
         return False
 
+    global_rank = local_rank = node_rank = 0  # whatever a cluster calls this process, it is on its own
+    world_size = 1
+
     def setup_environment(self) -> None:
         """Refuse what this version cannot drive, then prepare the device."""
         devices = self.parallel_devices or []
@@ -119,11 +117,8 @@ class CXLOffloadStrategy(ParallelStrategy):
                 f"{', '.join(map(str, devices))}. Use `devices=1`; for several devices, FSDP with CPU offload "
                 "(`FSDPStrategy(cpu_offload=True)`) is what to use meanwhile."
             )
-        if self.root_device.type not in ("cpu", "cuda"):
-            raise UnsupportedError(
-                f"`{type(self).__name__}` computes on cpu or cuda, not on {self.root_device}. "
-                'Use `accelerator="cpu"` or `accelerator="cuda"`.'
-            )
+        if self.root_device.type != "cpu":
+            device_type_of(self.root_device)
         super().setup_environment()
 
     def barrier(self, name: str | None = None) -> None:

@@ -22,7 +22,7 @@ class DelayedTransfer:
     """
 
     def __init__(
-        self, source: torch.Tensor, destination: torch.Tensor, after: Transfer | None, *, to_host: bool, number: int
+        self, source: torch.Tensor, destination: torch.Tensor, after: Sequence[Transfer], *, to_host: bool, number: int
     ) -> None:
         self.number = number
         self._source: torch.Tensor | None = source
@@ -36,16 +36,16 @@ class DelayedTransfer:
 
     def run(self) -> None:
         """Read the source (on the worker)."""
-        if self._after is not None:
-            self._after.wait_host()
+        for transfer in self._after:
+            transfer.wait_host()
         with torch.no_grad():
             self._staged = self._source.clone(memory_format=torch.contiguous_format)
-        self._source = self._after = None
+        self._source, self._after = None, ()
         self._read.set()
 
     def is_free(self) -> bool:
         """Return whether nothing has to be done before this one."""
-        return self._after is None or self._after.done()
+        return all(transfer.done() for transfer in self._after)
 
     def wait(self) -> None:
         """From here on the source may change; only a copy to the device is also delivered to its reader."""
@@ -67,6 +67,24 @@ class DelayedTransfer:
             if self._destination is not None:
                 self._destination.copy_(self._staged)
             self._destination = self._staged = None
+
+
+class JoinedTransfer:
+    """Several copies as one."""
+
+    def __init__(self, transfers):
+        self._transfers = transfers
+
+    def wait(self) -> None:
+        for each in self._transfers:
+            each.wait()
+
+    def wait_host(self) -> None:
+        for each in self._transfers:
+            each.wait_host()
+
+    def done(self) -> bool:
+        return all(each.done() for each in self._transfers)
 
 
 class DelayingEngine:
@@ -92,11 +110,17 @@ class DelayingEngine:
     def d2h(self, source, destination, *, after=None) -> DelayedTransfer:
         return self._start("d2h", source, destination, after)
 
+    def d2h_all(self, copies, *, after=None) -> Transfer:
+        return JoinedTransfer([self.d2h(source, destination, after=after) for source, destination in copies])
+
     def h2d(self, source, destination, *, after=None) -> DelayedTransfer:
         return self._start("h2d", source, destination, after)
 
     def mark(self) -> Transfer:
         return FinishedTransfer()
+
+    def use_in_this_thread(self) -> None:
+        pass
 
     def _start(self, direction, source, destination, after) -> DelayedTransfer:
         check_copy(source, destination, self.device, self.device)
@@ -104,7 +128,7 @@ class DelayingEngine:
             number = len(self.log)
             self.log.append((direction, source.numel() * source.element_size()))
             transfer = DelayedTransfer(
-                source.detach(), destination.detach(), after, to_host=direction == "d2h", number=number
+                source.detach(), destination.detach(), after or (), to_host=direction == "d2h", number=number
             )
             self._started.add(transfer)
             self._jobs.put(transfer)

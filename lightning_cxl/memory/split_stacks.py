@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from lightning_cxl._numa import page_nodes
+from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.memory.adaptors import BudgetResource
 from lightning_cxl.memory.arena import STEP_BYTES, ArenaResource
 from lightning_cxl.memory.numa import HUGE_PAGE_BYTES
@@ -133,4 +134,10 @@ def _source(
 def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
     """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
     several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
-    return lambda upstream: PinnedResource(upstream, required=required, where=page_nodes if several else None)
+
+    def pin(upstream: MemoryResource) -> PinnedResource:
+        driver = process_device_type()
+        where = page_nodes if several else None
+        return PinnedResource(upstream, driver.register, driver.unregister, required=required, where=where)
+
+    return pin

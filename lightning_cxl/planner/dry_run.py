@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.units import NamedUnits
 from lightning_cxl.torch_private import TorchDispatchMode, run_backward, storage_key, tree_leaves, without_dispatch
-from lightning_cxl.transfer.engine import FinishedTransfer, Transfer
+from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer
 
 _META = torch.device("meta")
 _on_accumulated: Any = torch.Tensor.register_post_accumulate_grad_hook
@@ -115,11 +115,18 @@ class _NoCopies:
     def __init__(self, computes_on_host: bool) -> None:
         self.computes_on_host = computes_on_host
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Do nothing."""
         return FinishedTransfer()
 
     h2d = d2h
+
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+        """Do nothing."""
+        return FinishedTransfer()
+
+    def use_in_this_thread(self) -> None:
+        """Do nothing: there is no device."""
 
     def mark(self) -> Transfer:
         """Return what is done."""

@@ -125,7 +125,7 @@ class ParamStreamer:
             entered = self._entered.pop(id(unit), None)
             if entered is None:
                 return
-            entered[1].leave(self._engine)
+            entered[1].leave()
         unit.leave()
         if not entered[1].is_image_of(unit):
             raise UnsupportedError(
