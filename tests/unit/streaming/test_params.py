@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from typing import ClassVar
 
 import pytest
 import torch
@@ -251,6 +252,33 @@ def test_gradients_add_up_over_micro_batches(engine):
     streamed.streamer.release()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)
+    streamed.close()
+
+
+class Compilable(Block):
+    """What a compiler would find when it looks at the weights: whether they have gradients."""
+
+    seen: ClassVar[list[bool]] = []  # of the class: a recompute takes back what it does to the module
+
+    def forward(self, x):
+        self.seen.extend(parameter.grad is not None for parameter in self.parameters())
+        return super().forward(x)
+
+
+def test_a_forward_does_not_see_gradients_that_are_on_another_device(engine):
+    model = make(3)
+    model.blocks[1] = Compilable()
+    streamed = Streamed(engine, model)
+    streamed.model(torch.randn(4, WIDTH)).backward()
+    streamed.streamer.release()
+    before = [(each, each.grad, each.data_ptr()) for each in model.blocks[1].parameters()]
+    Compilable.seen.clear()
+    loss = model(torch.randn(4, WIDTH))
+    assert all(each.grad is grad and each.data_ptr() == home for each, grad, home in before)
+    loss.backward()
+    assert Compilable.seen == [False] * 2 * 5, "in the forward and in the recompute"
+    streamed.streamer.release()
+    assert all(each.grad is grad and each.data_ptr() == home for each, grad, home in before)
     streamed.close()
 
 
