@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer, Span
@@ -252,6 +253,42 @@ def test_gradients_add_up_over_micro_batches(engine):
     streamed.streamer.release()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)
+    streamed.close()
+
+
+class CountsCasts(TorchDispatchMode):
+    """Counts how often each weight of a shape is cast."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.num_casts = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_casts += function is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_cast_of_a_weight_outlives_the_forward_of_its_unit(engine):
+    model = make(2)
+    streamed = Streamed(engine, model)
+    x = torch.randn(4, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        first, weight = model(x), model.blocks[0].up.weight
+        with CountsCasts(weight.shape) as casts:
+            assert torch.equal(model(x), first)
+        assert casts.num_casts == 2, "both units cast again: their casts have not piled up on the device"
+        with torch.no_grad():
+            weight.mul_(2)
+        changed = model(x)
+        changed.backward()
+    streamed.streamer.release()
+    gradient, weight.grad = weight.grad, None
+    with torch.autocast("cpu", torch.bfloat16):
+        again = model(x)
+        again.backward()
+    assert torch.equal(changed, again) and not torch.equal(first, again)
+    streamed.streamer.release()
+    assert torch.equal(gradient, weight.grad)
     streamed.close()
 
 
