@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -189,6 +190,20 @@ class UnitWeights:
             views = {key: _in_slot(slot, each.offsets[key], home) for key, home in each.homes.items()}
             show(each.module, each.parameter, views)
         self._slot = slot
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Meanwhile show no gradients. They stay on the host: a compiler fails beside weights on the device."""
+        aside = [(place, place.parameter.grad) for place in self.places if place.parameter.grad is not None]
+        for place, _ in aside:
+            place.parameter.grad = None
+        try:
+            yield
+        finally:
+            for (parameter, _, home), grad in aside:
+                shown, parameter.data = parameter.data, home  # torch takes a gradient beside its weight only
+                parameter.grad = grad
+                parameter.data = shown
 
     def leave(self) -> None:
         """Let the parameters show the piece on the host again.
