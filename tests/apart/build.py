@@ -27,7 +27,8 @@ class BuildError(Exception):
 
 def compiler() -> str | None:
     """Return the C++ compiler: $CXX, else g++, else c++; None without one."""
-    return next((found for name in (os.environ.get("CXX"), "g++", "c++") if name and (found := shutil.which(name))), None)
+    names = [name for name in (os.environ.get("CXX"), "g++", "c++") if name]
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def why_unavailable() -> str | None:
@@ -52,7 +53,8 @@ def library() -> Path:
     folder = cache_folder() / "apart"
     folder.mkdir(parents=True, exist_ok=True)
     common = _digest(torch.__version__, sys.platform, _compiler_version(), *FLAGS, *_texts("*.h"))
-    objects = {source: folder / f"{source.stem}-{_digest(common, source.read_text())}.o" for source in sorted(SOURCES.glob("*.cpp"))}
+    sources = sorted(SOURCES.glob("*.cpp"))
+    objects = {source: folder / f"{source.stem}-{_digest(common, source.read_text())}.o" for source in sources}
     built = folder / f"apart-{_digest(*(o.name for o in objects.values()))}.so"
     if not built.exists():
         with _lock(folder / "lock"):

@@ -9,6 +9,16 @@ import torch
 _ops = torch.ops.apart
 _KERNEL, _H2D, _D2H = 0, 1, 2  # the kinds of csrc/streams.h
 _CAPACITY = 8 << 30
+_COUNTERS = [
+    "async_kernels",
+    "sync_kernels",
+    "h2d_bytes",
+    "d2h_bytes",
+    "h2d_async",
+    "d2h_async",
+    "h2d_staged",
+    "no_meta",
+]
 
 
 class HostUsage(NamedTuple):
@@ -70,9 +80,8 @@ def reset() -> None:
 
 
 def counters() -> dict[str, int]:
-    """Return what the host has asked of the devices since the process began; csrc/counters.h says what the names mean."""
-    names = ("async_kernels", "sync_kernels", "h2d_bytes", "d2h_bytes", "h2d_async", "d2h_async", "h2d_staged", "no_meta")
-    return dict(zip(names, _ops.counters(), strict=True))
+    """Return what the host has asked of the devices since the process began; csrc/counters.h explains the names."""
+    return dict(zip(_COUNTERS, _ops.counters(), strict=True))
 
 
 def violations() -> list[str]:
