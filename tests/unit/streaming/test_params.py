@@ -3,10 +3,12 @@
 import copy
 import gc
 import pickle
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer, Span
@@ -251,6 +253,69 @@ def test_gradients_add_up_over_micro_batches(engine):
     streamed.streamer.release()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)
+    streamed.close()
+
+
+class CountsCasts(TorchDispatchMode):
+    """Counts how often each weight of a shape is cast."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.num_casts = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_casts += function is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_cast_of_a_weight_outlives_the_forward_of_its_unit(engine):
+    model = make(2)
+    streamed = Streamed(engine, model)
+    x = torch.randn(4, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        first, weight = model(x), model.blocks[0].up.weight
+        with CountsCasts(weight.shape) as casts:
+            assert torch.equal(model(x), first)
+        assert casts.num_casts == 2, "both units cast again: their casts have not piled up on the device"
+        with torch.no_grad():
+            weight.mul_(2)
+        changed = model(x)
+        changed.backward()
+    streamed.streamer.release()
+    gradient, weight.grad = weight.grad, None
+    with torch.autocast("cpu", torch.bfloat16):
+        again = model(x)
+        again.backward()
+    assert torch.equal(changed, again) and not torch.equal(first, again)
+    streamed.streamer.release()
+    assert torch.equal(gradient, weight.grad)
+    streamed.close()
+
+
+class Compilable(Block):
+    """What a compiler would find when it looks at the weights: whether they have gradients."""
+
+    seen: ClassVar[list[bool]] = []  # of the class: a recompute takes back what it does to the module
+
+    def forward(self, x):
+        self.seen.extend(parameter.grad is not None for parameter in self.parameters())
+        return super().forward(x)
+
+
+def test_a_forward_does_not_see_gradients_that_are_on_another_device(engine):
+    model = make(3)
+    model.blocks[1] = Compilable()
+    streamed = Streamed(engine, model)
+    streamed.model(torch.randn(4, WIDTH)).backward()
+    streamed.streamer.release()
+    before = [(each, each.grad, each.data_ptr()) for each in model.blocks[1].parameters()]
+    Compilable.seen.clear()
+    loss = model(torch.randn(4, WIDTH))
+    assert all(each.grad is grad and each.data_ptr() == home for each, grad, home in before)
+    loss.backward()
+    assert Compilable.seen == [False] * 2 * 5, "in the forward and in the recompute"
+    streamed.streamer.release()
+    assert all(each.grad is grad and each.data_ptr() == home for each, grad, home in before)
     streamed.close()
 
 
