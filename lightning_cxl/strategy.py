@@ -19,7 +19,6 @@ from lightning_cxl import checkpoint as ckpt
 from lightning_cxl._lightning import (
     Accelerator,
     CheckpointIO,
-    LightningEnvironment,
     ParallelStrategy,
     Precision,
     Trainer,
@@ -76,12 +75,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            cluster_environment=LightningEnvironment(),
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.num_nodes = 1  # the Trainer's, filled in by it
         given = options.get("policy", "auto")
         self._policy = None if isinstance(given, str) else options.pop("policy")
@@ -105,6 +99,9 @@ class CXLOffloadStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Never: one process drives one device."""
         return False
+
+    global_rank = local_rank = node_rank = 0  # whatever a cluster calls this process, it is on its own
+    world_size = 1
 
     def setup_environment(self) -> None:
         """Refuse what this version cannot drive, then prepare the device."""

@@ -2,10 +2,10 @@
 
 [Note: Adoption]
 Every parameter in a group is replaced by its master (the same object where compute is master). ``torch.optim.Adam`` and
-``AdamW`` themselves (not subclasses: those may do anything) become `CPUAdam`, which shares the same group dicts; the
-schedulers that pointed at the old object are pointed at the new one. Any other optimizer keeps its object and gets a
-`HostStep`. Parameters added later (`add_param_group`) are adopted the same way. `Adoption.release` undoes what was put
-on optimizer objects.
+``AdamW`` themselves (not subclasses: those may do anything) become a `CPUAdam` of the same name (`adopted.py`), which
+shares the same group dicts; the schedulers that pointed at the old object are pointed at the new one. Any other
+optimizer keeps its object and gets a `HostStep`. Parameters added later (`add_param_group`) are adopted the same way.
+`Adoption.release` undoes what was put on optimizer objects.
 """
 
 import logging
@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_cxl.optim.adopted import class_in_place_of
 from lightning_cxl.optim.awaited_params import AwaitedParams
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.formats import MasterForm, StatePrecision
@@ -177,7 +178,7 @@ class Adoption:
                     self._masters.kernel_weights, cast(Any, optimizer.compute_weights)
                 ),
             }
-        return CPUAdam.from_torch(optimizer, allocate_state=self._allocate_state, **options)
+        return class_in_place_of(optimizer).from_torch(optimizer, allocate_state=self._allocate_state, **options)
 
     def _allocate_state(self, master: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return self._options.allocate_state(self._masters.compute_of(master), role, dtype, numel)
@@ -252,10 +253,12 @@ def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
 def describe_optimizer(optimizer: Optimizer) -> str:
     """Return one line for the report."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    name = f"{type(optimizer).__name__} on the host, {len(optimizer.param_groups)} groups, {count} parameters"
+    own = type(optimizer).__name__
+    rest = f"on the host, {len(optimizer.param_groups)} groups, {count} parameters"
     if not isinstance(optimizer, CPUAdam):
-        return name
-    return f"{name}, {optimizer.state_precision} state, {optimizer.isa}, {optimizer.num_threads} threads"
+        return f"{own} {rest}"
+    name = own if type(optimizer) is CPUAdam else f"{own} by CPUAdam"
+    return f"{name} {rest}, {optimizer.state_precision} state, {optimizer.isa}, {optimizer.num_threads} threads"
 
 
 class _AddParamGroup:

@@ -67,6 +67,9 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         UnsupportedError: amsgrad, maximize, capturable or differentiable asked for in a group.
     """
 
+    adds_nothing = True
+    """Whether this class behaves as `CPUAdam` does. Each class says so itself: a user's subclass may do anything."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -112,7 +115,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             "fused": None,
             "decoupled_weight_decay": decoupled,
         }
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `optim/adopted.py`
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer, **options: Any) -> "CPUAdam":
@@ -129,7 +132,8 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         Raises:
             UnsupportedError: another class, or an option CPUAdam does not have.
         """
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, CPUAdam):
+        own = isinstance(optimizer, CPUAdam) and vars(type(optimizer)).get("adds_nothing")
+        if not (own or type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)):
             raise UnsupportedError(
                 f"CPUAdam can replace torch.optim.Adam and AdamW, not {type(optimizer).__qualname__}: "
                 + (
@@ -294,7 +298,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         """Restore a copy, perhaps on another machine."""
         self.wait = _nothing_runs
         self.plain_state = state.pop("state")
-        super().__setstate__(state)
+        torch.optim.Optimizer.__setstate__(self, state)
         self.homes = ThreadHomes.detect()
         if self.isa not in _cpu.supported_isas():
             self.isa = _cpu.best_isa()
