@@ -39,7 +39,7 @@ def run(model, write, finish=lambda: None):
 def test_writes_that_torch_does_not_count_are_seen(engine, write, num_slots):
     ours, theirs = make(), make().to(engine.device)
     streamed = Streamed(engine, ours, num_slots)
-    assert run(ours, write, streamed.streamer.release) == run(theirs, write)
+    assert run(ours, write, streamed.finish) == run(theirs, write)
     streamed.close()
     assert all(
         torch.equal(mine.cpu(), other.cpu()) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True)
@@ -55,7 +55,7 @@ def test_a_look_makes_copies_old_once(engine):
         late = streamed.streamer.num_late
         for step in steps:
             model(batch(step, model.first)).backward()
-            streamed.streamer.release()
+            streamed.finish()
             look()
         return streamed.streamer.num_late - late
 

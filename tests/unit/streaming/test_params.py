@@ -3,13 +3,17 @@
 import copy
 import pickle
 import weakref
+from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer, Span
+from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
@@ -78,6 +82,42 @@ def batch(step, like):
     return x.to(like.weight.device)
 
 
+class HostGradients:
+    """Gathers gradients on the host, where those of streamed weights belong."""
+
+    def __init__(self, engine, parameters):
+        self._engine = engine
+        self._so_far, self._arrived = {}, []
+        self._hooks = [
+            GradientHooks(each, partial(self._receive, each), partial(self._take_away, each), stays=False)
+            for each in parameters
+        ]
+
+    def _take_away(self, parameter):
+        if parameter.grad is not None:
+            self._so_far[parameter], parameter.grad = parameter.grad, None
+
+    def _receive(self, parameter):
+        grad, parameter.grad = parameter.grad, None
+        landed = torch.empty(grad.shape, device="cpu", pin_memory=not self._engine.computes_on_host)
+        self._arrived.append((parameter, landed, self._engine.d2h(grad, landed)))
+
+    def settle(self):
+        """Put them where they are looked for; to be called with all weights at home."""
+        for parameter, landed, transfer in self._arrived:
+            transfer.wait_host()
+            before = self._so_far.get(parameter)
+            self._so_far[parameter] = landed if before is None else before.add_(landed)
+        for parameter, grad in self._so_far.items():
+            parameter.grad = grad
+        self._arrived.clear()
+        self._so_far.clear()
+
+    def close(self):
+        for each in self._hooks:
+            each.remove()
+
+
 class Streamed:
     """A model, made on the host, whose blocks stream and are recomputed."""
 
@@ -88,13 +128,20 @@ class Streamed:
         self.units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, named)]
         self.streamer = ParamStreamer(engine, self.units, lambda: self.offload.phase, num_slots=num_slots)
         self.offload.attach(named)
+        places = [place for unit in self.units for place in unit.places]
+        self.gradients = HostGradients(engine, [place.parameter for place in places])
+
+    def finish(self):
+        """End a backward."""
+        self.streamer.release()
+        self.gradients.settle()
 
     def train(self, steps=3, lr=0.1, orders=(None,)):
         losses = []
         for step in range(steps):
             loss = self.model(batch(step, self.model.first), orders[step % len(orders)])
             loss.backward()
-            self.streamer.release()
+            self.finish()
             losses.append(loss.item())
             descend(self.model, lr)
         return losses
@@ -102,13 +149,14 @@ class Streamed:
     def close(self):
         self.offload.detach()
         self.streamer.detach()
+        self.gradients.close()
 
 
 def descend(model, lr=0.1):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.sub_((lr * parameter.grad).to(parameter.device))
+                parameter.sub_(lr * parameter.grad)
                 parameter.grad = None
 
 
@@ -147,7 +195,7 @@ def test_outside_of_their_computation_parameters_show_the_host(engine):
     homes = {id(place.parameter): place.home.data_ptr() for unit in streamed.units for place in unit.places}
     assert len(homes) == 5 * 5
     model(batch(0, model.first)).backward()
-    streamed.streamer.release()
+    streamed.finish()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.cpu(), before[name]) and parameter.stride() == strides[name]
         assert parameter.data_ptr() == homes.get(id(parameter), parameter.data_ptr())
@@ -262,9 +310,74 @@ def test_gradients_add_up_over_micro_batches(engine):
         x = batch(step, ours.first)
         ours(x).backward()
         theirs(x).backward()
-    streamed.streamer.release()
+    streamed.finish()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)
+        assert torch.equal(mine.grad.cpu(), other.grad.cpu())
+    streamed.close()
+
+
+class CountsCasts(TorchDispatchMode):
+    """Counts how often each weight of a shape is cast."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.num_casts = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_casts += function is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_cast_of_a_weight_outlives_the_forward_of_its_unit(engine):
+    model = make(2)
+    streamed = Streamed(engine, model)
+    x = batch(0, model.first)
+    with torch.autocast(engine.device.type, torch.bfloat16):
+        first, weight = model(x), model.blocks[0].up.weight
+        with CountsCasts(weight.shape) as casts:
+            assert torch.equal(model(x), first)
+        assert casts.num_casts == 2, "both units cast again: their casts have not piled up on the device"
+        engine.synchronize()  # whoever holds a reference has to see to it that nothing is under way
+        with torch.no_grad():
+            weight.mul_(2)
+        changed = model(x)
+        changed.backward()
+    streamed.finish()
+    gradient, weight.grad = weight.grad, None
+    with torch.autocast(engine.device.type, torch.bfloat16):
+        again = model(x)
+        again.backward()
+    assert torch.equal(changed, again) and not torch.equal(first, again)
+    streamed.finish()
+    assert torch.equal(gradient, weight.grad)
+    streamed.close()
+
+
+class Compilable(Block):
+    """What a compiler would find when it looks at the weights: whether they have gradients."""
+
+    seen: ClassVar[list[bool]] = []  # of the class: a recompute takes back what it does to the module
+
+    def forward(self, x):
+        self.seen.extend(parameter.grad is not None for parameter in self.parameters())
+        return super().forward(x)
+
+
+def test_a_forward_does_not_see_gradients_that_are_on_another_device(engine):
+    model = make(3)
+    with torch.device("cpu"):
+        model.blocks[1] = Compilable()
+    streamed = Streamed(engine, model)
+    streamed.model(batch(0, model.first)).backward()
+    streamed.finish()
+    before = [(each, each.grad, each.data_ptr()) for each in model.blocks[1].parameters()]
+    Compilable.seen.clear()
+    loss = model(batch(1, model.first))
+    assert all(each.grad is grad and each.data_ptr() == home for each, grad, home in before)
+    loss.backward()
+    assert Compilable.seen == [False] * 2 * 5, "in the forward and in the recompute"
+    streamed.finish()
+    assert all(each.grad is grad and each.data_ptr() == home for each, grad, home in before)
     streamed.close()
 
 
