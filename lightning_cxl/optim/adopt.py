@@ -86,7 +86,8 @@ class Adoption:
         self._masters = masters
         self._grads = grads
         self._options = options
-        self._adopted: list[tuple[Optimizer, Optimizer]] = []  # the user's object, the one in use
+        # the user's object, the one in use, and the `step` that the user's had of its own: a scheduler's wrapper
+        self._adopted: list[tuple[Optimizer, Optimizer, Any]] = []
         self.forms = Forms(options.use_cpu_adam, options.state, options.master, options.is_sensitive)
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
@@ -94,7 +95,7 @@ class Adoption:
 
         On failure `release` undoes what has been done so far.
         """
-        self._adopted.append((optimizer, optimizer))
+        self._adopted.append((optimizer, optimizer, None))
         hosts: list[HostParameter] = []
         for group in optimizer.param_groups:
             own = [self._masters.adopt(p, self.forms.form_for(optimizer, p)) for p in group["params"]]
@@ -114,7 +115,7 @@ class Adoption:
                     group["params"] = AwaitedParams(group["params"], current.wait)
         else:
             self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
-        self._adopted[-1] = (optimizer, current)
+        self._adopted[-1] = (optimizer, current, vars(optimizer).get("step"))
         current.step = HostStep(current, _Hooks(self._masters, self._grads, self._options))  # type: ignore[method-assign]
         adopt_group = partial(self._adopt_group, current)
         current.add_param_group = _AddParamGroup(current, adopt_group)  # type: ignore[method-assign]
@@ -125,8 +126,8 @@ class Adoption:
     def release(self) -> None:
         """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
         while self._adopted:
-            original, current = self._adopted.pop()
-            step = current.__dict__.get("step")
+            original, current, own_step = self._adopted.pop()
+            step = vars(current).get("step")
             if isinstance(step, HostStep):
                 step.remove()
             current.__dict__.pop("add_param_group", None)
@@ -139,8 +140,10 @@ class Adoption:
             if isinstance(current, CPUAdam):
                 current.leave_run()
             if original is not current:
-                original.__dict__.pop("step", None)
-                original.state = current.state
+                vars(original).pop("step", None)
+                if own_step is not None:
+                    original.step = own_step  # type: ignore[method-assign]
+                original.state, original.param_groups = current.state, current.param_groups
 
     def _give_back(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
         host = self._masters.find(parameter)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from lightning_cxl.torch_private import hooks_after_accumulation
+
 
 class GradientHooks:
     """Calls `received` whenever autograd has finished accumulating into `parameter`.
@@ -40,7 +42,7 @@ class GradientHooks:
         handle = parameter.register_post_accumulate_grad_hook(self._after_hook)  # type: ignore[no-untyped-call]
         self._handles: list[Any] = [handle]
         self._key: int = handle.id
-        self._hooks: Any = parameter._post_accumulate_grad_hooks
+        self._hooks: Any = hooks_after_accumulation(parameter)
         self._node: Any = None
         if stays:
             for key in [key for key in self._hooks if key != self._key]:

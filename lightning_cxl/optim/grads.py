@@ -43,6 +43,7 @@ from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.optim.masters import AllocateFor, HostParameter
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.torch_private import at_end_of_backward
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 MAX_PENDING = 16
@@ -223,7 +224,7 @@ class GradientSink:
 
     def _finish_at_the_end(self) -> None:
         """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        at_end_of_backward(self.finish)
 
     def _settle_oldest(self) -> None:
         self._pending.pop(next(iter(self._pending))).result()

@@ -29,12 +29,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.slots import Slot, SlotRing
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.torch_private import tree_leaves
 from lightning_cxl.transfer.engine import TransferEngine
 
 MIN_SLOTS = 2

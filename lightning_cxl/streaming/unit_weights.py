@@ -15,6 +15,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.streaming.awaited import guard, unguard
 from lightning_cxl.streaming.quantised import DATA, companions, is_quantised_later, show, tensors_of
 from lightning_cxl.streaming.units import NamedUnits
+from lightning_cxl.torch_private import storage_key
 from lightning_cxl.transfer.engine import Transfer
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -299,7 +300,7 @@ def _shared_storages(model: nn.Module) -> set[int]:
 def _storage_of(tensor: torch.Tensor) -> int:
     """Return what tells storages apart: where their bytes are, for those without bytes torch's own object."""
     storage = tensor.untyped_storage()
-    return storage._cdata if tensor.is_meta else storage.data_ptr()
+    return storage_key(storage) if tensor.is_meta else storage.data_ptr()
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
