@@ -1,0 +1,104 @@
+"""Builds the device's library once per torch and source text, into a cache."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
+
+from lightning_cxl.cache import cache_folder
+
+SOURCES = Path(__file__).parent / "csrc"
+# C++20 is what the headers of torch need since 2.12; older ones take it
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden")
+
+
+class BuildError(Exception):
+    """There is a compiler, and it refuses the sources."""
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler: $CXX, else g++, else c++; None without one."""
+    names = [name for name in (os.environ.get("CXX"), "g++", "c++") if name]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def why_unavailable() -> str | None:
+    """Return why there can be no device here, for a skip; None where it can be built."""
+    if platform.system() != "Linux":
+        return f"the device apart needs Linux, not {platform.system()}"
+    if not compiler():
+        return "the device apart needs a C++ compiler: no $CXX, g++ or c++ is on PATH"
+    if not Path(include_paths()[0], "ATen", "ATen.h").is_file():
+        return f"this build of torch has no headers in {include_paths()[0]}"
+    return None
+
+
+def library() -> Path:
+    """Return the built library, building it if there is none for this torch and these sources.
+
+    Objects are kept one by one, each under the hash of what it was made of, so that a changed file alone is compiled.
+
+    Raises:
+        BuildError: the compiler refuses the sources.
+    """
+    folder = cache_folder() / "apart"
+    folder.mkdir(parents=True, exist_ok=True)
+    common = _digest(torch.__version__, sys.platform, _compiler_version(), *FLAGS, *_texts("*.h"))
+    sources = sorted(SOURCES.glob("*.cpp"))
+    objects = {source: folder / f"{source.stem}-{_digest(common, source.read_text())}.o" for source in sources}
+    built = folder / f"apart-{_digest(*(o.name for o in objects.values()))}.so"
+    if not built.exists():
+        with _lock(folder / "lock"):
+            if not built.exists():
+                _build(objects, built)
+    return built
+
+
+def _build(objects: dict[Path, Path], built: Path) -> None:
+    todo = [source for source in objects if not objects[source].exists()]
+    todo.sort(key=lambda source: source.name != "autocast.cpp")  # it takes longest
+    includes = [f"-isystem{path}" for path in include_paths()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: _make(objects[source], *FLAGS, *includes, "-c", source), todo))
+    libraries = [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu", "-lc10"]
+    _make(built, "-shared", *objects.values(), *libraries)
+
+
+def _make(target: Path, *arguments: object) -> None:
+    """Run the compiler; the target appears only when it is complete."""
+    partial = target.with_suffix(f".{os.getpid()}.partial")
+    command = [compiler(), *map(str, arguments), "-o", str(partial)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        partial.unlink(missing_ok=True)
+        raise BuildError(f"{' '.join(command)}\nfailed with code {done.returncode}:\n{done.stderr[-4000:]}")
+    partial.rename(target)
+
+
+def _compiler_version() -> str:
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True).stdout
+
+
+def _texts(pattern: str) -> list[str]:
+    return [path.name + path.read_text() for path in sorted(SOURCES.glob(pattern))]
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _lock(path: Path):
+    """Keep other processes out: two must not build the same thing at once."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
