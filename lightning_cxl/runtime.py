@@ -157,9 +157,10 @@ class OffloadRuntime:
             self._placed.like,
             self.meter,
             half_sums=self.config.accumulate == "bf16",
-            streamed=self._residence.streamed_ids,
+            streamed={id(place.parameter): unit for unit in self._residence.units for place in unit.places},
             bring_home=self._residence.bring_home,
             worker=self._worker,
+            allocate_all=self._placed.like_all,
         )
         if units:
             self._attach(units)

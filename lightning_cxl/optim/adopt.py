@@ -210,6 +210,7 @@ class _Hooks:
         return self._options.scope()
 
     def before_closure(self, optimizer: Optimizer) -> None:
+        self._grads.begin_step()
         overlap = self._options.overlap
         if overlap is not None and isinstance(optimizer, CPUAdam):
             overlap.begin(optimizer)
@@ -231,7 +232,7 @@ class _Hooks:
             self._options.overlap.update(optimizer)
 
     def before_update(self) -> None:
-        self._grads.finish()
+        self._grads.end_step()
         self._masters.absorb_changes()
 
     def accepts(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, can_skip: bool) -> bool:

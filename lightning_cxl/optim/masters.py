@@ -34,7 +34,7 @@ class HostParameter:
         grad_dtype: in which the first gradient of a step is kept.
     """
 
-    __slots__ = ("compute", "grad_address", "grad_dtype", "master", "name", "version")
+    __slots__ = ("compute", "grad_dtype", "master", "name", "version")
 
     def __init__(self, name: str, compute: Parameter, master: Parameter, grad_dtype: torch.dtype) -> None:
         self.name = name
@@ -42,7 +42,6 @@ class HostParameter:
         self.master = master
         self.grad_dtype = grad_dtype
         self.version = compute._version  # of the compute weights when they last agreed with the master
-        self.grad_address = 0  # of the last gradient memory given out: tells our own from a new gradient
 
     @property
     def is_shared(self) -> bool:

@@ -79,7 +79,7 @@ class DuringBackward:
         self._updates.begin(self._optimizer)
 
     def finish(self) -> None:
-        self._sink.finish()
+        self._sink.end_step()
         self._updates.update(self._optimizer)
         self._updates.wait()
         self._optimizer.zero_grad()
