@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import RichProgressBar
@@ -34,7 +33,6 @@ else:
     _fabric = "lightning.fabric" if PACKAGE == "lightning" else "lightning_fabric"
     for _module, _names in {
         f"{_fabric}.plugins": ("CheckpointIO", "ClusterEnvironment", "TorchCheckpointIO"),
-        f"{_fabric}.plugins.environments.lightning": ("LightningEnvironment",),
         _pytorch: ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
         f"{_pytorch}.accelerators": ("Accelerator",),
         f"{_pytorch}.callbacks": ("RichProgressBar",),
@@ -84,7 +82,6 @@ __all__ = [
     "ClusterEnvironment",
     "LightningCLI",
     "LightningDataModule",
-    "LightningEnvironment",
     "LightningModule",
     "LightningOptimizer",
     "OptimizerLRScheduler",

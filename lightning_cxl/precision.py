@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_cxl._lightning import (
     LightningModule,
@@ -20,6 +19,7 @@ from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.optim.clip import HostClip
 from lightning_cxl.optim.host_unscale import HostUnscale
 from lightning_cxl.runtime import OffloadRuntime
+from lightning_cxl.torch_private import UNSCALE, step_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class GradientUse:
 
     def defers(self, optimizer: Optimizer) -> bool:
         """Whether unscaling and clipping may be left to the step of `optimizer`."""
-        return not (self.looks or optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        before, _ = step_hooks(optimizer)
+        return not (self.looks or before)
 
 
 def watch_for_edits(trainer: Trainer) -> GradientUse:
@@ -101,8 +102,9 @@ def attach_scaling(plugin: Precision, runtime: OffloadRuntime, active: ExitStack
     scaler: Any = getattr(plugin, "scaler", None)
     unscale = None
     if scaler is not None:
-        unscale = scaler._unscale_grads_ = HostUnscale(scaler, unwrap, use.defers, runtime.guard)
-        active.callback(scaler.__dict__.pop, "_unscale_grads_", None)
+        unscale = HostUnscale(scaler, unwrap, use.defers, runtime.guard)
+        setattr(scaler, UNSCALE, unscale)
+        active.callback(vars(scaler).pop, UNSCALE, None)
     before = vars(plugin).copy()
     clip = HostClip(plugin.clip_grad_by_norm, unwrap, use.defers, runtime.guard, unscale)
     plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]

@@ -2,10 +2,10 @@
 
 [Note: Adoption]
 Every parameter in a group is replaced by its master (the same object where compute is master). ``torch.optim.Adam`` and
-``AdamW`` themselves (not subclasses: those may do anything) become `CPUAdam`, which shares the same group dicts; the
-schedulers that pointed at the old object are pointed at the new one. Any other optimizer keeps its object and gets a
-`HostStep`. Parameters added later (`add_param_group`) are adopted the same way. `Adoption.release` undoes what was put
-on optimizer objects.
+``AdamW`` themselves (not subclasses: those may do anything) become a `CPUAdam` of the same name (`adopted.py`), which
+shares the same group dicts; the schedulers that pointed at the old object are pointed at the new one. Any other
+optimizer keeps its object and gets a `HostStep`. Parameters added later (`add_param_group`) are adopted the same way.
+`Adoption.release` undoes what was put on optimizer objects.
 """
 
 import logging
@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_cxl.optim.adopted import class_in_place_of
 from lightning_cxl.optim.awaited_params import AwaitedParams
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.formats import MasterForm, StatePrecision
@@ -85,7 +86,8 @@ class Adoption:
         self._masters = masters
         self._grads = grads
         self._options = options
-        self._adopted: list[tuple[Optimizer, Optimizer]] = []  # the user's object, the one in use
+        # the user's object, the one in use, and the `step` that the user's had of its own: a scheduler's wrapper
+        self._adopted: list[tuple[Optimizer, Optimizer, Any]] = []
         self.forms = Forms(options.use_cpu_adam, options.state, options.master, options.is_sensitive)
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
@@ -93,7 +95,7 @@ class Adoption:
 
         On failure `release` undoes what has been done so far.
         """
-        self._adopted.append((optimizer, optimizer))
+        self._adopted.append((optimizer, optimizer, None))
         hosts: list[HostParameter] = []
         for group in optimizer.param_groups:
             own = [self._masters.adopt(p, self.forms.form_for(optimizer, p)) for p in group["params"]]
@@ -113,7 +115,7 @@ class Adoption:
                     group["params"] = AwaitedParams(group["params"], current.wait)
         else:
             self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
-        self._adopted[-1] = (optimizer, current)
+        self._adopted[-1] = (optimizer, current, vars(optimizer).get("step"))
         current.step = HostStep(current, _Hooks(self._masters, self._grads, self._options))  # type: ignore[method-assign]
         adopt_group = partial(self._adopt_group, current)
         current.add_param_group = _AddParamGroup(current, adopt_group)  # type: ignore[method-assign]
@@ -124,8 +126,8 @@ class Adoption:
     def release(self) -> None:
         """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
         while self._adopted:
-            original, current = self._adopted.pop()
-            step = current.__dict__.get("step")
+            original, current, own_step = self._adopted.pop()
+            step = vars(current).get("step")
             if isinstance(step, HostStep):
                 step.remove()
             current.__dict__.pop("add_param_group", None)
@@ -138,8 +140,10 @@ class Adoption:
             if isinstance(current, CPUAdam):
                 current.leave_run()
             if original is not current:
-                original.__dict__.pop("step", None)
-                original.state = current.state
+                vars(original).pop("step", None)
+                if own_step is not None:
+                    original.step = own_step  # type: ignore[method-assign]
+                original.state, original.param_groups = current.state, current.param_groups
 
     def _give_back(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
         host = self._masters.find(parameter)
@@ -177,7 +181,7 @@ class Adoption:
                     self._masters.kernel_weights, cast(Any, optimizer.compute_weights)
                 ),
             }
-        return CPUAdam.from_torch(optimizer, allocate_state=self._allocate_state, **options)
+        return class_in_place_of(optimizer).from_torch(optimizer, allocate_state=self._allocate_state, **options)
 
     def _allocate_state(self, master: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return self._options.allocate_state(self._masters.compute_of(master), role, dtype, numel)
@@ -253,10 +257,12 @@ def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
 def describe_optimizer(optimizer: Optimizer) -> str:
     """Return one line for the report."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    name = f"{type(optimizer).__name__} on the host, {len(optimizer.param_groups)} groups, {count} parameters"
+    own = type(optimizer).__name__
+    rest = f"on the host, {len(optimizer.param_groups)} groups, {count} parameters"
     if not isinstance(optimizer, CPUAdam):
-        return name
-    return f"{name}, {optimizer.state_precision} state, {optimizer.isa}, {optimizer.num_threads} threads"
+        return f"{own} {rest}"
+    name = own if type(optimizer) is CPUAdam else f"{own} by CPUAdam"
+    return f"{name} {rest}, {optimizer.state_precision} state, {optimizer.isa}, {optimizer.num_threads} threads"
 
 
 class _AddParamGroup:

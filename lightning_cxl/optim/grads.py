@@ -44,11 +44,11 @@ from lightning_cxl.optim.leaving import Gradient, Group, LeavingGradients
 from lightning_cxl.optim.masters import AllocateFor, HostParameter
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.sums import AllocateAll, GradientSums, one_by_one
+from lightning_cxl.torch_private import at_end_of_backward, backward_id
 from lightning_cxl.transfer.engine import TransferEngine
 
 _HALF = (torch.bfloat16, torch.float16)
 _NO_UNITS: Mapping[int, object] = {}
-_NO_BACKWARD = -1  # as torch numbers them
 
 
 class GradientSink:
@@ -99,7 +99,7 @@ class GradientSink:
         self._arrived: dict[int, HostParameter] = {}
         self._handed: dict[int, list[Group]] = {}  # of gradients that someone else takes care of
         self._given: set[int] = set()  # ids of host parameters handed over in this step
-        self._backward = _NO_BACKWARD  # that `finish` will be called for
+        self._backward: int | None = None  # that `finish` will be called for
 
     def watch(self, hosts: list[HostParameter]) -> None:
         """Receive the gradients of these parameters from now on (each is watched once).
@@ -230,10 +230,10 @@ class GradientSink:
 
     def _finish_at_the_end(self) -> None:
         """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""
-        backward = torch._C._current_graph_task_id()
+        backward = backward_id()
         if backward != self._backward:
             self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            at_end_of_backward(self.finish)
 
     def begin_step(self) -> None:
         """Learn that the next backward is the last of a step: gradients are read when it is over."""
@@ -269,14 +269,14 @@ class GradientSink:
         """Forget what a backward that failed left behind."""
         self._bring_home()
         self._aside.clear()
-        if self._backward != _NO_BACKWARD:
+        if self._backward is not None:
             self._forget()
 
     def finish(self) -> None:
         """Note that a backward is over: its gradients are complete now, or on their way if nobody reads them yet."""
         self._bring_home()
         self._leaving.leave()
-        self._backward = _NO_BACKWARD
+        self._backward = None
         if self.is_read_next:
             self.complete()
 
@@ -288,7 +288,7 @@ class GradientSink:
         self._arrived.clear()
 
     def _forget(self) -> None:
-        self._backward = _NO_BACKWARD
+        self._backward = None
         self._leaving.forget()
         self._leaving.settle()
         for key in self._arrived:

@@ -23,6 +23,7 @@ from lightning_cxl.memory.host_tensors import is_dense, is_ordinary
 from lightning_cxl.optim.formats import GRAD_FORMATS
 from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.optim.layout import same_layout
+from lightning_cxl.torch_private import hooks_after_accumulation
 
 _NOTE = "_cxl_sum_of_squares"
 
@@ -134,7 +135,7 @@ class GradientMeter:
 
 def _forget_where_hooks_run(parameter: torch.Tensor) -> None:
     """Drop the number of a gradient that a user's hook may have edited through ``.data`` after it was measured."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks = hooks_after_accumulation(parameter)
     if not all(isinstance(getattr(hook, "__self__", None), GradientHooks) for hook in hooks.values()):
         vars(parameter.grad).pop(_NOTE, None)
 

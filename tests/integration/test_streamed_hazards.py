@@ -22,7 +22,7 @@ IGNORE = {"on_overflow": "ignore"}
 STAYS = {"stream_weights": False, "overlap_step": False}
 
 
-pytestmark = pytest.mark.usefixtures("slow_updates")
+pytestmark = [pytest.mark.on_cpu, pytest.mark.usefixtures("slow_updates")]
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_writes_between_steps_count(task):
 
 class Validates(Task):
     def validation_step(self, batch, batch_idx):
-        self.losses.append(self.loss(batch).item())
+        self.record(self.loss(batch))
 
 
 def test_averaged_weights_are_swapped_in_and_out():
@@ -136,7 +136,7 @@ class ZeroesInPlace(Task):
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         loss = self.loss(batch)
-        self.losses.append(loss.item())
+        self.record(loss)
         self.manual_backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -216,7 +216,7 @@ def test_a_second_optimizer_over_the_same_weights(second):
         def training_step(self, batch, batch_idx):
             first, other = self.optimizers()
             loss = self.loss(batch)
-            self.losses.append(loss.item())
+            self.record(loss)
             self.manual_backward(loss)
             first.step()
             other.step()

@@ -11,6 +11,8 @@ from lightning_cxl.optim.meter import GradientMeter
 from tests.fakes import DelayingEngine, ReorderingEngine, make_autograd_see_another_device
 from tests.unit.streaming.test_params import WIDTH, Streamed, make
 
+pytestmark = pytest.mark.on_cpu
+
 
 def allocate(parameter, role, dtype):
     return mirror(parameter, dtype, lambda count, dt: torch.full((count,), 77, dtype=dt))
@@ -114,7 +116,6 @@ def test_gradients_are_on_the_host_when_backward_returns(another_device, device)
     streamed.close()
 
 
-@pytest.mark.exact_repeats
 def test_gradients_asked_for_beside_leave_those_so_far_alone(device):
     """`torch.autograd.grad` runs through the same leaves and recomputes the same units, but delivers nothing.
 
