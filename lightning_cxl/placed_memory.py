@@ -1,6 +1,7 @@
 """`PlacedMemory`: host memory for the tensors of one model, each where its placement says, and the plan of it."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -50,9 +51,14 @@ class PlacedMemory:
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor shaped and laid out as a parameter of the model."""
+        """Return an uninitialised tensor shaped and laid out as a parameter of the model.
+
+        Master weights that a device copies as they are, after every step, are page-locked.
+        """
         self._trim_for(role)
         placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
+        if role is TensorRole.MASTER_WEIGHTS and parameter.device.type != "cpu" and dtype is parameter.dtype:
+            placement = replace(placement, pinned=True)
         return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
 
     def like_all(self, wanted: Sequence[tuple[nn.Parameter, torch.dtype]], role: TensorRole) -> list[torch.Tensor]:

@@ -237,6 +237,7 @@ class _Hooks:
 
     def before_update(self) -> None:
         self._grads.end_step()
+        self._masters.wait()
         self._masters.absorb_changes()
 
     def accepts(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, can_skip: bool) -> bool:
@@ -244,6 +245,8 @@ class _Hooks:
 
     def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
         self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
+        if self._options.overlap is None or not isinstance(optimizer, CPUAdam):
+            self._masters.wait()  # else whoever gets at the masters waits
         if not evaluates_closure_first(optimizer):
             self._options.place_state(optimizer)
 
