@@ -114,7 +114,7 @@ class UnitUpdates:
 
     def unit_is_over(self, unit: UnitWeights) -> None:
         """Start the update of a unit whose backward is over, if it may start now."""
-        if self._optimizer is None or unit.num_forwards != 1:
+        if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
             return
         found = [self._masters.find(place.parameter) for place in unit.places]
         hosts = self._grads.hand_over(host for host in found if host is not None and self._is_for_worker(host))

@@ -77,6 +77,7 @@ class DuringBackward:
 
     def begin(self) -> None:
         self._updates.begin(self._optimizer)
+        self._updates.begin_backward()
 
     def finish(self) -> None:
         self._sink.end_step()
