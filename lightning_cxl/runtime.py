@@ -66,6 +66,9 @@ class OffloadRuntime:
     min_activation_bytes = DEFAULT_MIN_BYTES
     """Inputs of units smaller than this stay where they are."""
 
+    guard: OverflowGuard
+    """What keeps optimizers from gradients that are not finite; made by `setup_model`."""
+
     def __init__(
         self,
         config: OffloadConfig,
@@ -102,7 +105,6 @@ class OffloadRuntime:
         self._masters: MasterWeights | None = None
         self._grads: GradientSink | None = None
         self._adoption: Adoption | None = None
-        self._guard: OverflowGuard | None = None
         self._activations: ActivationOffload | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._updates: UnitUpdates | None = None
@@ -150,10 +152,14 @@ class OffloadRuntime:
         names = [name for name, _ in units]
         self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap, names)
         self._masters = MasterWeights(placements.names, self._placed.like, self.engine)
+        on_overflow, most = self.config.on_overflow, self.config.max_overflows
+        self.guard = OverflowGuard(on_overflow, most, self._masters.name_of, self.meter)
         self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
         placements.read(model)  # some modules make new parameters when they move
         if self._residence.units and self.config.overlaps_step(self.engine.computes_on_host):
-            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_cxl")
+            self._worker = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix="lightning_cxl", initializer=self.engine.use_in_this_thread
+            )
         self._grads = GradientSink(
             self.engine,
             self._placed.like,
@@ -231,19 +237,15 @@ class OffloadRuntime:
             attach_zero_grad(self._model, self._grads)
         return self.optimizers
 
+    def adopt_joined(self) -> None:
+        """Adopt parameters that someone has put into the optimizers' groups. See [Note: Adoption]."""
+        if self._adoption is not None:
+            self._adoption.adopt_joined()
+
     @property
     def has_separate_masters(self) -> bool:
         """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
         return self._masters is not None and any(not host.is_shared for host in self._masters)
-
-    @property
-    def guard(self) -> OverflowGuard:
-        """What keeps optimizers from gradients that are not finite."""
-        if self._guard is None:
-            self._guard = OverflowGuard(
-                self.config.on_overflow, self.config.max_overflows, self.masters.name_of, self.meter
-            )
-        return self._guard
 
     def _adopted(self, hosts: list[HostParameter]) -> None:
         assert self._placed is not None

@@ -158,10 +158,9 @@ class MasterWeights:
         return parameter if host is None else host.compute
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Return the model's name of an adopted parameter, a made-up one where it is not registered in the model."""
+        """Return the model's name of a parameter, a made-up one where it is not registered in the model."""
         host = self.find(parameter)
-        assert host is not None, "only adopted parameters are asked for"
-        return host.name
+        return self._names.get(id(parameter), "unnamed") if host is None else host.name
 
     def named_masters(self) -> dict[str, torch.Tensor]:
         """Return the masters that are more than compute weights or copies of them, by name: a checkpoint needs them."""

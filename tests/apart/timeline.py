@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 _ops = torch.ops.apart
-_KINDS = ("kernel", "h2d", "d2h")  # of csrc/streams.h
+_KINDS = ("kernel", "h2d", "d2h")  # of csrc/runtime/streams.h
 
 
 class Entry(NamedTuple):
