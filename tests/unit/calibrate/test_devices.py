@@ -56,7 +56,7 @@ def test_memory_of_copies_is_page_locked():
     resource = pinned(topology)(upstream)
     if torch.cuda.is_available():
         assert resource.allocate(4096).nbytes == 4096
-        assert not resource.pageable
+        assert not resource.failure
     else:
         with pytest.raises(PinnedMemoryError, match="cannot page-lock"):
             resource.allocate(4096)
