@@ -77,9 +77,9 @@ class PlacedMemory:
         for placement, indices in by_placement.items():
             parts = [wanted[index] for index in indices]
             sizes = [parameter.numel() * dtype.itemsize for parameter, dtype in parts]
-            ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-            piece = self.memory.allocate(ends[-1], placement, role)
-            for index, (parameter, dtype), start, size in zip(indices, parts, [0, *ends], sizes, strict=False):
+            starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1])]
+            piece = self.memory.allocate(starts[-1] + sizes[-1], placement, role)
+            for index, (parameter, dtype), start, size in zip(indices, parts, starts, sizes, strict=True):
                 flat = piece.slice(start, size).tensor((parameter.numel(),), dtype)
                 tensors[index] = laid_out_as(flat, parameter)
         return [tensors[index] for index in range(len(wanted))]
@@ -124,7 +124,11 @@ class PlacedMemory:
                     self._plan.add(TensorRole.ACTIVATIONS, nbytes, where)
 
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
-        """Return memory for the weights of several parameters that belong on the same tier."""
+        """Return memory for the weights of several parameters that belong on the same tier.
+
+        What weights that have moved before have left is given back first: it is of another stack, which nobody needs.
+        """
+        self.memory.trim()
         placement = self.placements.for_parameter(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
         return self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
 
@@ -158,10 +162,12 @@ class PlacedMemory:
         """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit any more.
 
         Weights move from where they are, which [Note: Planning a run] has counted: here they are not checked again.
+        What they have left is given back.
 
         Raises:
             TierFullError: it does not fit.
         """
+        self.memory.trim()
         requests = []
         for parameter, role, nbytes in wanted:
             placement = self.placements.for_parameter(parameter, role, nbytes)

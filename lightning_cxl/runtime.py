@@ -346,5 +346,5 @@ class OffloadRuntime:
             "units": list(self.units),
             "streamed": {} if self._residence is None else self._residence.stats(),
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
-            "notes": [*self.topology.notes, *filter(None, [note])],
+            "notes": [*self.topology.notes, *self.memory.notes(), *filter(None, [note])],
         }

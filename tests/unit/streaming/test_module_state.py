@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_cxl.streaming.comparisons import MAX_PENDING, Comparisons
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.transfer.engine import HostEngine
-from tests.fakes import DelayingEngine, RecyclingMemory
+from tests import training_device
+from tests.fakes import RecyclingMemory
 
 DIRECT = Comparisons(HostEngine(), RecyclingMemory().allocate)
 
@@ -138,6 +139,17 @@ def test_small_originals_are_not_kept_alive():
         assert unit.inner.running_mean.tolist() == [0.0] * 3
 
 
+class Pinned:
+    """Host memory that copies land in while the host goes on."""
+
+    def tensor(self, shape, dtype):
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=training_device.current.type != "cpu")
+
+
+def pinned(_nbytes, _unit):
+    return Pinned()
+
+
 class NeverWaits(TorchDispatchMode):
     """Refuses what blocks the host until the device has computed a value."""
 
@@ -152,10 +164,10 @@ def copies_of(states):
     return [each._copy is not None for each in kept]
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.05])
-def test_on_a_device_copies_go_when_the_answer_has_come(delay_s):
-    engine = DelayingEngine(delay_s, computes_on_host=False)
-    comparisons = Comparisons(engine, RecyclingMemory().allocate)
+@pytest.mark.parametrize("late", ["nothing", "kernels", "to the host"])
+def test_on_a_device_copies_go_when_the_answer_has_come(device_engine, late):
+    training_device.make_late(late)
+    comparisons = Comparisons(device_engine, pinned)
     states = []
     for number in range(6):
         unit = Unit()
@@ -168,20 +180,19 @@ def test_on_a_device_copies_go_when_the_answer_has_come(delay_s):
             assert not unit.large.any(), "whether or not the answer has come"
     expected = [False, True, False, False]
     assert copies_of(states[:-MAX_PENDING]) == expected, "the answers to all but the last have been taken"
-    engine.synchronize()
+    device_engine.synchronize()
     another = ModuleState(unit)
     another.settle(comparisons, "unit")
     assert copies_of(states) == [*expected, False, False]
-    engine.close()
 
 
-def test_a_state_that_is_not_needed_any_more_is_not_kept_for_its_answer():
-    engine = DelayingEngine(0.05, computes_on_host=False)
-    comparisons = Comparisons(engine, RecyclingMemory().allocate)
-    unit = Unit()
-    state = ModuleState(unit)
+def test_a_state_that_is_not_needed_any_more_is_not_kept_for_its_answer(device_engine):
+    if device_engine.computes_on_host:
+        pytest.skip("needs a device apart")
+    training_device.make_late("to the host")
+    comparisons = Comparisons(device_engine, pinned)
+    state = ModuleState(Unit())
     state.settle(comparisons, "unit")
     copy = weakref.ref(state._compared[0]._copy)
     del state
     assert copy() is None
-    engine.close()
