@@ -134,8 +134,7 @@ class UnitUpdates:
         """
         if self._optimizer is None or not self._is_last_backward or host.version != host.compute._version:
             return
-        self._masters.wait()
-        self._grads.hand_over([host])
+        self._grads.hand_over([host])  # a gradient that has landed was computed with what the master was copied to
         update: Future[None] = Future()
         torch.autograd.graph.increment_version([host.master])
         self._residents.append((host, update))

@@ -332,6 +332,26 @@ def test_new_weights_are_on_the_device_before_they_are_read_and_masters_stay_unt
     assert_same(ours, fit(offload(**options, overlap_step=False), **arguments))
 
 
+class StepsTwice(Task):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        self.record(loss)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("late", ["to the device"], indirect=True)
+@pytest.mark.parametrize("options", [{}, EXACT], ids=str)
+def test_a_second_step_waits_for_the_copies_of_the_first(options, late):
+    ours = fit(offload(**options), task=StepsTwice)
+    training_device.make_late("nothing")
+    assert_same(ours, fit(offload(**options, stream_weights=False), task=StepsTwice))
+
+
 def test_masters_that_are_copied_to_the_device_are_page_locked():
     class Looks(Task):
         def on_train_end(self):
