@@ -72,7 +72,7 @@ class ParamStreamer:
         """Copies started; and those of them that were not asked for before their unit was entered."""
         self._engine = engine
         self._units = list(units)
-        self._num_ahead = num_slots - 1
+        self._num_slots = num_slots
         self._ring = SlotRing(engine, num_slots, max(unit.nbytes for unit in units))
         self._lock = threading.Lock()  # guards the ring and all below; nobody waits for anything while holding it
         self._entered: dict[int, tuple[UnitWeights, Slot]] = {}  # by id of the unit
@@ -200,12 +200,12 @@ class ParamStreamer:
         return slot
 
     def _expected(self) -> Iterator[UnitWeights]:
-        """Yield different units that came after the latest one, the next first."""
+        """Yield different units that came after the latest one, the next first: as many as there are slots at most."""
         seen: set[int] = set()
         visit = self._latest
-        for _ in range(2 * self._num_ahead):  # a unit may come twice, at the turn from forward to backward
+        for _ in range(2 * self._num_slots):  # a unit may come twice, at the turn from forward to backward
             visit = None if visit is None else self._next.get(visit)
-            if visit is None or len(seen) == self._num_ahead:
+            if visit is None or len(seen) == self._num_slots:
                 return
             if id(visit.unit) not in seen:
                 seen.add(id(visit.unit))
