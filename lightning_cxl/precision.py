@@ -55,6 +55,13 @@ def may_write_between_steps(trainer: Trainer) -> bool:
     return not trainer.lightning_module.automatic_optimization or bool(overridden(trainer, *hooks))
 
 
+def reads_gradients(trainer: Trainer, use: GradientUse) -> bool:
+    """Return whether anyone may read gradients between micro-batches, or before the closure of a step is over."""
+    plugin = trainer.precision_plugin
+    early = overridden(trainer, "on_train_batch_start", "on_before_backward") or own_methods(plugin, "optimizer_step")
+    return bool(use.edits or use.looks or early or getattr(plugin, "scaler", None) is not None)
+
+
 def accumulates(trainer: Trainer) -> bool:
     """Return whether several micro-batches are added up before a step, at any time of the run."""
     callbacks = getattr(trainer, "callbacks", [])

@@ -31,6 +31,7 @@ from lightning_cxl.precision import (
     attach_scaling,
     check_masters_are_found,
     may_write_between_steps,
+    reads_gradients,
     unwrap,
     watch_for_edits,
     why_not_in_backward,
@@ -124,6 +125,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
         use = watch_for_edits(trainer)
         self.runtime.accumulates = accumulates(trainer)
         self.runtime.needs_whole_step = why_not_in_backward(trainer, use, self.config.on_overflow)
+        self.runtime.gradients_are_read = reads_gradients(trainer, use)
         self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
         self.setup_optimizers(trainer)
         self.runtime.plan_ahead(self.model, self.optimizers)
