@@ -35,7 +35,7 @@ class GradientMeter:
     """
 
     def __init__(self, num_threads: int | None = None, isa: str | None = None) -> None:
-        self._num_threads = _cpu.available_threads() if num_threads is None else num_threads
+        self.num_threads = _cpu.available_threads() if num_threads is None else num_threads
         self._isa = _cpu.best_isa() if isa is None else isa
         self.trusts_versions = True
         """Whether a gradient of the same version is taken to be unchanged. See [Note: Measured gradients]."""
@@ -47,7 +47,7 @@ class GradientMeter:
             destination.copy_(source)
             return
         spans, results = array("Q", _row(source, destination)), array("d", bytes(8))
-        _grads.copy(spans, results, self._num_threads, self._isa)
+        _grads.copy(spans, results, self.num_threads, self._isa)
         torch.autograd.graph.increment_version(destination)
         _note(destination, results[0])
 
@@ -58,7 +58,7 @@ class GradientMeter:
             accumulator.add_(source)
             return
         spans, results = array("Q", _row(source, accumulator, key)), array("d", bytes(8))
-        _grads.accumulate(spans, results, self._num_threads, self._isa)
+        _grads.accumulate(spans, results, self.num_threads, self._isa)
         torch.autograd.graph.increment_version(accumulator)
         _note(accumulator, results[0])
 
@@ -70,7 +70,7 @@ class GradientMeter:
         if rows:
             spans = array("Q", [number for index in rows for number in _row(grads[index])])
             results = array("d", bytes(8 * len(rows)))
-            _grads.measure(spans, results, self._num_threads, self._isa)
+            _grads.measure(spans, results, self.num_threads, self._isa)
             for index, value in zip(rows, results, strict=True):
                 sums[index] = value
                 _note(grads[index], value)
