@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test test-numa sanitize lint format clean
+.PHONY: demo test gpu test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# everything that only a machine with a GPU can show, with the Python and the packages it has, into gpu.json; 10 minutes
+gpu:
+	$(PYTHON) -m tests.gpu --json gpu.json
 
 # placement on real memory-only nodes, in a small virtual machine; see tests/numa_vm/README.md
 test-numa: $(VENV)/installed
