@@ -3,9 +3,9 @@
     python -m tests.gpu [--device cuda] [--json gpu.json] [--minutes 10] [--only NAME ...]
 
 Takes the Python, the torch and the packages that are there, needs no network, and installs nothing: the compiled
-modules are built in place. Each part is a process of its own with a time of its own; one that fails or hangs does not keep the
-others from running, and the file is written again after each. `--device apart` rehearses all of it on a machine without
-a GPU: its figures mean nothing.
+modules are built in place. Each part is a process of its own with a time of its own; one that fails or hangs does not
+keep the others from running, and the file is written again after each. `--device apart` rehearses all of it on a
+machine without a GPU: its figures mean nothing.
 """
 
 import argparse
