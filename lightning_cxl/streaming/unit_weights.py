@@ -16,6 +16,7 @@ from lightning_cxl.streaming.awaited import guard, unguard
 from lightning_cxl.streaming.quantised import DATA, companions, is_quantised_later, show, tensors_of
 from lightning_cxl.streaming.units import NamedUnits
 from lightning_cxl.torch_private import storage_key
+from lightning_cxl.transfer.engine import Transfer
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 
@@ -77,6 +78,8 @@ class UnitWeights:
         """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
         self.is_seen = False
         """Whether someone may be about to write to parameters that they have looked up."""
+        self.readers: Sequence[Transfer] = ()
+        """The latest copies of the homes, which may still be under way; those before them are done by then."""
         self._num_looks = 0
         self._update: Future[None] | None = None
         for parameters in pieces:
@@ -145,6 +148,9 @@ class UnitWeights:
             self.unwatch()
             self.is_seen = True
             self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
+        for transfer in self.readers:  # what the device has still to compute, it computes with the weights of now
+            transfer.wait_host()
+        self.readers = ()
 
     def versions(self) -> tuple[int, ...]:
         """Return what changes whenever someone writes to a parameter, or looks it up and so can write unnoticed."""
