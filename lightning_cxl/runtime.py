@@ -28,10 +28,9 @@ from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
-from lightning_cxl.optim.hyper import kernel_threads
 from lightning_cxl.optim.idle_options import warn_of_idle_options
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
-from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.optim.meter import meter_of_run
 from lightning_cxl.optim.overflow import OverflowGuard
 from lightning_cxl.optim.sensitive import sensitive_parameters
 from lightning_cxl.optim.wanted import wanted_tensors
@@ -88,7 +87,7 @@ class OffloadRuntime:
         self._planner = RunPlanner(config, device, self.memory, policy, self._owners)
         self.placer = self._planner.placer
         self.engine = make_engine(device) if engine is None else engine
-        self.meter = GradientMeter(kernel_threads(config, self.engine.computes_on_host))
+        self.meter = meter_of_run(config, self.engine.computes_on_host)
         self.accumulates = False
         """Whether several micro-batches are added up before a step: what is planned then holds their sums."""
         self.needs_whole_step: str | None = None

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_cxl import _cpu, _grads
+from lightning_cxl.config import OffloadConfig
 from lightning_cxl.memory.host_tensors import is_dense, is_ordinary
 from lightning_cxl.optim.formats import GRAD_FORMATS
 from lightning_cxl.optim.grad_hooks import GradientHooks
+from lightning_cxl.optim.hyper import kernel_threads
 from lightning_cxl.optim.layout import same_layout
 from lightning_cxl.torch_private import hooks_after_accumulation
 
@@ -131,6 +133,11 @@ class GradientMeter:
             if parameter.grad is not None:
                 _forget_where_hooks_run(parameter)
         return self.sums(gradients(parameters))
+
+
+def meter_of_run(config: OffloadConfig, computes_on_host: bool) -> GradientMeter:
+    """Return the meter of a run; its number of threads is that of all kernels of the run, see `kernel_threads`."""
+    return GradientMeter(kernel_threads(config, computes_on_host))
 
 
 def _forget_where_hooks_run(parameter: torch.Tensor) -> None:
