@@ -51,7 +51,10 @@ def environment() -> Figures:
 
 
 def bit_identical() -> Figures:
-    """Train streamed and resident on the device: the same kernels on the same values, so the same bits."""
+    """Train streamed and resident on the device: the same kernels on the same values, so the same bits.
+
+    Resident is plain Lightning; in bf16-true the strategy with weights and activations on the device.
+    """
     found = {precision: _compared(precision) for precision in ("32-true", "bf16-true", "bf16-mixed")}
     wrong = [name for name, each in found.items() if not each.get("streamed_equals_resident")]
     assert not wrong, f"not bit-identical in {wrong}: {found}"
@@ -60,7 +63,9 @@ def bit_identical() -> Figures:
 
 def _compared(precision: str) -> Figures:
     try:
-        plain, again, ours = (jobs.train(streamed, precision) for streamed in (False, False, True))
+        # in bf16-true the optimizer of the strategy has float32 masters, plain Lightning's has not
+        resident = jobs.RESIDENT if precision == "bf16-true" else jobs.PLAIN
+        plain, again, ours = (jobs.train(options, precision) for options in (resident, resident, jobs.STREAMED))
     except Exception as error:  # the other precisions are compared, too
         return {"error": f"{type(error).__name__}: {error}"}
     return {
@@ -104,7 +109,7 @@ def overlap() -> Figures:
 def lengths() -> Figures:
     """Train on lengths that change: after warm-up nothing is registered with the driver."""
     counts, nbytes = jobs.registrations_by_step()
-    assert counts[0] > 0, f"nothing was registered: {counts}"
+    assert nbytes > 0, f"nothing was registered: {counts}"
     assert not any(counts[4:]), f"registrations by step: {counts}"
     return {"registrations_by_step": counts, "registered_bytes": nbytes}
 
@@ -113,7 +118,7 @@ def second_device() -> Figures:
     """Train on device 1 of two: device 0 stays empty."""
     if torch.accelerator.device_count() < 2:
         return {"state": "skipped", "reason": "needs two devices"}
-    jobs.train(True, "32-true", devices=[1])
+    jobs.train(jobs.STREAMED, "32-true", devices=[1])
     held = [torch.accelerator.max_memory_reserved(index) for index in range(2)]
     assert held[0] == 0 < held[1], f"bytes reserved at most: {held}"
     return {"reserved": held}
@@ -121,11 +126,11 @@ def second_device() -> Figures:
 
 def out_of_memory() -> Figures:
     """Run out of memory in forward, recompute and update; then fit again in the same process, and train as usual."""
-    expected = jobs.train(True, "32-true").losses
+    expected = jobs.train(jobs.STREAMED, "32-true").losses
     found: Figures = {}
     for where in ("forward", "recompute", "update"):
         error = jobs.fail_in(where)
-        run = jobs.train(True, "32-true")
+        run = jobs.train(jobs.STREAMED, "32-true")
         left = jobs.bytes_left()
         found[where] = {"error": error, "losses_as_before": run.losses == expected, "device_bytes_left": left}
     assert all(each["losses_as_before"] for each in found.values()), found

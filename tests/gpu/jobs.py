@@ -70,28 +70,34 @@ def data(lengths: list[int]) -> DataLoader:
     return DataLoader([(each[:, :-1], each[:, 1:]) for each in tokens], batch_size=None)
 
 
+PLAIN = None
+"""Lightning alone."""
+RESIDENT = {"stream_weights": False, "activation_offload": False}
+"""The strategy, with only the optimizer on the host."""
+STREAMED: dict[str, Any] = {}
+
+
 def fit(
-    streamed: bool,
+    options: dict[str, Any] | None,
     depth: int = 4,
     lengths: list[int] | None = None,
-    *,
-    options: dict[str, Any] | None = None,
     **trainer: Any,
 ) -> Job:
-    """Train from a fixed seed and return the module."""
+    """Train from a fixed seed with options of the strategy, or `PLAIN`, and return the module."""
     runtime.OffloadRuntime.min_activation_bytes = 1
     lengths = lengths or [size().length] * STEPS
     seed_everything(11, verbose=False)
     job = Job(depth)
-    strategy = offload(**(options or {})) if streamed else "auto"
+    strategy = "auto" if options is None else offload(**options)
     make_trainer(strategy, max_steps=len(lengths), **trainer).fit(job, data(lengths))
     return job
 
 
-def train(streamed: bool, precision: str, devices: list[int] | None = None) -> Run:
+def train(options: dict[str, Any] | None, precision: str, devices: list[int] | None = None) -> Run:
     """Train with torch's own AdamW, which computes alike wherever it is, and return losses and weights."""
+    options = None if options is None else {"cpu_adam": False, **options}
     extra = {} if devices is None else {"devices": devices}
-    job = fit(streamed, options={"cpu_adam": False}, precision=precision, **extra)
+    job = fit(options, precision=precision, **extra)
     weights = {name: value.detach().cpu().clone() for name, value in job.state_dict().items()}
     return Run([float(loss) for loss in job.seen], weights)
 
@@ -109,7 +115,7 @@ def peak(depth: int) -> dict[str, int]:
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_stats().get("num_alloc_retries", 0)
-    fit(True, depth, options={"on_overflow": "ignore"})
+    fit({"on_overflow": "ignore"}, depth)
     retries = torch.accelerator.memory_stats().get("num_alloc_retries", 0) - before
     return {
         "allocated": torch.accelerator.max_memory_allocated(),
@@ -174,7 +180,7 @@ def copies_beside_compute() -> dict[str, float]:
 
         apart.set_delay(kernel=2e-4, h2d=2e-3)
     profiled = Profiled()
-    fit(True, 8, options={"on_overflow": "ignore"}, callbacks=[profiled])
+    fit({"on_overflow": "ignore"}, 8, callbacks=[profiled])
     merged = {kind: _union(each) for kind, each in profiled.intervals.items()}
     found = {f"{kind}_s": _length(each) for kind, each in merged.items()}
     for kind in ("h2d", "d2h"):
@@ -220,7 +226,7 @@ def registrations_by_step() -> tuple[list[int], int]:
 
     draw, longest = random.Random(3), 4 * size().length
     lengths = [longest, longest, *(draw.randint(longest // 4, longest) for _ in range(18))]
-    fit(True, 6, lengths, callbacks=[Count()])
+    fit(STREAMED, 6, lengths, callbacks=[Count()])
     return counts, sum(calls)
 
 
@@ -252,7 +258,7 @@ def fail_in(where: str) -> str:
                 module.model.blocks[2].norm1.register_forward_pre_hook(too_much)
 
     try:
-        fit(True, options={"on_overflow": "ignore"}, callbacks=[Break()])
+        fit({"on_overflow": "ignore"}, callbacks=[Break()])
     except Exception as error:
         job_error.append(f"{type(error).__name__}: {str(error)[:200]}")
     finally:
