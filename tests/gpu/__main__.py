@@ -138,7 +138,8 @@ def main() -> None:
 
     parts: dict[str, tuple[float, Any]] = {
         "build": (240, build),
-        "environment": (60, lambda limit_s: checked("environment", limit_s)),
+        # the device that rehearses is compiled when it is first used
+        "environment": (60 if args.device == "cuda" else 300, lambda limit_s: checked("environment", limit_s)),
         **{name: (limit, lambda limit_s, name=name: checked(name, limit_s)) for name, limit in CHECKS.items()},
         "benchmark": (150, lambda limit_s: bench(args.device, limit_s)),
         "contract": (60, lambda limit_s: pytest(CONTRACT, args.device, limit_s)),
