@@ -30,7 +30,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.idle_options import warn_of_idle_options
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
-from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.optim.meter import meter_of_run
 from lightning_cxl.optim.overflow import OverflowGuard
 from lightning_cxl.optim.sensitive import sensitive_parameters
 from lightning_cxl.optim.wanted import wanted_tensors
@@ -87,7 +87,7 @@ class OffloadRuntime:
         self._planner = RunPlanner(config, device, self.memory, policy, self._owners)
         self.placer = self._planner.placer
         self.engine = make_engine(device) if engine is None else engine
-        self.meter = GradientMeter(config.num_threads)
+        self.meter = meter_of_run(config, self.engine.computes_on_host)
         self.accumulates = False
         """Whether several micro-batches are added up before a step: what is planned then holds their sums."""
         self.needs_whole_step: str | None = None
@@ -200,7 +200,7 @@ class OffloadRuntime:
             self._grads,
             AdoptionOptions(
                 use_cpu_adam=self.config.cpu_adam,
-                num_threads=self.config.num_threads,
+                num_threads=self.meter.num_threads,
                 state=self.config.state,
                 master=self.config.master,
                 is_sensitive=sensitive_parameters(self._model).__contains__,
