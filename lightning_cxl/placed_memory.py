@@ -124,7 +124,11 @@ class PlacedMemory:
                     self._plan.add(TensorRole.ACTIVATIONS, nbytes, where)
 
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
-        """Return memory for the weights of several parameters that belong on the same tier."""
+        """Return memory for the weights of several parameters that belong on the same tier.
+
+        What weights that have moved before have left is given back first: it is of another stack, which nobody needs.
+        """
+        self.memory.trim()
         placement = self.placements.for_parameter(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
         return self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
 
@@ -158,10 +162,12 @@ class PlacedMemory:
         """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit any more.
 
         Weights move from where they are, which [Note: Planning a run] has counted: here they are not checked again.
+        What they have left is given back.
 
         Raises:
             TierFullError: it does not fit.
         """
+        self.memory.trim()
         requests = []
         for parameter, role, nbytes in wanted:
             placement = self.placements.for_parameter(parameter, role, nbytes)

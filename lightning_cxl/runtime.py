@@ -340,7 +340,7 @@ class OffloadRuntime:
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
         parameters = [] if self._model is None else [p for p in self._model.parameters() if not is_lazy(p)]
-        notes = list(self.topology.notes)
+        notes = [*self.topology.notes, *self.memory.notes()]
         if self._residence is not None and (kept := self._residence.unplaced):
             notes.append(f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)")
         return {
