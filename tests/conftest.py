@@ -11,7 +11,6 @@ import torch
 
 from tests import training_device
 
-
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
 
