@@ -251,6 +251,10 @@ class CXLOffloadStrategy(OneProcessStrategy):
             finally:
                 runtime.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the run that is going on: it belongs to this process, and a new run makes its own."""
+        return {**super().__getstate__(), "_runtime": None, "_masters": None, "_active": ExitStack()}
+
     # -- what it did -------------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A loss scaler, perhaps on a device, and gradients on the host."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.meter import gradients
 from lightning_cxl.optim.overflow import OverflowGuard
+from lightning_cxl.optim.stand_in import StandIn
 
 
-class HostUnscale:
+class HostUnscale(StandIn):
     """`GradScaler._unscale_grads_` for gradients on the host.
 
     A scaler on a device copies its scale to the gradients' device without waiting, which is a race when that is the
@@ -32,7 +34,7 @@ class HostUnscale:
         defers: Callable[[torch.optim.Optimizer], bool],
         guard: OverflowGuard,
     ) -> None:
-        self._scaler = scaler
+        super().__init__(MethodType(type(scaler)._unscale_grads_, scaler))
         self._unwrap = unwrap
         self._defers = defers
         self._guard = guard
@@ -49,8 +51,7 @@ class HostUnscale:
             self._guard.refuse(target, bad, expected=True)
         self.factor = 1.0
         if not (isinstance(target, CPUAdam) and self._defers(target)):
-            unscale = type(self._scaler)._unscale_grads_
-            result = unscale(self._scaler, optimizer, host_scale, found, allow_fp16)
+            result = self._plain(optimizer, host_scale, found, allow_fp16)
             torch.autograd.graph.increment_version(gradients(parameters))  # torch's kernel leaves versions as they are
             return result
         # set, not multiplied: the step that would have used the factor of before may have been left out
