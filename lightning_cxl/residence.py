@@ -76,6 +76,11 @@ class Residence:
         """Return what streams, see `ParamStreamer.stats`; nothing if nothing does."""
         return {} if self._streamer is None else self._streamer.stats()
 
+    def notes(self) -> list[str]:
+        """Return what a user should know about where weights are."""
+        kept = self.unplaced
+        return [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
+
     def forget_copies(self) -> None:
         """Let weights be copied to the device again when they are needed next."""
         if self._streamer is not None:
@@ -93,15 +98,26 @@ class Residence:
 
     def _move_rest(self, model: nn.Module, device: torch.device) -> None:
         """Move what does not stream, through the model's own `to`: modules may do more there than move tensors."""
-        before = [(module, module._parameters) for module in model.modules()]
-        for module, parameters in before:
-            module._parameters = {n: p for n, p in parameters.items() if p is None or id(p) not in self.streamed_ids}
+        own = [module.__dict__ for module in model.modules()]  # what is set on a compiled module, the one inside gets
+        before = [(attributes, attributes["_parameters"]) for attributes in own]
+        for attributes, parameters in before:
+            rest = {n: p for n, p in parameters.items() if p is None or id(p) not in self.streamed_ids}
+            attributes["_parameters"] = rest
         try:
             model.to(device)
         finally:
-            for module, parameters in before:
-                moved = module._parameters
-                module._parameters = {name: moved.get(name, parameter) for name, parameter in parameters.items()}
+            for attributes, parameters in before:
+                moved = attributes["_parameters"]
+                attributes["_parameters"] = {name: moved.get(name, each) for name, each in parameters.items()}
+
+
+def count_parameters(model: nn.Module | None) -> dict[str, int]:
+    """Return the elements of a model's parameters, of all and of those that are trained."""
+    parameters = [] if model is None else [p for p in model.parameters() if not is_lazy(p)]
+    return {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+    }
 
 
 def wanted_weights(model: nn.Module, pieces: Sequence[Pieces], *, computes_on_host: bool) -> list[Wanted]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
@@ -26,7 +25,6 @@ from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer
-from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.idle_options import warn_of_idle_options
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
@@ -40,7 +38,7 @@ from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.ahead import RunPlanner
 from lightning_cxl.planner.report import Plan
 from lightning_cxl.policies.api import PlanningPolicy
-from lightning_cxl.residence import Residence
+from lightning_cxl.residence import Residence, count_parameters
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.units import NamedUnits, find_units
 from lightning_cxl.tiers.placement import TensorRole
@@ -92,6 +90,8 @@ class OffloadRuntime:
         """Whether several micro-batches are added up before a step: what is planned then holds their sums."""
         self.needs_whole_step: str | None = None
         """What may call a step off, or look at gradients, once its closure runs."""
+        self.gradients_are_read = True
+        """Whether someone may read gradients between the micro-batches of a step."""
         self.weights_may_change_unseen = False  # between steps, in a way that leaves no trace
         self.plan = Plan()
         self.units: tuple[str, ...] = ()
@@ -149,21 +149,24 @@ class OffloadRuntime:
         self._heap = HeapTrimmer() if units else None
         names = [name for name, _ in units]
         self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap, names)
-        self._masters = MasterWeights(placements.names, self._placed.like)
+        self._masters = MasterWeights(placements.names, self._placed.like, self.engine)
         on_overflow, most = self.config.on_overflow, self.config.max_overflows
         self.guard = OverflowGuard(on_overflow, most, self._masters.name_of, self.meter)
         self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
         placements.read(model)  # some modules make new parameters when they move
         if self._residence.units and self.config.overlaps_step(self.engine.computes_on_host):
-            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_cxl")
+            self._worker = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix="lightning_cxl", initializer=self.engine.use_in_this_thread
+            )
         self._grads = GradientSink(
             self.engine,
             self._placed.like,
             self.meter,
             half_sums=self.config.accumulate == "bf16",
-            streamed=self._residence.streamed_ids,
+            streamed={id(place.parameter): unit for unit in self._residence.units for place in unit.places},
             bring_home=self._residence.bring_home,
             worker=self._worker,
+            allocate_all=self._placed.like_all,
         )
         if units:
             self._attach(units)
@@ -184,6 +187,7 @@ class OffloadRuntime:
                 self._residence.units, self._worker, self.masters, self._grads, streamer.fetch_ahead
             )
             streamer.on_left = self._updates.unit_is_over
+            self._grads.on_resident = self._updates.resident_has_come
 
     def _phase(self) -> Literal["forward", "recompute"] | None:
         return None if self._activations is None else self._activations.phase
@@ -227,7 +231,7 @@ class OffloadRuntime:
             self._adoption.release()
             raise
         warn_of_idle_options(self.optimizers, self._masters, self.config)
-        if self.has_separate_masters:
+        if self._masters.has_separate:
             attach_zero_grad(self._model, self._grads)
         return self.optimizers
 
@@ -236,11 +240,6 @@ class OffloadRuntime:
         if self._adoption is not None:
             self._adoption.adopt_joined()
 
-    @property
-    def has_separate_masters(self) -> bool:
-        """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
-        return self._masters is not None and any(not host.is_shared for host in self._masters)
-
     def _adopted(self, hosts: list[HostParameter]) -> None:
         assert self._placed is not None
         for host in hosts:
@@ -248,8 +247,6 @@ class OffloadRuntime:
 
     def rehome_state(self, optimizer: Optimizer) -> None:
         """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
-        if isinstance(optimizer, CPUAdam):
-            return  # keeps to the memory it was given
         assert self._placed is not None
         self._placed.rehome(optimizer, self.masters.compute_of)
 
@@ -268,10 +265,12 @@ class OffloadRuntime:
         if self._grads is not None and self._placed is not None:
             self._placed.forward_is_over()
             self._grads.start_backward()
+        if self._updates is not None:
+            self._updates.begin_backward()
         self._trim_heap()
 
     def finish_backward(self) -> None:
-        """Return when the gradients of the last backward are where the optimizer reads them."""
+        """Return when the gradients of the last backward are where the optimizer reads them, if it does so next."""
         if self._grads is not None:
             self._grads.finish()
         self._trim_heap()
@@ -295,6 +294,8 @@ class OffloadRuntime:
     def end_step(self) -> None:
         """Tell the activation arenas that a training step is over."""
         self.memory.end_step()
+        if self._grads is not None:
+            self._grads.is_read_next = self.gradients_are_read
         if self.weights_may_change_unseen:
             self.forget_copies()
 
@@ -329,10 +330,7 @@ class OffloadRuntime:
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
-        parameters = [] if self._model is None else [p for p in self._model.parameters() if not is_lazy(p)]
-        notes = list(self.topology.notes)
-        if self._residence is not None and (kept := self._residence.unplaced):
-            notes.append(f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)")
+        residence = self._residence
         return {
             "state": state,
             "device": str(self.device),
@@ -340,10 +338,9 @@ class OffloadRuntime:
             "policy": self._planner.policy_name,
             "planned_roles": self.plan.roles(),
             "reasons": self.plan.reasons(),
-            "num_parameters": sum(p.numel() for p in parameters),
-            "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            **count_parameters(self._model),
             "units": list(self.units),
-            "streamed": {} if self._residence is None else self._residence.stats(),
+            "streamed": {} if residence is None else residence.stats(),
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
-            "notes": notes,
+            "notes": [*self.topology.notes, *self.memory.notes(), *(() if residence is None else residence.notes())],
         }

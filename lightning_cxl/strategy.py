@@ -29,6 +29,7 @@ from lightning_cxl.precision import (
     attach_scaling,
     check_masters_are_found,
     may_write_between_steps,
+    reads_gradients,
     unwrap,
     watch_for_edits,
     why_not_in_backward,
@@ -122,6 +123,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
         use = watch_for_edits(trainer)
         self.runtime.accumulates = accumulates(trainer)
         self.runtime.needs_whole_step = why_not_in_backward(trainer, use, self.config.on_overflow)
+        self.runtime.gradients_are_read = reads_gradients(trainer, use)
         self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
         self.setup_optimizers(trainer)
         self.runtime.plan_ahead(self.model, self.optimizers)
@@ -148,7 +150,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
                 repoint_scheduler(config.scheduler, old, new)
                 self._active.callback(repoint_scheduler, config.scheduler, new, old)
         self.optimizers = adopted
-        if self.runtime.has_separate_masters:
+        if self._masters.has_separate:
             check_masters_are_found(trainer)
 
     # -- training ----------------------------------------------------------------------------------------------------

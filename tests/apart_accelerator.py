@@ -12,14 +12,20 @@ class ApartDevices:
 
     name = "apart"
 
+    def __init__(self):
+        self.are_there = False
+        """Whether the package finds any: tests that do not use the device must not notice it."""
+
     def num_devices(self):
-        return torch.accelerator.device_count()
+        return torch.accelerator.device_count() if self.are_there else 0
 
     def describe(self, index):
         properties = torch.apart.get_device_properties(index)
         return properties.name, properties.total_memory
 
     def register(self, address, nbytes):
+        if not self.are_there:
+            raise PinnedMemoryError("the device apart is not used by this test")
         if code := apart.host_register(address, nbytes):
             raise PinnedMemoryError(f"the device apart refuses {nbytes} bytes at {address:#x} with code {code}")
 

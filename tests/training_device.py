@@ -38,6 +38,7 @@ chosen = CPU
 """What the option says."""
 current = CPU
 """Where the present test trains."""
+_apart_devices = ApartDevices()
 unavailable: str | None = None
 """Why the chosen device cannot be used."""
 
@@ -49,7 +50,7 @@ def choose(name: str) -> None:
         unavailable = apart.why_unavailable()
         if unavailable is None:
             apart.load()
-            register_device_type(ApartDevices())
+            register_device_type(_apart_devices)
             chosen = torch.device("apart", 0)
     elif name == "cuda":
         unavailable = None if torch.cuda.is_available() else "needs a CUDA device"
@@ -70,6 +71,7 @@ def on_chosen() -> Iterator[torch.device]:
     current = chosen
     try:
         if current.type == "apart":
+            _apart_devices.are_there = True
             apart.reset()
             apart.set_poison(True)
         yield current
@@ -77,6 +79,7 @@ def on_chosen() -> Iterator[torch.device]:
         left = _left()
     finally:
         current = CPU
+        _apart_devices.are_there = False
         if chosen.type == "apart":
             apart.reset()
     assert not races, "\n".join(races)
@@ -89,8 +92,14 @@ def _races() -> list[str]:
     torch.accelerator.synchronize()
     if chosen.type != "apart":
         return []
-    apart.set_delay()
     return apart.violations()
+
+
+def forget_races() -> None:
+    """Wait, and forget what races were seen, in a test that makes one."""
+    _races()
+    if chosen.type == "apart":
+        apart.clear_violations()
 
 
 def _left() -> dict[str, int]:

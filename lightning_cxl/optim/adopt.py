@@ -119,7 +119,8 @@ class Adoption:
         """Adopt parameters of the model that have come into groups by another way than `add_param_group`."""
         for _, optimizer, _ in self._adopted:
             joined = [group for group in optimizer.param_groups if not self._knows(plain(group["params"]))]
-            self._take_in(optimizer, joined)
+            if joined:
+                self._take_in(optimizer, joined)
             if isinstance(optimizer, CPUAdam) and self._options.overlap is not None:
                 _await(optimizer)
 
@@ -230,6 +231,7 @@ class _Hooks:
         return self._options.scope()
 
     def before_closure(self, optimizer: Optimizer) -> None:
+        self._grads.begin_step()
         overlap = self._options.overlap
         if overlap is not None and isinstance(optimizer, CPUAdam):
             overlap.begin(optimizer)
@@ -251,7 +253,8 @@ class _Hooks:
             self._options.overlap.update(optimizer)
 
     def before_update(self) -> None:
-        self._grads.finish()
+        self._grads.end_step()
+        self._masters.wait()
         self._masters.absorb_changes()
 
     def accepts(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, can_skip: bool) -> bool:
@@ -259,6 +262,8 @@ class _Hooks:
 
     def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
         self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
+        if self._options.overlap is None or not isinstance(optimizer, CPUAdam):
+            self._masters.wait()  # else whoever gets at the masters waits
         if not evaluates_closure_first(optimizer):
             self._options.place_state(optimizer)
 

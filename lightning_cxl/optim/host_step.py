@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 
 AllocationScope = Callable[[], AbstractContextManager[Any]]
 """Opens a region in which host tensors that torch creates are placed as optimizer state."""
@@ -61,6 +61,7 @@ class Overlap(Protocol):
         """Return when every update is done."""
 
 
+@keeps_mark
 class HostStep:
     """Replaces `optimizer.step` of one optimizer object.
 
@@ -74,9 +75,6 @@ class HostStep:
         optimizer: the `step` it has now does the work.
         hooks: see there.
     """
-
-    # torch's learning-rate schedulers look for this mark to know that `_opt_called` is kept
-    _wrapped_by_lr_sched = True
 
     def __init__(self, optimizer: Optimizer, hooks: StepHooks) -> None:
         self._optimizer = optimizer
@@ -96,7 +94,7 @@ class HostStep:
         optimizer = self._optimizer
         if keywords and isinstance(optimizer, CPUAdam):
             raise TypeError(f"{type(optimizer).__name__}.step() takes `closure` only, not {', '.join(keywords)}")
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_as_called(optimizer)
         if closure is not None and not evaluates_closure_first(optimizer):
             return self._step_evaluating(closure, keywords)
         loss = None
@@ -203,8 +201,7 @@ def evaluates_closure_first(optimizer: Optimizer) -> bool:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether someone has put hooks around the step, of this optimizer or of all, which may look at anything."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+    return any(step_hooks(optimizer))
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

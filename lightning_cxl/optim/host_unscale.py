@@ -1,7 +1,7 @@
 """A loss scaler, perhaps on a device, and gradients on the host."""
 
 from collections.abc import Callable
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.meter import gradients
 from lightning_cxl.optim.overflow import OverflowGuard
 from lightning_cxl.optim.stand_in import StandIn
+from lightning_cxl.torch_private import unscale
 
 
 class HostUnscale(StandIn):
@@ -34,7 +35,7 @@ class HostUnscale(StandIn):
         defers: Callable[[torch.optim.Optimizer], bool],
         guard: OverflowGuard,
     ) -> None:
-        super().__init__(MethodType(type(scaler)._unscale_grads_, scaler))
+        super().__init__(partial(unscale, scaler))
         self._unwrap = unwrap
         self._defers = defers
         self._guard = guard

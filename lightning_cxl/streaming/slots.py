@@ -30,6 +30,7 @@ class Slot:
             self._engine.h2d(flat, self.memory[offset : offset + flat.numel()], after=before)
             for offset, flat in unit.pieces
         ]
+        unit.readers = self._transfers
 
     def drop_if_seen(self) -> None:
         """Let go of weights that someone has looked up since a thread decided to fetch them, perhaps just before."""

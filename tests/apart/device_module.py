@@ -61,7 +61,7 @@ def set_device(device: object) -> None:
     torch.accelerator.set_device_index(_index(device))
 
 
-class device(contextlib.AbstractContextManager):  # noqa: N801
+class device(contextlib.AbstractContextManager):
     """Makes a device the current one."""
 
     def __init__(self, device: object):
@@ -101,11 +101,11 @@ def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if stream is None else stream
 
 
-def Stream(device: object = None, priority: int = 0) -> torch.Stream:  # noqa: N802
+def Stream(device: object = None, priority: int = 0) -> torch.Stream:
     return torch.Stream(device=torch.device("apart", _index(device)), priority=priority)
 
 
-def Event(enable_timing: bool = False) -> torch.Event:  # noqa: N802
+def Event(enable_timing: bool = False) -> torch.Event:
     return torch.Event(device="apart", enable_timing=enable_timing)
 
 

@@ -1,4 +1,4 @@
-"""Offload changes where bytes live, never what is computed: losses and weights against plain Lightning on the same device."""
+"""Offload changes where bytes live, never what is computed: against plain Lightning on the same device."""
 
 import copy
 import itertools
