@@ -13,6 +13,7 @@ from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.host_tensors import is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.wanted import Wanted
 from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.report import Plan, check_fits
@@ -147,6 +148,8 @@ class PlacedMemory:
             optimizer: holds master weights. INOUT.
             compute_of: the model's parameter of a master.
         """
+        if isinstance(optimizer, CPUAdam):
+            return  # keeps to the memory it was given
         role = TensorRole.MOMENTUM
         for parameter, state in optimizer.state.items():
             for key, value in state.items():

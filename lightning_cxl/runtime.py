@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
@@ -26,7 +25,6 @@ from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer
-from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.idle_options import warn_of_idle_options
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
@@ -40,7 +38,7 @@ from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.ahead import RunPlanner
 from lightning_cxl.planner.report import Plan
 from lightning_cxl.policies.api import PlanningPolicy
-from lightning_cxl.residence import Residence
+from lightning_cxl.residence import Residence, count_parameters
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.units import NamedUnits, find_units
 from lightning_cxl.tiers.placement import TensorRole
@@ -225,7 +223,7 @@ class OffloadRuntime:
             self._adoption.release()
             raise
         warn_of_idle_options(self.optimizers, self._masters, self.config)
-        if self.has_separate_masters:
+        if self._masters.has_separate:
             attach_zero_grad(self._model, self._grads)
         return self.optimizers
 
@@ -234,11 +232,6 @@ class OffloadRuntime:
         if self._adoption is not None:
             self._adoption.adopt_joined()
 
-    @property
-    def has_separate_masters(self) -> bool:
-        """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
-        return self._masters is not None and any(not host.is_shared for host in self._masters)
-
     def _adopted(self, hosts: list[HostParameter]) -> None:
         assert self._placed is not None
         for host in hosts:
@@ -246,8 +239,6 @@ class OffloadRuntime:
 
     def rehome_state(self, optimizer: Optimizer) -> None:
         """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
-        if isinstance(optimizer, CPUAdam):
-            return  # keeps to the memory it was given
         assert self._placed is not None
         self._placed.rehome(optimizer, self.masters.compute_of)
 
@@ -331,9 +322,7 @@ class OffloadRuntime:
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
-        parameters = [] if self._model is None else [p for p in self._model.parameters() if not is_lazy(p)]
-        kept = () if self._residence is None else self._residence.unplaced
-        note = f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)" if kept else None
+        residence = self._residence
         return {
             "state": state,
             "device": str(self.device),
@@ -341,10 +330,9 @@ class OffloadRuntime:
             "policy": self._planner.policy_name,
             "planned_roles": self.plan.roles(),
             "reasons": self.plan.reasons(),
-            "num_parameters": sum(p.numel() for p in parameters),
-            "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            **count_parameters(self._model),
             "units": list(self.units),
-            "streamed": {} if self._residence is None else self._residence.stats(),
+            "streamed": {} if residence is None else residence.stats(),
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
-            "notes": [*self.topology.notes, *self.memory.notes(), *filter(None, [note])],
+            "notes": [*self.topology.notes, *self.memory.notes(), *(() if residence is None else residence.notes())],
         }
