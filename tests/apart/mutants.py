@@ -1,7 +1,7 @@
-"""Takes the device's promises away, one at a time, and shows which of its tests notices: ``python -m tests.apart.mutants``.
+"""Takes the device's promises away, one at a time, and shows which of its tests notices.
 
-Each mutant is a change of the sources, built beside the others in the cache; its unit alone is compiled. Names after the
-command choose some.
+``python -m tests.apart.mutants``; names after it choose some. A mutant is a change of the sources, built in a cache that
+starts as a copy of the usual one, so that the changed unit alone is compiled.
 """
 
 import os
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.apart.build import SOURCES
+from tests.apart import build
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ MUTANTS = {
     "the host waits for every task": Mutant(
         "operators/kernels.cpp",
         "current_queue(device).push({Kind::kKernel, name(), bytes(outputs), std::move(run), {}});",
-        "current_queue(device).wait(current_queue(device).push({Kind::kKernel, name(), bytes(outputs), std::move(run), {}}));",
+        "auto& q = current_queue(device); q.wait(q.push({Kind::kKernel, name(), 0, std::move(run), {}}));",
         "test_streams.py",
     ),
     "an error of a kernel is lost": Mutant(
@@ -122,27 +122,18 @@ MUTANTS = {
 }
 
 
-def run(name: str, mutant: Mutant) -> str | None:
+def run(name: str, mutant: Mutant, cache: str) -> str | None:
     """Return the first test that fails with the mutant, None if none does."""
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(folder) / "csrc"
-        shutil.copytree(SOURCES, sources)
+        shutil.copytree(build.SOURCES, sources)
         text = (sources / mutant.file).read_text()
         if mutant.old not in text:
             raise SystemExit(f"mutant {name!r}: {mutant.file} has no text {mutant.old!r}; change the mutant with it")
         (sources / mutant.file).write_text(text.replace(mutant.old, mutant.new))
-        environment = {**os.environ, "APART_SOURCES": str(sources), "PYTHONPATH": str(ROOT)}
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--timeout=60",
-            "-p",
-            "no:cacheprovider",
-            f"tests/apart/{mutant.tests}",
-        ]
+        environment = {**os.environ, "APART_SOURCES": str(sources), "LIGHTNING_CXL_CACHE": cache}
+        options = ["-x", "-q", "--timeout=60", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, f"tests/apart/{mutant.tests}"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         return None
@@ -156,11 +147,14 @@ def main() -> None:
     """Print one line for each, and fail if one lives."""
     names = sys.argv[1:] or list(MUTANTS)
     alive = []
-    for name in names:
-        killer = run(name, MUTANTS[name])
-        print(f"{'killed' if killer else 'LIVES':7} {name}: {killer or 'no test fails'}", flush=True)
-        if not killer:
-            alive.append(name)
+    built = build.library().parent
+    with tempfile.TemporaryDirectory() as cache:
+        shutil.copytree(built, Path(cache) / built.name)
+        for name in names:
+            killer = run(name, MUTANTS[name], cache)
+            print(f"{'killed' if killer else 'LIVES':7} {name}: {killer or 'no test fails'}", flush=True)
+            if not killer:
+                alive.append(name)
     print(f"{len(names) - len(alive)} of {len(names)} are killed")
     if alive:
         raise SystemExit(1)
