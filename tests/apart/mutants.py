@@ -1,7 +1,7 @@
 """Takes the device's promises away, one at a time, and shows which of its tests notices.
 
-``python -m tests.apart.mutants``; names after it choose some. A mutant is a change of the sources, built in a cache that
-starts as a copy of the usual one, so that the changed unit alone is compiled.
+``python -m tests.apart.mutants``; names after it choose some. A mutant is a change of the sources, built in a cache
+that starts as a copy of the usual one, so that the changed unit alone is compiled.
 """
 
 import os
@@ -42,6 +42,9 @@ MUTANTS = {
     ),
     "a stream does not wait for an event": Mutant(
         "runtime/events.cpp", "{ record->wait(); });", "{});", "test_streams.py"
+    ),
+    "devices do not wait for each other": Mutant(
+        "operators/copies.cpp", "if (s != d) wait_on(other, record_on(queue));", "", "test_streams.py"
     ),
     "the host waits for every task": Mutant(
         "operators/kernels.cpp",
