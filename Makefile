@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test test-numa races sanitize lint format clean
+.PHONY: demo test compat test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
@@ -12,10 +12,9 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
-# whole training runs on a device that the CPU plays, whose copies are late or out of order and whose memory is poisoned
-races: $(VENV)/installed
-	$(BIN)/python -m pytest tests/integration --engine delaying
-	$(BIN)/python -m pytest tests/integration --engine reordering
+# what depends on torch most, with the oldest and the newest torch that are declared; each in an environment of its own
+compat:
+	$(PYTHON) tests/compat.py
 
 # placement on real memory-only nodes, in a small virtual machine; see tests/numa_vm/README.md
 test-numa: $(VENV)/installed

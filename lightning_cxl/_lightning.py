@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.callbacks import RichProgressBar
+    from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import Precision
@@ -34,10 +33,9 @@ else:
     _fabric = "lightning.fabric" if PACKAGE == "lightning" else "lightning_fabric"
     for _module, _names in {
         f"{_fabric}.plugins": ("CheckpointIO", "ClusterEnvironment", "TorchCheckpointIO"),
-        f"{_fabric}.plugins.environments.lightning": ("LightningEnvironment",),
         _pytorch: ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
         f"{_pytorch}.accelerators": ("Accelerator",),
-        f"{_pytorch}.callbacks": ("RichProgressBar",),
+        f"{_pytorch}.callbacks": ("BaseFinetuning", "RichProgressBar"),
         f"{_pytorch}.cli": ("LightningCLI",),
         f"{_pytorch}.core.optimizer": ("LightningOptimizer",),
         f"{_pytorch}.plugins": ("Precision",),
@@ -79,12 +77,12 @@ def _is_known(method: object) -> bool:
 __all__ = [
     "PACKAGE",
     "Accelerator",
+    "BaseFinetuning",
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
     "LightningCLI",
     "LightningDataModule",
-    "LightningEnvironment",
     "LightningModule",
     "LightningOptimizer",
     "OptimizerLRScheduler",

@@ -72,7 +72,7 @@ class OffloadConfig:
     on_tier_full: OnTierFull = "spill"
     """When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse."""
     pin_memory: bool | Literal["auto"] = "auto"
-    """Page-lock host memory that a device copies to or from; ``"auto"`` does so when the device is a CUDA device."""
+    """Page-lock host memory that a device copies to or from; ``"auto"``: where the device has memory of its own."""
 
     def __post_init__(self) -> None:
         """Refuse values that no machine could honour."""

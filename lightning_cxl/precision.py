@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_cxl._lightning import (
-    LightningModule,
+    BaseFinetuning,
     LightningOptimizer,
     Precision,
     Trainer,
     overridden,
     own_methods,
 )
-from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.optim.clip import HostClip
 from lightning_cxl.optim.host_unscale import HostUnscale
 from lightning_cxl.runtime import OffloadRuntime
+from lightning_cxl.torch_private import UNSCALE, step_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class GradientUse:
 
     def defers(self, optimizer: Optimizer) -> bool:
         """Whether unscaling and clipping may be left to the step of `optimizer`."""
-        return not (self.looks or optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        before, _ = step_hooks(optimizer)
+        return not (self.looks or before)
 
 
 def watch_for_edits(trainer: Trainer) -> GradientUse:
@@ -52,6 +53,13 @@ def may_write_between_steps(trainer: Trainer) -> bool:
     """Return whether user code may write to weights, perhaps through ``.data``, between a step and the next forward."""
     hooks = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "optimizer_step")
     return not trainer.lightning_module.automatic_optimization or bool(overridden(trainer, *hooks))
+
+
+def reads_gradients(trainer: Trainer, use: GradientUse) -> bool:
+    """Return whether anyone may read gradients between micro-batches, or before the closure of a step is over."""
+    plugin = trainer.precision_plugin
+    early = overridden(trainer, "on_train_batch_start", "on_before_backward") or own_methods(plugin, "optimizer_step")
+    return bool(use.edits or use.looks or early or getattr(plugin, "scaler", None) is not None)
 
 
 def accumulates(trainer: Trainer) -> bool:
@@ -76,8 +84,20 @@ def why_not_in_backward(trainer: Trainer, use: GradientUse, on_overflow: str) ->
     return None
 
 
-def warn_about_gradients(module: LightningModule) -> None:
-    """Warn where the module looks for gradients that are on master weights."""
+def check_masters_are_found(trainer: Trainer) -> None:
+    """Refuse callbacks that would not find master weights, and warn where the module looks for their gradients.
+
+    Raises:
+        UnsupportedError: a finetuning callback of Lightning's.
+    """
+    for callback in getattr(trainer, "callbacks", []):
+        if isinstance(callback, BaseFinetuning):
+            raise UnsupportedError(
+                f"{type(callback).__name__} looks for the optimizer's parameters in the model, and some are master "
+                "weights on the host. Freeze and unfreeze in a callback of your own, with "
+                "`optimizer.add_param_group({'params': [...]})` and the model's parameters, which works."
+            )
+    module = trainer.lightning_module
     own = own_methods(module, "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
     if own:
         warnings.warn(
@@ -101,8 +121,9 @@ def attach_scaling(plugin: Precision, runtime: OffloadRuntime, active: ExitStack
     scaler: Any = getattr(plugin, "scaler", None)
     unscale = None
     if scaler is not None:
-        unscale = scaler._unscale_grads_ = HostUnscale(scaler, unwrap, use.defers, runtime.guard)
-        active.callback(scaler.__dict__.pop, "_unscale_grads_", None)
+        unscale = HostUnscale(scaler, unwrap, use.defers, runtime.guard)
+        setattr(scaler, UNSCALE, unscale)
+        active.callback(vars(scaler).pop, UNSCALE, None)
     before = vars(plugin).copy()
     clip = HostClip(plugin.clip_grad_by_norm, unwrap, use.defers, runtime.guard, unscale)
     plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]

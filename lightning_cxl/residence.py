@@ -93,15 +93,17 @@ class Residence:
 
     def _move_rest(self, model: nn.Module, device: torch.device) -> None:
         """Move what does not stream, through the model's own `to`: modules may do more there than move tensors."""
-        before = [(module, module._parameters) for module in model.modules()]
-        for module, parameters in before:
-            module._parameters = {n: p for n, p in parameters.items() if p is None or id(p) not in self.streamed_ids}
+        own = [module.__dict__ for module in model.modules()]  # what is set on a compiled module, the one inside gets
+        before = [(attributes, attributes["_parameters"]) for attributes in own]
+        for attributes, parameters in before:
+            rest = {n: p for n, p in parameters.items() if p is None or id(p) not in self.streamed_ids}
+            attributes["_parameters"] = rest
         try:
             model.to(device)
         finally:
-            for module, parameters in before:
-                moved = module._parameters
-                module._parameters = {name: moved.get(name, parameter) for name, parameter in parameters.items()}
+            for attributes, parameters in before:
+                moved = attributes["_parameters"]
+                attributes["_parameters"] = {name: moved.get(name, each) for name, each in parameters.items()}
 
 
 def wanted_weights(model: nn.Module, pieces: Sequence[Pieces], *, computes_on_host: bool) -> list[Wanted]:

@@ -16,17 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cxl import checkpoint as ckpt
-from lightning_cxl._lightning import (
-    Accelerator,
-    CheckpointIO,
-    LightningEnvironment,
-    ParallelStrategy,
-    Precision,
-    Trainer,
-)
+from lightning_cxl._lightning import Accelerator, CheckpointIO, Precision, Trainer
 from lightning_cxl.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.config import OffloadConfig, with_option_fields
-from lightning_cxl.errors import CheckpointError, UnsupportedError
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.one_process import OneProcessStrategy
 from lightning_cxl.optim.adopt import repoint_scheduler
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
@@ -35,9 +29,10 @@ from lightning_cxl.policies.registry import check_policy
 from lightning_cxl.precision import (
     accumulates,
     attach_scaling,
+    check_masters_are_found,
     may_write_between_steps,
+    reads_gradients,
     unwrap,
-    warn_about_gradients,
     watch_for_edits,
     why_not_in_backward,
 )
@@ -46,7 +41,7 @@ from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.weights.empty import refuse_unready
 
 
-class CXLOffloadStrategy(ParallelStrategy):
+class CXLOffloadStrategy(OneProcessStrategy):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
@@ -75,13 +70,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            cluster_environment=LightningEnvironment(),
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        self.num_nodes = 1  # the Trainer's, filled in by it
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         given = options.get("policy", "auto")
         self._policy = None if isinstance(given, str) else options.pop("policy")
         self.config, self.config_origins = OffloadConfig.resolve(**options)
@@ -91,59 +80,6 @@ class CXLOffloadStrategy(ParallelStrategy):
         self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
         self._last_report: dict[str, Any] | None = None
         self._last_num_received = 0
-
-    # -- one process, one device -------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device the model computes on."""
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[0]
-
-    @property
-    def is_distributed(self) -> bool:
-        """Never: one process drives one device."""
-        return False
-
-    def setup_environment(self) -> None:
-        """Refuse what this version cannot drive, then prepare the device."""
-        devices = self.parallel_devices or []
-        if self.num_nodes > 1:
-            raise UnsupportedError(
-                f"`{type(self).__name__}` runs on one machine in this version, and the Trainer asks for "
-                f"num_nodes={self.num_nodes}. Use `num_nodes=1`, or FSDP for several machines meanwhile."
-            )
-        if len(devices) > 1:
-            raise UnsupportedError(
-                f"`{type(self).__name__}` drives one device in this version, and the Trainer gives it {len(devices)}: "
-                f"{', '.join(map(str, devices))}. Use `devices=1`; for several devices, FSDP with CPU offload "
-                "(`FSDPStrategy(cpu_offload=True)`) is what to use meanwhile."
-            )
-        if self.root_device.type not in ("cpu", "cuda"):
-            raise UnsupportedError(
-                f"`{type(self).__name__}` computes on cpu or cuda, not on {self.root_device}. "
-                'Use `accelerator="cpu"` or `accelerator="cuda"`.'
-            )
-        super().setup_environment()
-
-    def barrier(self, name: str | None = None) -> None:
-        """Nothing to wait for: there is one process."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return `obj`: there is one process."""
-        return obj
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return `tensor`: there is one process."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return `decision`: there is one process."""
-        return decision
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Return `tensor`: there is one process."""
-        return tensor
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -189,6 +125,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         use = watch_for_edits(trainer)
         self.runtime.accumulates = accumulates(trainer)
         self.runtime.needs_whole_step = why_not_in_backward(trainer, use, self.config.on_overflow)
+        self.runtime.gradients_are_read = reads_gradients(trainer, use)
         self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
         self.setup_optimizers(trainer)
         self.runtime.plan_ahead(self.model, self.optimizers)
@@ -211,12 +148,12 @@ class CXLOffloadStrategy(ParallelStrategy):
         adopted = self.runtime.setup_optimizers(before)
         self._masters = self.runtime.masters
         for old, new in zip(before, adopted, strict=True):
-            for config in self.lr_scheduler_configs:
-                if old is not new:
-                    repoint_scheduler(config.scheduler, old, new)
+            for config in self.lr_scheduler_configs if old is not new else ():
+                repoint_scheduler(config.scheduler, old, new)
+                self._active.callback(repoint_scheduler, config.scheduler, new, old)
         self.optimizers = adopted
         if self.runtime.has_separate_masters:
-            warn_about_gradients(trainer.lightning_module)
+            check_masters_are_found(trainer)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -229,8 +166,9 @@ class CXLOffloadStrategy(ParallelStrategy):
         self.runtime.finish_backward()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let the activation arenas forget the step before."""
+        """Let the activation arenas forget the step before; adopt what hooks have put into the optimizers since."""
         self.runtime.end_step()
+        self.runtime.adopt_joined()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -251,6 +189,7 @@ class CXLOffloadStrategy(ParallelStrategy):
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
         if self._runtime is not None:
             self._runtime.wait_for_updates()
+            self._runtime.adopt_joined()
         if self._masters is not None and checkpoint.get("optimizer_states"):
             self._masters.absorb_changes()
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
@@ -264,6 +203,8 @@ class CXLOffloadStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state into the host memory it has, by parameter name, then the master weights."""
         assert self._masters is not None
+        if self._runtime is not None:
+            self._runtime.adopt_joined()
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(

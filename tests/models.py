@@ -92,8 +92,16 @@ class Task(LightningModule):
         super().__init__()
         self.model = model
         self.optimizer, self.scheduler, self.kwargs = optimizer, scheduler, kwargs
-        self.losses: list[float] = []
+        self._losses: list[torch.Tensor] = []  # on the device: to look at one would wait for it
         self.lrs: list[float] = []
+
+    @property
+    def losses(self) -> list[float]:
+        """Every loss that was recorded."""
+        return [loss.item() for loss in self._losses]
+
+    def record(self, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach())
 
     def loss(self, batch):
         x, y = batch
@@ -101,7 +109,7 @@ class Task(LightningModule):
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        self.losses.append(loss.item())
+        self.record(loss)
         return loss
 
     def validation_step(self, batch, batch_idx):

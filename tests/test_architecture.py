@@ -1,10 +1,16 @@
 """The layers of `lightning_cxl/README.md`: a module imports from its own layer or below, hardware from three seams."""
 
 import ast
+import functools
+import importlib
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+
+from lightning_cxl import torch_private
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_cxl"
@@ -13,13 +19,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
     "config": 0, "errors": 0, "units": 0, "cache": 0,
     "tiers": 1,
-    "memory": 2,
+    "devices": 2, "memory": 2, "torch_private": 2,
     "transfer": 3, "storage": 3,
     "streaming": 4, "optim": 4,
     "placements": 5, "placed_memory": 5, "residence": 5, "updates": 5, "runtime": 5, "checkpoint": 5, "planner": 5,
     "weights": 5, "policies": 5,
-    "_lightning": 6, "checkpoint_io": 6, "precision": 6, "strategy": 6, "callbacks": 6, "cli": 6, "finetune": 6,
-    "bench": 6, "calibrate": 6, "hf": 6, "plan": 6,
+    "_lightning": 6, "checkpoint_io": 6, "precision": 6, "one_process": 6, "strategy": 6, "callbacks": 6, "cli": 6,
+    "finetune": 6, "bench": 6, "calibrate": 6, "hf": 6, "plan": 6,
     "__init__": 6, "__main__": 6,
 }  # fmt: skip
 COMPILED = {
@@ -78,11 +84,9 @@ def is_standard_library(name: str) -> bool:
 def test_hardware_and_lightning_only_at_their_seams(path):
     relative = str(path.relative_to(PACKAGE))
     text = path.read_text()
-    if relative not in ("transfer/engine.py", "memory/pinned.py", "planner/environment.py"):
+    if relative not in ("devices/cuda.py", "planner/environment.py"):
         code = "\n".join(line.split("#")[0] for line in text.splitlines())
-        assert "torch.cuda" not in strip_docstrings(code), (
-            "torch.cuda belongs in transfer/engine.py and memory/pinned.py"
-        )
+        assert "torch.cuda" not in strip_docstrings(code), "torch.cuda belongs in devices/cuda.py"
     if relative != "_lightning.py":
         for name in imported_names(path):
             assert name.split(".")[0] not in ("lightning", "pytorch_lightning", "lightning_fabric"), (
@@ -111,3 +115,77 @@ def test_files_stay_small(path):
 
 def test_every_module_has_a_layer():
     assert {part_of(path) for path in MODULES} == set(LAYERS)
+
+
+# kept by torch, and used by everybody; see lightning_cxl/torch_private.py
+KEPT_PRIVATE = {"_version", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+
+
+@functools.cache
+def private_names_of_torch() -> frozenset[str]:
+    """Return what torch's own objects have under names with one leading underscore."""
+    parameter, modules = torch.nn.Parameter(torch.ones(1)), ("optim.optimizer", "utils._pytree", "_C")
+    objects = (
+        *(torch, *(importlib.import_module(f"torch.{name}") for name in modules)),
+        *(parameter, parameter.untyped_storage(), torch.nn.Linear(1, 1), torch.ops.aten.empty.memory_format),
+        *(torch.optim.SGD([parameter]), torch.amp.GradScaler("cpu"), torch.autograd.Variable),
+    )
+    names = {name for each in objects for name in dir(each)} | {"_opt_called", "_wrapped_by_lr_sched", "_orig_mod"}
+    return frozenset(name for name in names if is_private(name)) - KEPT_PRIVATE
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.strip("_") != ""
+
+
+def uses_of_private_torch(code: str, known: frozenset[str]) -> list[str]:
+    """Return what a module takes from torch under private names: by import, attribute, or name in a string."""
+    tree = ast.parse(code)
+    own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_set_on_self(node)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("torch")]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            path = ast.unparse(node)
+            if path.startswith("torch.") or (node.attr in known and node.attr not in own):
+                found.append(path)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known - own:
+            found.append(node.value)
+    return [path for path in found if any(map(is_private, path.split(".")))]
+
+
+def is_set_on_self(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.name != "torch_private.py"], ids=lambda p: p.name)
+def test_private_names_of_torch_are_in_one_module(path):
+    assert not uses_of_private_torch(path.read_text(), private_names_of_torch()), "gather them in torch_private.py"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch.utils._pytree import tree_map",
+        "from torch.optim.optimizer import _global_optimizer_pre_hooks",
+        "import torch._dynamo",
+        "torch._foreach_add_(a, b)",
+        "storage._cdata",
+        "getattr(parameter, '_post_accumulate_grad_hooks')",
+        "optimizer._opt_called = True",
+    ],
+)
+def test_a_private_name_of_torch_is_found(code):
+    assert uses_of_private_torch(code, private_names_of_torch())
+
+
+def test_versions_of_torch_are_declared_as_tested():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        requirements = tomllib.load(file)["project"]["dependencies"]
+    (oldest, newest) = torch_private.OLDEST, torch_private.NEWEST
+    assert f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}" in requirements

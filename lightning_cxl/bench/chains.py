@@ -9,6 +9,7 @@ import torch
 
 from lightning_cxl.bench import peers
 from lightning_cxl.bench.tensors import Problem, zeroed
+from lightning_cxl.torch_private import foreach_copy_, foreach_mul_, foreach_norm, foreach_unscale_
 
 Run = Callable[[], object]
 
@@ -32,9 +33,9 @@ class MasterChain:
         compute = [parameter.detach() for parameter in self.problem.parameters]
 
         def run() -> None:
-            torch._foreach_copy_(self.wide_gradients, self.problem.gradients)
+            foreach_copy_(self.wide_gradients, self.problem.gradients)
             step()
-            torch._foreach_copy_(compute, self.masters)
+            foreach_copy_(compute, self.masters)
 
         return run
 
@@ -46,9 +47,9 @@ def torch_check(gradients: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]
 
     def run() -> torch.Tensor:
         found.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse_scale)
+        foreach_unscale_(tensors, found, inverse_scale)
         assert not found.item()
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors)))
         return norm
 
     return run
@@ -59,7 +60,7 @@ def torch_prepare(gradients: Sequence[torch.Tensor], max_norm: float) -> Run:
     check, tensors = torch_check(gradients), list(gradients)
 
     def run() -> None:
-        torch._foreach_mul_(tensors, (max_norm / (check() + 1e-6)).clamp(max=1.0))
+        foreach_mul_(tensors, (max_norm / (check() + 1e-6)).clamp(max=1.0))
 
     return run
 

@@ -14,12 +14,13 @@ from lightning_cxl.bench.results import Results, machine, print_columns
 from lightning_cxl.bench.timing import cpu_seconds, others_fraction
 from lightning_cxl.calibrate.measure import NamedEngine, Row, measure_machine
 from lightning_cxl.calibrate.options import QUICK, Options
+from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError, LightningCXLError, MissingTierWarning
 from lightning_cxl.planner.calibration import save_calibration
 from lightning_cxl.planner.machine_file import save_machine
 from lightning_cxl.planner.speeds import machine_of
 from lightning_cxl.tiers.topology import Topology
-from lightning_cxl.transfer.engine import cuda_devices, make_engine
+from lightning_cxl.transfer.engine import make_engine
 
 _DESCRIPTION = """\
 Measures how fast this machine's memory is (every node read, written, updated as Adam does it, and followed load by
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         topology = Topology.detect()
     threads = torch.get_num_threads()
     torch.set_num_threads(_cpu.available_threads())
-    devices = cuda_devices()
+    devices = devices_apart()
     try:
         calibration, rows = measure_machine(
             topology,
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.json:
         _results(rows).write(args.json)
     if args.output:
-        found = machine_of(topology, "cuda" if devices else "cpu")
+        found = machine_of(topology, devices[0].device.type if devices else "cpu")
         if found is None:
             raise LightningCXLError(
                 f"{args.output} was not written: not every node could be measured, see above. Free memory on the "

@@ -27,20 +27,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_cxl.memory.lineage import Lineage
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.tiers.annotate import TierSpec, constructing_spec
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.placer import Placer
+from lightning_cxl.torch_private import (
+    PIN_MEMORY,
+    TO_COPY,
+    TorchDispatchMode,
+    dispatch_modes,
+    is_zero_tensor,
+    schema_of,
+)
 
 _OPTIONS = {"dtype", "layout", "device", "pin_memory"}
 _EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _ONES = {"ones", "ones_like", "new_ones"}
 _FULL = {"full", "full_like", "new_full"}
-_COPIES = {"clone", "_to_copy", "_pin_memory"}
+_COPIES = {"clone", *(schema_of(operator).name.partition("::")[2] for operator in (TO_COPY, PIN_MEMORY))}
 _OPTIMIZER_STATE = (TensorRole.MOMENTUM, TensorRole.VARIANCE)
 _PAUSED = contextvars.ContextVar("lightning_cxl_hook_paused", default=False)
 
@@ -57,9 +64,7 @@ def ordinary_memory() -> Iterator[None]:
 
 def is_placing() -> bool:
     """Whether a hook decides in this thread where host tensors go."""
-    return not _PAUSED.get() and any(
-        isinstance(mode, HostAllocationMode) for mode in _get_current_dispatch_mode_stack()
-    )
+    return not _PAUSED.get() and any(isinstance(mode, HostAllocationMode) for mode in dispatch_modes())
 
 
 class _Kind(enum.Enum):
@@ -142,7 +147,7 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
     def _copy(self, func: Any, source: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Answer ``clone``, ``.to`` or ``pin_memory``; the copy is complete on return, whatever ``non_blocking`` is."""
-        if func is torch.ops.aten._to_copy.default:
+        if func is TO_COPY:
             if not _makes_host_tensor(source, kwargs):
                 result: Tensor = func(*args, **kwargs)
                 return result
@@ -153,7 +158,7 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         else:
             memory_format = kwargs.get("memory_format") or torch.preserve_format
             like = torch.empty_like(source, device="meta", memory_format=memory_format)
-        pinned = func is torch.ops.aten._pin_memory.default
+        pinned = func is PIN_MEMORY
         new = self._new(like, source, {"pin_memory": pinned or kwargs.get("pin_memory")}, is_copy=not pinned)
         return new.copy_(source)
 
@@ -193,7 +198,7 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 @functools.cache
 def _kind(func: Any) -> _Kind:
     """Return what the hook does about an operator."""
-    schema = func._schema
+    schema = schema_of(func)
     name = schema.name.partition("::")[2]
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
         return _Kind.OTHER
@@ -212,7 +217,7 @@ def _kind(func: Any) -> _Kind:
 
 
 def _fill(func: Any, args: tuple[Any, ...], new: Tensor) -> Tensor:
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition("::")[2]
     if name in _ZEROS:
         return new.zero_()
     if name in _ONES:
@@ -238,7 +243,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
-        and not tensor._is_zerotensor()
+        and not is_zero_tensor(tensor)
     )
 
 

@@ -1,16 +1,13 @@
-"""Page-lock memory and register it with the CUDA driver, so that copies can run beside compute.
+"""Page-lock memory and register it with the device's driver, so that copies can run beside compute.
 
 Pin after placing: see [Note: Placing Pages Safely]. A long-term pin moves pages out of a zone of movable memory, which
 CXL memory often is, silently to another node; so the kernel is asked again afterwards.
 """
 
-import contextlib
 import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
-
-import torch
 
 from lightning_cxl._numa import page_nodes
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
@@ -21,33 +18,6 @@ from lightning_cxl.units import format_bytes
 # One copy must not cross the border of two registrations, so a chunk is larger than any sane tensor; the driver fails
 # above 128 GiB, where the size of its page tables no longer fits an int (open-gpu-kernel-modules, PR 1234).
 _CHUNK_BYTES = 16 * 2**30
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
-
-
-def cuda_register(address: int, nbytes: int) -> None:
-    """Page-lock ``[address, address + nbytes)`` for all CUDA devices.
-
-    Raises:
-        PinnedMemoryError: the driver refuses, or there is none.
-    """
-    try:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA, or no driver
-        raise PinnedMemoryError(f"CUDA cannot be used: {error}") from error
-    if code == 0:
-        return
-    # the failure also stays behind as the runtime's "last error": let a launch that does not matter report it
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-    raise PinnedMemoryError(f"cudaHostRegister of {format_bytes(nbytes)} failed with CUDA error {code}")
-
-
-def cuda_unregister(address: int) -> None:
-    """Undo `cuda_register`. Never raises: it runs while buffers die, when the driver may be gone already."""
-    try:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-    except Exception:
-        return
 
 
 class PinnedResource:
@@ -57,9 +27,9 @@ class PinnedResource:
 
     Args:
         upstream: gives the memory; populated already.
-        required: raise `PinnedMemoryError` on a failure instead.
-        register: page-locks (address, nbytes), raising `PinnedMemoryError`.
+        register: page-locks (address, nbytes), raising `PinnedMemoryError`; of a `DeviceType`.
         unregister: undoes it, given the address.
+        required: raise `PinnedMemoryError` on a failure instead.
         where: asks where pages are, after pinning; None on a machine where they can only be in one place.
         chunk_bytes: most bytes of one registration.
     """
@@ -67,14 +37,15 @@ class PinnedResource:
     def __init__(
         self,
         upstream: MemoryResource,
+        register: Callable[[int, int], None],
+        unregister: Callable[[int], None],
         *,
         required: bool = False,
-        register: Callable[[int, int], None] = cuda_register,
-        unregister: Callable[[int], None] = cuda_unregister,
         where: PageNodes | None = page_nodes,
         chunk_bytes: int = _CHUNK_BYTES,
     ) -> None:
-        self.pageable = False
+        self.failure = ""
+        """Why memory stays pageable from now on; empty as long as it is page-locked."""
         self._upstream = upstream
         self._required = required
         self._register = register
@@ -91,16 +62,15 @@ class PinnedResource:
             TierFullError: `upstream` is exhausted.
             PinnedMemoryError: pinning failed and is required; nothing stays allocated.
         """
-        if not self.pageable and nbytes:
+        if not self.failure and nbytes:
             try:
                 return self._allocate_pinned(nbytes, alignment)
             except PinnedMemoryError as error:
                 if self._required:
                     raise
-                reason = str(error)
-            self.pageable = True
+                self.failure = str(error)
             warnings.warn(
-                f"{reason} Memory stays pageable: copies to and from it wait.", LightningCXLWarning, stacklevel=2
+                f"{self.failure} Memory stays pageable: copies to and from it wait.", LightningCXLWarning, stacklevel=2
             )
         return self._upstream.allocate(nbytes, alignment=alignment)
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from lightning_cxl._numa import page_nodes
+from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.memory.adaptors import BudgetResource
 from lightning_cxl.memory.arena import STEP_BYTES, ArenaResource
 from lightning_cxl.memory.numa import HUGE_PAGE_BYTES
@@ -15,7 +16,7 @@ from lightning_cxl.memory.tier_pages import TierPages
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.topology import Topology
 
-Pinner = Callable[[MemoryResource], MemoryResource]
+Pinner = Callable[[MemoryResource], PinnedResource]
 """Puts page-locking on a resource."""
 
 _KINDS = {
@@ -59,6 +60,7 @@ class SplitStacks:
         self._pinner = pinner
         self._stripe_bytes = stripe_bytes
         self._stacks: dict[str, PoolResource | ArenaResource] = {}
+        self._pinned: PinnedResource | None = None
         self._lock = threading.Lock()
 
     def stack(self, role: TensorRole, pinned: bool) -> PoolResource | ArenaResource:
@@ -83,6 +85,11 @@ class SplitStacks:
         assert isinstance(source, StripedResource)
         with source.lending(full):
             return self.stack(role, pinned).allocate(nbytes, alignment=alignment)
+
+    @property
+    def pin_failure(self) -> str:
+        """Why memory that should be pinned is pageable; empty if none is."""
+        return "" if self._pinned is None else self._pinned.failure
 
     def trim(self) -> None:
         """Give everything unused back to the OS."""
@@ -110,7 +117,10 @@ class SplitStacks:
             # it grows by whole stripes: a stripe cut in two would be two entries of the kernel's table
             step = -(-STEP_BYTES // self._stripe_bytes) * self._stripe_bytes
             return ArenaResource(source, max(1, self._limit_bytes), step_bytes=step)
-        return PoolResource(self._pinner(source) if kind == "pinned" else source)
+        if kind == "pinned":
+            self._pinned = self._pinner(source)
+            return PoolResource(self._pinned)
+        return PoolResource(source)
 
 
 def _kind(role: TensorRole, pinned: bool) -> str:
@@ -133,4 +143,10 @@ def _source(
 def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
     """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
     several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
-    return lambda upstream: PinnedResource(upstream, required=required, where=page_nodes if several else None)
+
+    def pin(upstream: MemoryResource) -> PinnedResource:
+        driver = process_device_type()
+        where = page_nodes if several else None
+        return PinnedResource(upstream, driver.register, driver.unregister, required=required, where=where)
+
+    return pin

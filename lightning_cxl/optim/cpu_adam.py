@@ -18,20 +18,11 @@ from lightning_cxl.optim.layout import check_parameter
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.slots import Slots
 from lightning_cxl.optim.state import checked_entries, match_groups, merged_groups, parameter_name
+from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
 
 
 def _nothing_runs() -> None:
     """Return at once."""
-
-
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 class CPUAdam(GradScale, torch.optim.Optimizer):
@@ -66,6 +57,9 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         ConfigError: a hyper-parameter out of range, a parameter that is not float32 or bfloat16 on the host.
         UnsupportedError: amsgrad, maximize, capturable or differentiable asked for in a group.
     """
+
+    adds_nothing = True
+    """Whether this class behaves as `CPUAdam` does. Each class says so itself: a user's subclass may do anything."""
 
     def __init__(
         self,
@@ -112,7 +106,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             "fused": None,
             "decoupled_weight_decay": decoupled,
         }
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `optim/adopted.py`
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer, **options: Any) -> "CPUAdam":
@@ -129,7 +123,8 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         Raises:
             UnsupportedError: another class, or an option CPUAdam does not have.
         """
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, CPUAdam):
+        own = isinstance(optimizer, CPUAdam) and vars(type(optimizer)).get("adds_nothing")
+        if not (own or type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)):
             raise UnsupportedError(
                 f"CPUAdam can replace torch.optim.Adam and AdamW, not {type(optimizer).__qualname__}: "
                 + (
@@ -144,8 +139,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         new = cls(optimizer.param_groups, **given, decoupled=decoupled, **options)
         new.param_groups = optimizer.param_groups
         new.defaults = optimizer.defaults
-        for hooks in _HOOKS:
-            setattr(new, hooks, getattr(optimizer, hooks))
+        share_hooks(optimizer, new)
         new._load_moments([(group, list(group["params"])) for group in new.param_groups], optimizer.state)
         return new
 
@@ -196,6 +190,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             raise
         self.slots.by_parameter.update(slots)
 
+    @keeps_mark
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
@@ -210,8 +205,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
                 gaps that its state cannot follow; or a hyper-parameter is out of range.
             CheckpointError: someone replaced a parameter's state by one that does not fit it.
         """
-        # what a learning-rate scheduler made for another optimizer looks at
-        self._opt_called = True
+        mark_as_called(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -219,8 +213,6 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         with torch.no_grad():
             self._update()
         return loss
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `step` itself keeps the scheduler's mark
 
     def _update(self) -> None:
         step = AdamStep(self)
@@ -243,7 +235,8 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         """
         self.wait()
         state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+        before, after = loading_hooks(self)
+        for pre_hook in before:
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
@@ -258,7 +251,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         )
         for group, new in zip(self.param_groups, groups, strict=True):
             group.update(new)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in after:
             post_hook(self)
 
     def _load_moments(
@@ -294,7 +287,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         """Restore a copy, perhaps on another machine."""
         self.wait = _nothing_runs
         self.plain_state = state.pop("state")
-        super().__setstate__(state)
+        torch.optim.Optimizer.__setstate__(self, state)
         self.homes = ThreadHomes.detect()
         if self.isa not in _cpu.supported_isas():
             self.isa = _cpu.best_isa()

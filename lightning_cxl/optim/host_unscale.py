@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.meter import gradients
 from lightning_cxl.optim.overflow import OverflowGuard
+from lightning_cxl.torch_private import unscale
 
 
 class HostUnscale:
@@ -49,7 +50,6 @@ class HostUnscale:
             self._guard.refuse(target, bad, expected=True)
         self.factor = 1.0
         if not (isinstance(target, CPUAdam) and self._defers(target)):
-            unscale = type(self._scaler)._unscale_grads_
             result = unscale(self._scaler, optimizer, host_scale, found, allow_fp16)
             torch.autograd.graph.increment_version(gradients(parameters))  # torch's kernel leaves versions as they are
             return result

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cxl.bench.plot import check_matplotlib
+from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.plan.study import Settings, Study
 from lightning_cxl.plan.text import Findings, as_data, as_text
@@ -16,7 +17,6 @@ from lightning_cxl.planner.machine_file import load_machine
 from lightning_cxl.planner.speeds import machine_of, machine_without_speeds
 from lightning_cxl.policies.registry import POLICIES
 from lightning_cxl.tiers.topology import Topology
-from lightning_cxl.transfer.engine import cuda_devices
 
 DOES_NOT_FIT = 2
 """Exit status."""
@@ -96,7 +96,8 @@ def look(study: Study, settings: Settings, machine: Machine, policy: str | None 
 def _this_machine() -> Machine:
     """Return this machine with what is free on it now; tiers that share memory or a limit hold that much together."""
     topology = Topology.detect()
-    device = "cuda" if cuda_devices() else "cpu"
+    found = devices_apart()
+    device = found[0].device.type if found else "cpu"
     free = {tier.name: sum(topology.node_free_bytes(node) for node in tier.node_ids) for tier in topology.tiers}
     machine = machine_of(topology, device, capacity_bytes=free)
     machine = machine or machine_without_speeds(topology, device).with_capacity(free)

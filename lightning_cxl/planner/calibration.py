@@ -42,7 +42,7 @@ class DeviceSpeeds:
     """One device, alone; the CPU has no copies."""
 
     kind: str
-    """``"cpu"`` or ``"cuda"``."""
+    """``"cpu"``, ``"cuda"`` or another type of ``torch.device``."""
     name: str
     flops: float
     """Of bf16 matrix products, the fastest size."""

@@ -25,13 +25,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.units import NamedUnits
-from lightning_cxl.transfer.engine import FinishedTransfer, Transfer
+from lightning_cxl.torch_private import TorchDispatchMode, run_backward, storage_key, tree_leaves, without_dispatch
+from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer
 
 _META = torch.device("meta")
 _on_accumulated: Any = torch.Tensor.register_post_accumulate_grad_hook
@@ -95,14 +94,8 @@ def dry_run(
         loss = compute_loss()
         function.forget_copies()
         forward_flops, meter.flops = meter.flops, 0.0
-        _run_backward(loss)
+        run_backward(loss)
     return DryRun(stored, meter.peak_bytes, forward_flops, meter.flops)
-
-
-def _run_backward(loss: torch.Tensor) -> None:
-    """Do what `loss.backward` does, which would set our function mode aside meanwhile, also for recomputes."""
-    run = torch.autograd.Variable._execution_engine.run_backward
-    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _NoBytes:
@@ -110,7 +103,7 @@ class _NoBytes:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor on the meta device; nobody counts it for the device."""
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             return torch.empty(tuple(shape), dtype=dtype, device=_META)
 
 
@@ -122,11 +115,18 @@ class _NoCopies:
     def __init__(self, computes_on_host: bool) -> None:
         self.computes_on_host = computes_on_host
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Do nothing."""
         return FinishedTransfer()
 
     h2d = d2h
+
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+        """Do nothing."""
+        return FinishedTransfer()
+
+    def use_in_this_thread(self) -> None:
+        """Do nothing: there is no device."""
 
     def mark(self) -> Transfer:
         """Return what is done."""
@@ -176,7 +176,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = storage_key(storage), storage.nbytes()
         self._seen.add(key)
         self._live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
@@ -188,8 +188,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return storage_key(tensor.untyped_storage())
 
 
 class _Functions(TorchFunctionMode):

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from lightning_cxl import _cpu
+from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import MissingTierWarning
 from lightning_cxl.planner.calibration import load_calibration
 from lightning_cxl.planner.speeds import tier_speeds
 from lightning_cxl.tiers.limits import cgroup_limits
 from lightning_cxl.tiers.nodes import Node, allowed_node_ids, node_free_bytes, read_nodes, read_text
 from lightning_cxl.tiers.topology import Topology
-from lightning_cxl.transfer.engine import cuda_devices
 from lightning_cxl.units import format_bytes
 
 _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
@@ -191,7 +191,7 @@ def _node_line(node: Mapping[str, Any]) -> str:
 
 def _speed_rows(topology: Topology) -> dict[str, Any]:
     """Return what the planner takes a tier's speeds for, by tier."""
-    calibration = load_calibration(topology, [device.name for device in cuda_devices()])
+    calibration = load_calibration(topology, [device.name for device in devices_apart()])
     speeds = {tier.name: tier_speeds(tier, calibration) for tier in topology.tiers}
     return {name: {"source": each.origin, **each.values} for name, each in speeds.items()}
 

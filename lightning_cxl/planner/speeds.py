@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from lightning_cxl import _cpu
+from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.planner.calibration import Calibration, load_calibration
 from lightning_cxl.planner.fingerprint import cpu_model
 from lightning_cxl.planner.machine import Cache, Device, Machine, MachineTier
 from lightning_cxl.planner.overrides import Overrides, load_overrides
 from lightning_cxl.tiers.topology import Tier, Topology
-from lightning_cxl.transfer.engine import cuda_devices
 
 _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
 
@@ -77,7 +77,7 @@ def machine_of(
     overrides = Overrides() if file is None else load_overrides(file)
     for name in (*overrides.tiers, *(capacity_bytes or ())):
         topology.tier(name)
-    calibration = load_calibration(topology, [each.name for each in cuda_devices()])
+    calibration = load_calibration(topology, [each.name for each in devices_apart()])
     speeds = {tier.name: tier_speeds(tier, calibration, overrides) for tier in topology.tiers}
     if not all(each.known for each in speeds.values()):
         return None
@@ -201,7 +201,7 @@ def _device(
         values = {"name": "gpu", "flops": _GPU_FLOPS}
         values.update(dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), _GPU_LINK_BYTES_PER_S))
         origin = "default, as an H100 with PCIe 5.0 x16"
-        found = cuda_devices() if device.type == "cuda" else ()
+        found = [each for each in devices_apart() if each.device.type == device.type]
         if (index := device.index or 0) < len(found):
             info = found[index]
             values.update(name=info.name, memory_bytes=info.memory_bytes, count=len(found))

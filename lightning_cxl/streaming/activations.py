@@ -25,16 +25,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.caches import KeptCache, cached_tensors, can_replace, is_cache, replaced
+from lightning_cxl.streaming.comparisons import Comparisons
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
 from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
-from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under, compiled_module
+from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
+from lightning_cxl.torch_private import compiled_module, tree_flatten, tree_leaves, tree_unflatten
 from lightning_cxl.transfer.engine import TransferEngine
 
 DEFAULT_MIN_BYTES = 1 << 16
@@ -63,6 +64,7 @@ class ActivationOffload:
         self._latest: Callable[[], _UnitCall | None] = _no_call
         self._attached: list[UnitForward] = []
         self.own_checkpointing = OwnCheckpointing()
+        self.comparisons = Comparisons(engine, allocate)
 
     def attach(self, units: Iterable[tuple[str, nn.Module]], model: nn.Module | None = None) -> None:
         """Wrap the forward of each unit.
@@ -140,7 +142,10 @@ class UnitForward(StandIn):
         self.offload.own_checkpointing.look_around(self.name)
         args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
         call = _UnitCall(self, compiler, args, kwargs)
-        return checkpoint(call, self.offload.placeholder, use_reentrant=False)
+        output = checkpoint(call, self.offload.placeholder, use_reentrant=False)
+        if call.errors:
+            raise call.errors.pop()
+        return output
 
     def _carries_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         leaves = tree_leaves((args, kwargs))
@@ -170,6 +175,7 @@ class _UnitCall:
         self._inputs = list(by_tensor.values())
         self._leaves = [by_tensor[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._state = ModuleState(unit.module)
+        self.errors: list[BaseException] = []  # that the forward has raised
         self._before = unit.offload.follow(self)
         before = self._before()
         if before is not None:
@@ -178,6 +184,14 @@ class _UnitCall:
     def __call__(self, _placeholder: torch.Tensor) -> Any:
         if self._arguments is None:
             return self._recompute()
+        try:
+            return self._run_forward()
+        except BaseException as error:  # torch 2.11 stays inside of a checkpoint whose function raises
+            self.errors.append(error)
+            return None
+
+    def _run_forward(self) -> Any:
+        assert self._arguments is not None
         (args, kwargs), self._arguments = self._unflatten(self._arguments), None
         with self._unit.offload.running("forward"):
             output = call_under(self._compiler, self._unit.original, args, kwargs)
@@ -186,7 +200,7 @@ class _UnitCall:
 
     def _settle(self) -> None:
         """The forward has returned: learn what it changed and let go of what a recompute does not need."""
-        self._state.settle()
+        self._state.settle(self._unit.offload.comparisons, self._unit.name)
         changed = [position for position, each in enumerate(self._inputs) if each.observe()]
         self._unit.changed_inputs.update(changed)
         self._unit.is_observed = True

@@ -6,8 +6,9 @@ or a hook of the user, goes through the dict ``module._parameters``. While a uni
 by one that first waits for an update that runs behind, and puts the plain one back. Names can be read without that. A
 parameter that someone holds a reference to is read without waiting: optimizers do, which know about updates.
 
-Who has looked may write, also through ``.data`` (peft merges adapters so), which torch does not count. So a look makes
-copies on the device old, and until the next unit is entered, when the code that looked is over, none is made.
+Who has looked may write, also through ``.data`` (peft merges adapters so), which torch does not count. So a look waits
+for copies to the device that are under way, since the host may be ahead of the device, and makes those that are there
+old; and until the next unit is entered, when the code that looked is over, none is made.
 """
 
 from collections.abc import Callable, Iterator

@@ -10,8 +10,9 @@ forward runs within a backward. It may span more than a unit, so it is left to t
 import logging
 from collections.abc import Iterable
 
-import torch
 from torch import nn
+
+from lightning_cxl.torch_private import is_in_backward
 
 log = logging.getLogger("lightning_cxl")
 _FLAG = "gradient_checkpointing"
@@ -43,7 +44,7 @@ class OwnCheckpointing:
 
     def look_around(self, unit: str) -> None:
         """Tell the user if the first forward of a unit runs in a backward: in a checkpoint of the user's own."""
-        if not self._has_told and torch._C._current_graph_task_id() != -1:
+        if not self._has_told and is_in_backward():
             self._has_told = True
             log.info(
                 f"unit `{unit}` runs within a checkpoint of the model's own, so it is computed three times: leave "

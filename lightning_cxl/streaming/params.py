@@ -8,6 +8,9 @@ find the weights on the host, and only the home is ever written.
 * Enter: a unit's forward starts. Its slot is the one that has a copy of these very weights, or gets one now. A step, a
   loaded checkpoint or any other write makes copies old: versions count writes in place, and [Note: Awaited parameters]
   who may write through ``.data``. The device waits for the copy.
+* Gradients so far are on the host, so the unit's own forward, which may be compiled, does not see them.
+* A user's ``torch.autocast`` keeps 16-bit casts of float32 weights, found by the parameter, until its context ends: of
+  all units, whatever the parameters show by then. They are dropped when a unit's own forward ends.
 * Leave: the forward has returned. Queued kernels may still read the slot; a later copy into it starts after them (see
   [Note: Copies and streams]), so the host need not wait.
 * In backward the recompute of an offloaded unit enters it again, and it stays entered, because its gradients are
@@ -26,12 +29,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.slots import Slot, SlotRing
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.torch_private import tree_leaves
 from lightning_cxl.transfer.engine import TransferEngine
 
 MIN_SLOTS = 2
@@ -125,7 +128,7 @@ class ParamStreamer:
             entered = self._entered.pop(id(unit), None)
             if entered is None:
                 return
-            entered[1].leave(self._engine)
+            entered[1].leave()
         unit.leave()
         if not entered[1].is_image_of(unit):
             raise UnsupportedError(
@@ -232,8 +235,10 @@ class _StreamedForward(StandIn):
         phase = streamer.phase()
         streamer.enter(unit)
         try:
-            output = call_under(compiler, self.original, args, kwargs)
+            with unit.gradients_aside():
+                output = call_under(compiler, self.original, args, kwargs)
         finally:  # a recompute may end in an exception of checkpoint(), which has all it needs then
+            torch.clear_autocast_cache()
             if phase != "recompute":
                 streamer.leave(unit)
         if phase is None and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):

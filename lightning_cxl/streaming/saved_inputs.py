@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.streaming.module_state import stale_error, version_of
+from lightning_cxl.streaming.versions import stale_error, version_of
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _ALIGNMENT = 64  # bytes; what torch's own allocations and ours start at
@@ -95,7 +95,7 @@ class StoredInput:
     def fetch(self, engine: TransferEngine) -> tuple[torch.Tensor, Transfer]:
         """Start bringing the image to the device; once the transfer is waited for, `shape_like_source` it."""
         destination = torch.empty_like(self._host, device=engine.device)
-        return destination, engine.h2d(self._host, destination, after=self.transfer)
+        return destination, engine.h2d(self._host, destination, after=(self.transfer, engine.mark()))
 
     def on_host(self) -> torch.Tensor:
         """Return the image itself, for a device that computes on host memory. Must not be written to."""

@@ -11,32 +11,35 @@ from lightning_cxl.transfer.engine import Transfer, TransferEngine
 class Slot:
     """One piece of device memory, and whose weights it has."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+    def __init__(self, engine: TransferEngine, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=engine.device)
         self.unit: UnitWeights | None = None
+        self._engine = engine
         self._transfers: list[Transfer] = []
         self._versions: tuple[int, ...] = ()
-        self._readers: Transfer | None = None
+        self._users = engine.mark()  # device work that uses the memory: at first, of whoever had it before
 
-    def fetch(self, unit: UnitWeights, versions: tuple[int, ...], engine: TransferEngine) -> None:
-        """Start copying the weights of `unit` here, which are at least as new as `versions`."""
-        for transfer in self._transfers:  # of a guess that was wrong
-            if not transfer.done():
-                transfer.wait()
+    def fetch(self, unit: UnitWeights, versions: tuple[int, ...]) -> None:
+        """Start copying the weights of `unit` here, which are at least as new as `versions`.
+
+        The copy waits for nothing but those who use this memory: whatever else the device computes goes on beside it.
+        """
+        before = (self._users, *self._transfers)  # these, if they have brought what was not needed
         self.unit, self._versions = unit, versions
         self._transfers = [
-            engine.h2d(flat, self.memory[offset : offset + flat.numel()], after=self._readers)
+            self._engine.h2d(flat, self.memory[offset : offset + flat.numel()], after=before)
             for offset, flat in unit.pieces
         ]
+        unit.readers = self._transfers
 
     def drop_if_seen(self) -> None:
         """Let go of weights that someone has looked up since a thread decided to fetch them, perhaps just before."""
         if self.unit is not None and self.unit.is_seen:
             self.unit = None
 
-    def leave(self, engine: TransferEngine) -> None:
+    def leave(self) -> None:
         """Note that whoever reads the weights has been queued: the next copy, whoever starts it, comes after."""
-        self._readers = engine.mark()
+        self._users = self._engine.mark()
 
     def wait(self) -> None:
         """Let device work queued from here on read the weights."""
@@ -60,8 +63,7 @@ class SlotRing:
     def __init__(self, engine: TransferEngine, num_slots: int, nbytes: int) -> None:
         self.nbytes = num_slots * nbytes
         """Device memory of all slots."""
-        self._engine = engine
-        self._slots = [Slot(torch.empty(nbytes, dtype=torch.uint8, device=engine.device)) for _ in range(num_slots)]
+        self._slots = [Slot(engine, nbytes) for _ in range(num_slots)]
 
     def find(self, unit: UnitWeights) -> Slot | None:
         """Return the slot that has or gets the present weights of `unit`."""
@@ -71,7 +73,7 @@ class SlotRing:
         """Start bringing the weights of `unit` into a slot that is not to be kept; None where all are."""
         slot = next((slot for slot in self._slots if slot not in keep), None)
         if slot is not None:
-            slot.fetch(unit, versions, self._engine)
+            slot.fetch(unit, versions)
             self.touch(slot)
         return slot
 

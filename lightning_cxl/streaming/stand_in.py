@@ -11,20 +11,19 @@ compile a unit, and in all of them its own forward is what is compiled, and what
 * The recompute, in backward, where no compiler is active, runs under the compiler of the call that it repeats: a
   compiled forward that a plain one repeats would have saved other tensors, with other rounding.
 
-``torch.compiler.disable`` sets the compiler aside but cannot bring it back, so two private functions of torch are used,
-here alone.
+``torch.compiler.disable`` sets the compiler aside but cannot bring it back, so two private functions of torch are used.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
+
+from lightning_cxl.torch_private import leave_to_python, set_compiler
 
 Compiler = Any
 """What torch calls with a frame to compile; None for none."""
-_set_compiler: Callable[[Compiler], Compiler] = torch._C._dynamo.eval_frame.set_eval_frame
 _REASON = (
     "lightning_cxl moves a unit's weights and inputs here, so a unit cannot be part of a bigger graph. Where "
     "fullgraph=True is wanted, let `torch.compile(block, fullgraph=True)` take the place of each block in the model "
@@ -40,7 +39,7 @@ class StandIn:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        _leave_to_python(StandIn.__call__)
+        leave_to_python(StandIn.__call__, _REASON)
         self.module = module
         self.original: Callable[..., Any] = module.forward
         self._had_own = module.__dict__.get("forward")
@@ -50,13 +49,13 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `run` with the active compiler set aside. See [Note: Compiled units]."""
-        compiler = _set_compiler(None)
+        compiler = set_compiler(None)
         try:
             if self._is_removed:
                 return call_under(compiler, self.original, args, kwargs)
             return self.run(compiler, args, kwargs)
         finally:
-            _set_compiler(compiler)
+            set_compiler(compiler)
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what is to be done instead of ``original(*args, **kwargs)``, which is to run under `compiler`."""
@@ -79,25 +78,11 @@ class StandIn:
 
 def call_under(compiler: Compiler, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `function` under a compiler that a stand-in has set aside."""
-    before = _set_compiler(compiler)
+    before = set_compiler(compiler)
     try:
         return function(*args, **kwargs)
     finally:
-        _set_compiler(before)
-
-
-def compiled_module(module: nn.Module) -> nn.Module:
-    """Return the module inside a wrapper of ``torch.compile``; any other module as it is."""
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None or type(module).__name__ != "OptimizedModule" else inner
-
-
-def _leave_to_python(function: Any) -> None:
-    """Keep the compiler from tracing `function`, but not what it calls. Idempotent; imports the compiler."""
-    from torch._dynamo.decorators import skip
-
-    skip(function)
-    function._torchdynamo_disable_msg = _REASON
+        set_compiler(before)
 
 
 def _same_object(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.streaming.awaited import guard, unguard
 from lightning_cxl.streaming.quantised import DATA, companions, is_quantised_later, show, tensors_of
 from lightning_cxl.streaming.units import NamedUnits
+from lightning_cxl.torch_private import storage_key
+from lightning_cxl.transfer.engine import Transfer
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 
@@ -75,6 +78,8 @@ class UnitWeights:
         """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
         self.is_seen = False
         """Whether someone may be about to write to parameters that they have looked up."""
+        self.readers: Sequence[Transfer] = ()
+        """The latest copies of the homes, which may still be under way; those before them are done by then."""
         self._num_looks = 0
         self._update: Future[None] | None = None
         for parameters in pieces:
@@ -143,6 +148,9 @@ class UnitWeights:
             self.unwatch()
             self.is_seen = True
             self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
+        for transfer in self.readers:  # what the device has still to compute, it computes with the weights of now
+            transfer.wait_host()
+        self.readers = ()
 
     def versions(self) -> tuple[int, ...]:
         """Return what changes whenever someone writes to a parameter, or looks it up and so can write unnoticed."""
@@ -188,6 +196,20 @@ class UnitWeights:
             views = {key: _in_slot(slot, each.offsets[key], home) for key, home in each.homes.items()}
             show(each.module, each.parameter, views)
         self._slot = slot
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Meanwhile show no gradients. They stay on the host: a compiler fails beside weights on the device."""
+        aside = [(place, place.parameter.grad) for place in self.places if place.parameter.grad is not None]
+        for place, _ in aside:
+            place.parameter.grad = None
+        try:
+            yield
+        finally:
+            for (parameter, _, home), grad in aside:
+                shown, parameter.data = parameter.data, home  # torch takes a gradient beside its weight only
+                parameter.grad = grad
+                parameter.data = shown
 
     def leave(self) -> None:
         """Let the parameters show the piece on the host again.
@@ -278,7 +300,7 @@ def _shared_storages(model: nn.Module) -> set[int]:
 def _storage_of(tensor: torch.Tensor) -> int:
     """Return what tells storages apart: where their bytes are, for those without bytes torch's own object."""
     storage = tensor.untyped_storage()
-    return storage._cdata if tensor.is_meta else storage.data_ptr()
+    return storage_key(storage) if tensor.is_meta else storage.data_ptr()
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.streaming.stand_in import compiled_module
+from lightning_cxl.torch_private import compiled_module
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

@@ -12,7 +12,7 @@ class Flow:
 
     __slots__ = ("after", "end_s", "is_flowing", "next_s", "rate", "remaining_bytes", "route", "start_s")
 
-    def __init__(self, nbytes: int, route: Route, after: "Flow | None") -> None:
+    def __init__(self, nbytes: int, route: Route, after: "Sequence[Flow]") -> None:
         self.route = route
         self.after = after
         self.remaining_bytes = float(nbytes)
@@ -43,7 +43,7 @@ class LinkClock:
         self._lanes: dict[str, deque[Flow]] = {}  # the first of each lane runs, or waits for another lane
         self._running: list[Flow] = []
 
-    def submit(self, lane: str, nbytes: int, route: Route, *, now_s: float, after: Flow | None = None) -> Flow:
+    def submit(self, lane: str, nbytes: int, route: Route, *, now_s: float, after: Sequence[Flow] = ()) -> Flow:
         """Queue a flow; it starts when those before it on its lane, and `after`, have ended."""
         self.advance(now_s)
         flow = Flow(nbytes, route, after)
@@ -78,13 +78,13 @@ class LinkClock:
         for flow in [flow for flow in self._running if flow.next_s <= self._now_s]:
             if flow.is_flowing:
                 flow.end_s = self._now_s
-                flow.after = None  # a chain of copies would keep all its links
+                flow.after = ()  # a chain of copies would keep all its links
                 self._running.remove(flow)
             flow.is_flowing = True
         for lane in self._lanes.values():
             while lane and lane[0].has_ended():
                 lane.popleft()
-            if lane and not lane[0].has_started() and (lane[0].after is None or lane[0].after.has_ended()):
+            if lane and not lane[0].has_started() and all(each.has_ended() for each in lane[0].after):
                 self._start(lane[0])
         flowing = [flow for flow in self._running if flow.is_flowing]
         for flow, rate in zip(flowing, fair_rates([flow.route for flow in flowing]), strict=True):

@@ -3,29 +3,44 @@
 [Note: Copies and streams]
 Two copy streams, one per direction, so that neither direction waits for the other.
 
-* Start. A copy begins after everything that the caller's current stream has queued so far: the source of a `d2h` has
-  been computed by then, and memory that the caching allocator handed out for the destination of an `h2d` is no longer
-  read by kernels of its former owner. An event recorded behind the copy on its own stream says when it is done.
+* Start. A copy begins after what `after` names. Without it, after everything that the caller's current stream has
+  queued so far: the source of a `d2h` has been computed by then, and memory that the caching allocator handed out for
+  the destination of an `h2d` is no longer read by kernels of its former owner. An event recorded behind the copy on
+  its own stream says when it is done. Copies of one direction are done in the order in which they were started.
 * Wait. `Transfer.wait` orders device work: kernels that the current stream queues from there on run after the copy, so
   they may read its destination and overwrite its source; the host does not block. `Transfer.wait_host` blocks the host,
   which may then read the destination. Until one of them, nobody may touch the destination or change the source.
-* Alive. Device tensors: `record_stream` makes the caching allocator hold their memory back until the copy is done, so
-  the caller may drop them at once. Host tensors: their memory is not the caching allocator's, and a pool would hand
-  it out again while the copy engine still uses it, so the engine holds them until the event has passed (`_in_flight`,
-  drained at the next copy and by `synchronize`).
-* Pageable host memory cannot be copied asynchronously without tearing; such a copy blocks and is done when it returns.
+* Alive, on the host: a pool would hand the memory out again while the copy still uses it. So the engine holds host
+  tensors until the event has passed (`_in_flight`, looked through at the next copy and by `synchronize`).
+* Alive, on the device: the engine holds the tensor until the event has passed, or until the stream that the copy was
+  started from waits for it: what that stream queues then, and whoever gets the memory from it, comes after the copy.
+  ``record_stream`` would not do. It keeps the memory, but not the tensor: autograd adds in place into storage that has
+  no other owner, while it is still read. And it gives memory back only when the host sees that the copy is done,
+  so that a host that runs ahead takes new memory for every unit.
+* Pageable host memory needs no other path. The driver stages it: an `h2d` has read its source when the call returns, a
+  `d2h` blocks until it is done. Both are on the copy streams, so that the device goes on computing.
 """
 
+import functools
+import threading
+import time
 from collections import deque
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
+from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import UnsupportedError
+
+_LONGEST_SLEEP_S = 1e-3
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Source and destination, of the same shape and dtype."""
 
 
 class Transfer(Protocol):
-    """One started copy. See [Note: Copies and streams]."""
+    """One started copy, or several that are waited for as one. See [Note: Copies and streams]."""
 
     def wait(self) -> None:
         """Let device work queued from here on run after the copy; does not block the host where the device is apart."""
@@ -35,6 +50,10 @@ class Transfer(Protocol):
 
     def done(self) -> bool:
         """Return whether the copy is done, without waiting."""
+
+
+After = Sequence[Transfer] | None
+"""What a copy begins after; see `TransferEngine.d2h`."""
 
 
 class TransferEngine(Protocol):
@@ -48,26 +67,30 @@ class TransferEngine(Protocol):
     def computes_on_host(self) -> bool:
         """Whether the device computes on host tensors directly, so that nothing has to be copied back to it."""
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Start copying a device tensor to a host tensor of the same shape and dtype.
 
         Args:
             source: may be dropped, but not changed, before the transfer is waited for.
             destination: its memory stays alive until the copy is done, whether or not the caller keeps it.
-            after: a transfer of this engine that must be done first; the host does not wait for it.
+            after: transfers of this engine that must be done first, and nothing else; the host does not wait for them.
+                None: all device work that the calling thread has queued.
 
         Raises:
             ValueError: shapes or dtypes differ, or a tensor is on the wrong side.
         """
 
-    def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+        """Start several `d2h` that are waited for as one."""
+
+    def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Start copying a host tensor to a device tensor; as `d2h`, with the sides exchanged."""
 
     def mark(self) -> Transfer:
-        """Return what is done when the device work is that the calling thread has queued so far.
+        """Return what is done when the device work is that the calling thread has queued so far: for `after`."""
 
-        For the `after` of a copy that another thread starts, whose own stream may be another one.
-        """
+    def use_in_this_thread(self) -> None:
+        """Make the device the calling thread's own, so that nothing it does touches another one."""
 
     def synchronize(self) -> None:
         """Block until every copy started so far is done."""
@@ -96,13 +119,19 @@ class HostEngine:
     device = torch.device("cpu")
     computes_on_host = True
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Copy now; see `TransferEngine.d2h`."""
         check_copy(source, destination, self.device, self.device)
-        if after is not None:
-            after.wait_host()
+        for transfer in after or ():
+            transfer.wait_host()
         with torch.no_grad():
             destination.copy_(source)
+        return FinishedTransfer()
+
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+        """Copy now; see `TransferEngine.d2h`."""
+        for source, destination in copies:
+            self.d2h(source, destination, after=after)
         return FinishedTransfer()
 
     h2d = d2h
@@ -111,6 +140,9 @@ class HostEngine:
         """Return something done: what the CPU computes is done when the call returns."""
         return FinishedTransfer()
 
+    def use_in_this_thread(self) -> None:
+        """Return at once: every thread has the CPU."""
+
     def synchronize(self) -> None:
         """Return at once: nothing is ever in flight."""
 
@@ -118,137 +150,160 @@ class HostEngine:
         """Return at once: nothing is held."""
 
 
-class CudaTransfer:
-    """A copy on one of the engine's streams; done when its event has passed."""
+class DeviceTransfer:
+    """Copies on one of the engine's streams, done when their event has passed.
 
-    __slots__ = ("_device", "event")
+    Args:
+        event: recorded behind them.
+        origin: the stream from which they were started.
+        on_device: their tensors on the device.
+        on_host: their tensors on the host.
+    """
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    __slots__ = ("_on_device", "_on_host", "_origin", "event")
+
+    def __init__(
+        self,
+        event: torch.Event,
+        origin: torch.Stream,
+        on_device: Sequence[torch.Tensor] = (),
+        on_host: Sequence[torch.Tensor] = (),
+    ) -> None:
         self.event = event
-        self._device = device
+        self._origin = origin
+        self._on_device = on_device
+        self._on_host = on_host
 
     def wait(self) -> None:
-        """Make the current stream wait for the copy."""
-        torch.cuda.current_stream(self._device).wait_event(self.event)
+        """Make the current stream wait for the copies."""
+        stream = torch.accelerator.current_stream(self._origin.device)
+        stream.wait_event(self.event)
+        if stream == self._origin:
+            self._on_device = ()  # see [Note: Copies and streams], alive on the device
 
     def wait_host(self) -> None:
-        """Block the host until the copy is done."""
-        self.event.synchronize()
+        """Block the host until the copies are done, without taking a core from those who compute meanwhile."""
+        start_s = time.monotonic()
+        while not self.done():  # `Event.synchronize` would spin; sleeping for an eighth more than needed at most
+            time.sleep(min(_LONGEST_SLEEP_S, max(2e-5, (time.monotonic() - start_s) / 8)))
 
     def done(self) -> bool:
         """Return whether the event has passed."""
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        if not self.event.query():
+            return False
+        self._on_device = self._on_host = ()
+        return True
 
 
-class CudaEngine:
-    """Copies on two streams of its own, one per direction. See [Note: Copies and streams].
+class DeviceEngine:
+    """Copies on two streams, one per direction, for a device with memory of its own. See [Note: Copies and streams].
 
     Args:
-        device: a CUDA device; without an index, the current one.
+        device: of a type that torch calls an accelerator; without an index, the current one.
+
+    Raises:
+        UnsupportedError: torch has no such device here.
     """
 
     computes_on_host = False
 
     def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
-        self._d2h_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._h2d_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # host tensors a copy engine still uses
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type != device.type:
+            raise UnsupportedError(f"torch {torch.__version__} has no `{device}` here, only `{accelerator or 'cpu'}`")
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._d2h_stream, self._h2d_stream = _copy_streams(self.device)
+        self._in_flight: deque[DeviceTransfer] = deque()
+        self._lock = threading.Lock()
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Start copying to the host; see `TransferEngine.d2h`."""
-        check_copy(source, destination, self.device, torch.device("cpu"))
-        return self._start(self._d2h_stream, source, destination, source, destination, after)
+        return self.d2h_all([(source, destination)], after=after)
 
-    def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+        """Start copying to the host, with one event behind all copies; see `TransferEngine.d2h_all`."""
+        for source, destination in copies:
+            check_copy(source, destination, self.device, torch.device("cpu"))
+        sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
+        return self._start(self._d2h_stream, copies, sources, destinations, after)
+
+    def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Start copying to the device; see `TransferEngine.h2d`."""
         check_copy(source, destination, torch.device("cpu"), self.device)
-        return self._start(self._h2d_stream, source, destination, destination, source, after)
+        return self._start(self._h2d_stream, [(source, destination)], [destination], [source], after)
 
     def mark(self) -> Transfer:
         """Record an event on the current stream."""
-        return CudaTransfer(torch.cuda.current_stream(self.device).record_event(), self.device)
+        stream = self._current_stream()
+        return DeviceTransfer(stream.record_event(), stream)
+
+    def use_in_this_thread(self) -> None:
+        """Set the calling thread's device."""
+        torch.accelerator.set_device_index(self.device.index)
+
+    def _current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
 
     def _start(
         self,
-        stream: torch.cuda.Stream,
-        source: torch.Tensor,
-        destination: torch.Tensor,
-        on_device: torch.Tensor,
-        on_host: torch.Tensor,
-        after: Transfer | None,
+        stream: torch.Stream,
+        copies: Sequence[Copy],
+        on_device: Sequence[torch.Tensor],
+        on_host: Sequence[torch.Tensor],
+        after: After,
     ) -> Transfer:
         self._retire()
-        if not on_host.is_pinned():
-            if after is not None:
-                after.wait_host()
-            with torch.no_grad():
-                destination.copy_(source)
-            return FinishedTransfer()
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        if isinstance(after, CudaTransfer):
-            stream.wait_event(after.event)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            destination.copy_(source, non_blocking=True)
-        on_device.record_stream(stream)
-        event = stream.record_event()
-        self._in_flight.append((event, on_host))
-        return CudaTransfer(event, self.device)
+        origin = self._current_stream()
+        if after is None:
+            stream.wait_stream(origin)
+        for transfer in after or ():
+            if isinstance(transfer, DeviceTransfer):
+                stream.wait_event(transfer.event)
+        with torch.no_grad(), stream:
+            for source, destination in copies:
+                destination.copy_(source, non_blocking=True)
+        transfer = DeviceTransfer(stream.record_event(), origin, on_device, on_host)
+        with self._lock:
+            self._in_flight.append(transfer)
+        return transfer
 
     def _retire(self) -> None:
-        """Let go of host tensors whose copies are done, oldest first. Safe from several threads."""
-        while self._in_flight:
-            try:
-                entry = self._in_flight.popleft()
-            except IndexError:  # another thread was faster
-                return
-            if not entry[0].query():  # type: ignore[no-untyped-call]
-                self._in_flight.appendleft(entry)
-                return
+        """Let go of the tensors of copies that are done, oldest first."""
+        with self._lock:
+            while self._in_flight and self._in_flight[0].done():
+                self._in_flight.popleft()
 
     def synchronize(self) -> None:
         """Block until both streams are idle."""
-        self._d2h_stream.synchronize()
-        self._h2d_stream.synchronize()
+        with self._lock:
+            in_flight = list(self._in_flight)
+        for transfer in in_flight:
+            transfer.wait_host()
         self._retire()
 
     def close(self) -> None:
-        """Finish all copies and let go of their host tensors."""
+        """Finish all copies and let go of their tensors."""
         self.synchronize()
 
 
-class DeviceInfo(NamedTuple):
-    """A device that there is an engine for, besides the CPU."""
-
-    device: torch.device
-    name: str
-    memory_bytes: int
-
-
-def cuda_devices() -> tuple[DeviceInfo, ...]:
-    """Return the CUDA devices of this process, none when torch or the machine has none."""
-    if not torch.cuda.is_available():
-        return ()
-    found = [(index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
-    return tuple(DeviceInfo(torch.device("cuda", index), each.name, each.total_memory) for index, each in found)
+@functools.cache
+def _copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    """Return the streams of both directions: one pair a device for good, as torch never gives a stream back."""
+    return torch.Stream(device), torch.Stream(device)
 
 
 def make_engine(device: torch.device | str) -> TransferEngine:
     """Return the engine for `device`.
 
     Raises:
-        UnsupportedError: a device type without an engine.
+        UnsupportedError: a device type that is not known, or not here.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return HostEngine()
-    if device.type == "cuda":
-        return CudaEngine(device)
-    raise UnsupportedError(
-        f"there is no transfer engine for `{device}`: this version offloads from `cuda` and `cpu` devices. "
-        'Use `Trainer(accelerator="cpu")` or a CUDA device.'
-    )
+    device_type_of(device)
+    return DeviceEngine(device)
 
 
 def check_copy(

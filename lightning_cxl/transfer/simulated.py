@@ -22,13 +22,13 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from lightning_cxl.transfer.clock import Flow, LinkClock
-from lightning_cxl.transfer.engine import FinishedTransfer, Transfer, check_copy
+from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer, check_copy
 from lightning_cxl.transfer.links import Direction, Links, Traffic
 from lightning_cxl.transfer.trace import Trace
 
@@ -46,7 +46,12 @@ class SimulatedTransfer:
     """One copy: its flow, and both sides until the bytes have landed. See [Note: Simulated copies]."""
 
     def __init__(
-        self, source: torch.Tensor, destination: torch.Tensor, name: str, flow: Flow, after: "SimulatedTransfer | None"
+        self,
+        source: torch.Tensor,
+        destination: torch.Tensor,
+        name: str,
+        flow: Flow,
+        after: "Sequence[SimulatedTransfer]",
     ) -> None:
         self.flow = flow
         self.name = name
@@ -74,9 +79,9 @@ class SimulatedTransfer:
         """Move all bytes but the last ones, or those; strided tensors go at the end (on the worker)."""
         assert self._sides is not None
         source, destination = self._sides
-        if self._after is not None:
-            self._after.wait_host()
-            self._after = None
+        for transfer in self._after:
+            transfer.wait_host()
+        self._after = ()
         if not (_is_plain(source) and _is_plain(destination)):
             if last:
                 destination.copy_(source)
@@ -88,7 +93,8 @@ class SimulatedTransfer:
 
     def land(self, error: Exception | None = None) -> None:
         """Let go of both sides, then of those who wait (on the worker)."""
-        self._sides = self._after = None
+        self._sides = None
+        self._after = ()
         self._error = error
         self._landed.set()
 
@@ -118,11 +124,18 @@ class SimulatedEngine:
         self._workers: dict[Direction, _Worker] = {}
         self._latest: dict[Direction, SimulatedTransfer] = {}
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Start copying to the host; see `TransferEngine.d2h`."""
         return self._start("d2h", source, destination, destination, after)
 
-    def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+        """Start copying to the host; see `TransferEngine.d2h_all`. One direction is in order: the last ends all."""
+        transfer: Transfer = FinishedTransfer()
+        for source, destination in copies:
+            transfer = self.d2h(source, destination, after=after)
+        return transfer
+
+    def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Start copying to the device; see `TransferEngine.h2d`."""
         return self._start("h2d", source, destination, source, after)
 
@@ -130,13 +143,16 @@ class SimulatedEngine:
         """Return something done: what the CPU computes is done when the call returns."""
         return FinishedTransfer()
 
+    def use_in_this_thread(self) -> None:
+        """Return at once: every thread has the CPU."""
+
     def _start(
         self,
         direction: Direction,
         source: torch.Tensor,
         destination: torch.Tensor,
         on_host: torch.Tensor,
-        after: Transfer | None,
+        after: After,
     ) -> Transfer:
         check_copy(source, destination, self.device, self.device)
         nbytes = nbytes_of(on_host)
@@ -145,14 +161,15 @@ class SimulatedEngine:
             shares = {shares: 1.0}
         route = self._links.route(direction, shares)
         name = " + ".join(shares) if self._name_of is None else self._name_of(on_host.data_ptr(), nbytes)
-        if not isinstance(after, SimulatedTransfer | None):
-            after.wait_host()  # the clock does not know it
-            after = None
+        copies = [each for each in after or () if isinstance(each, SimulatedTransfer)]
+        for each in after or ():
+            if each not in copies:
+                each.wait_host()  # the clock does not know it
         torch.autograd.graph.increment_version(destination)
         with self._changed:
-            behind = None if after is None else after.flow
+            behind = [each.flow for each in copies]
             flow = self._clock.submit(direction, nbytes, route, now_s=time.perf_counter(), after=behind)
-            transfer = SimulatedTransfer(source, destination, name, flow, after)
+            transfer = SimulatedTransfer(source, destination, name, flow, copies)
             if direction not in self._workers:
                 self._workers[direction] = _Worker(self, direction)
             self._workers[direction].jobs.put(transfer)

@@ -58,16 +58,11 @@ class _ToMeta:
 
 
 def refuse_unready(model: nn.Module) -> None:
-    """Raise where a model has no parameters, or parameters or buffers without memory: there is nothing to train with.
+    """Raise where parameters or buffers of a model have no memory: there is nothing to compute with.
 
     Raises:
         ConfigError: it says what is missing.
     """
-    if next(model.parameters(), None) is None:
-        raise ConfigError(
-            f"{type(model).__name__} has no parameters, so there is nothing to place or train. Create its layers in "
-            "`__init__` or `configure_model`."
-        )
     named = [*model.named_parameters(), *model.named_buffers()]
     names = [name for name, tensor in named if tensor.is_meta]
     if names:

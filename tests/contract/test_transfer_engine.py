@@ -1,48 +1,36 @@
 """What every TransferEngine promises, for each implementation."""
 
 import gc
-import threading
 import weakref
 
 import pytest
 import torch
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.transfer.engine import CudaEngine, HostEngine, make_engine
+from lightning_cxl.transfer.engine import HostEngine, make_engine
 from lightning_cxl.transfer.links import Link, Links
 from lightning_cxl.transfer.simulated import SimulatedEngine
-from tests.fakes import DelayingEngine, ReorderingEngine
+from tests import training_device
 
 _LINKS = Links(device=Link(2e9, 2e9, 1e-4, duplex=2), tiers={"dram": Link(4e9, 4e9), "cxl": Link(1e9, 0.5e9)})
 _ON_THE_CPU = {
     "host": HostEngine,
-    "delaying": lambda: DelayingEngine(computes_on_host=False),
-    "reordering": lambda: ReorderingEngine(seed=3, computes_on_host=False),
     "simulated": lambda: SimulatedEngine(_LINKS, lambda address, nbytes: {"dram": 0.75, "cxl": 0.25}),
 }
-_CUDA = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
-@pytest.fixture(
-    params=[
-        *_ON_THE_CPU,
-        pytest.param("cuda-pinned", marks=_CUDA),
-        pytest.param("cuda-pageable", marks=_CUDA),
-    ]
-)
+@pytest.fixture(params=[*_ON_THE_CPU, "device, pinned", "device, pageable"])
 def sides(request):
-    """An engine and two functions that bring values to its host and device side."""
+    """An engine and two functions that bring values to its host and device side; a device's copies are late."""
     name = request.param
-    if name.startswith("cuda"):
-        engine = CudaEngine(torch.device("cuda"))
-        pin = name == "cuda-pinned"
-        yield engine, lambda t: t.pin_memory() if pin else t.clone(), lambda t: t.to(engine.device)
-    else:
+    if name in _ON_THE_CPU:
         engine = _ON_THE_CPU[name]()
         yield engine, torch.Tensor.clone, torch.Tensor.clone
+    else:
+        device = request.getfixturevalue("on_device")
+        training_device.make_late("copies")
+        engine = make_engine(device)
+        yield engine, torch.Tensor.pin_memory if "pinned" in name else torch.Tensor.clone, lambda t: t.to(device)
     engine.close()
 
 
@@ -106,7 +94,7 @@ def test_after_chains_two_copies_without_waiting_on_the_host(sides):
     values = torch.randn(5000)
     on_host, on_device = host(torch.zeros(5000)), device(torch.zeros(5000))
     there = engine.d2h(device(values), on_host)
-    back = engine.h2d(on_host, on_device, after=there)
+    back = engine.h2d(on_host, on_device, after=[there])
     back.wait()
     assert torch.equal(on_device.cpu(), values)
 
@@ -127,11 +115,11 @@ def test_after_holds_between_the_directions_and_along_a_chain(sides):
     devices = [device(values), *(device(torch.zeros(1000)) for _ in range(4))]
     transfer = None
     for i, on_host in enumerate(hosts):
-        there = engine.d2h(devices[i], on_host, after=transfer)
-        transfer = engine.h2d(on_host, devices[i + 1], after=there)
+        there = engine.d2h(devices[i], on_host, after=transfer and [transfer])
+        transfer = engine.h2d(on_host, devices[i + 1], after=[there])
     transfer.wait()
-    assert there.done()
     assert torch.equal(devices[-1].cpu(), values)
+    assert there.done()
 
 
 def test_synchronize_finishes_everything(sides):
@@ -170,76 +158,7 @@ def test_tensors_on_the_wrong_side_are_refused(sides):
         engine.d2h(torch.zeros(3, device="meta"), host(torch.zeros(3)))
 
 
-def test_the_delaying_engine_does_poison_what_is_not_waited_for():
-    engine = DelayingEngine(computes_on_host=False)
-    destination = torch.zeros(3)
-    transfer = engine.d2h(torch.ones(3), destination)
-    transfer.wait()  # orders the device, not the host
-    assert destination.isnan().all()
-    transfer.wait_host()
-    assert torch.equal(destination, torch.ones(3))
-    engine.close()
-
-
-def _finished_behind_a_gate(seed):
-    """Return in which order ten copies finish that have gathered behind the first one; the last two are chained."""
-    engine, gate = ReorderingEngine(seed, computes_on_host=False), _Gate()
-    first = engine.d2h(torch.ones(3), torch.zeros(3), after=gate)
-    source, middle, destination = torch.full((3,), 5.0), torch.zeros(3), torch.zeros(3)
-    others = [engine.d2h(torch.ones(3), torch.zeros(3), after=first) for _ in range(7)]
-    there = engine.d2h(source, middle, after=first)
-    back = engine.h2d(middle, destination, after=there)
-    gate.event.set()
-    engine.synchronize()
-    assert len(others) == 7
-    assert back.done()
-    assert torch.equal(destination, source)
-    engine.close()
-    return engine.finished
-
-
-class _Gate:
-    """A copy that is done when the test says so."""
-
-    def __init__(self):
-        self.event = threading.Event()
-        self.wait_host = self.event.wait
-        self.done = self.event.is_set
-
-
-def test_the_reordering_engine_does_reorder_but_not_across_after():
-    orders = [_finished_behind_a_gate(seed) for seed in range(3)]
-    for order in orders:
-        assert sorted(order) == list(range(10))
-        assert order[0] == 0
-        assert order.index(8) < order.index(9)
-    assert all(order != sorted(order) for order in orders)
-    assert orders[0] == _finished_behind_a_gate(0) != orders[1]
-
-
-def test_the_reordering_engine_does_poison_what_is_not_waited_for():
-    engine = ReorderingEngine(0, computes_on_host=False)
-    destinations = torch.zeros(2, 3).unbind()
-    transfers = [engine.d2h(torch.ones(3), each) for each in destinations]
-    transfers[1].wait_host()  # says nothing about the other one
-    assert torch.equal(destinations[1], torch.ones(3))
-    assert destinations[0].isnan().all()
-    engine.close()
-
-
 def test_make_engine_knows_its_devices():
     assert isinstance(make_engine("cpu"), HostEngine)
-    with pytest.raises(UnsupportedError, match="no transfer engine for `meta`"):
+    with pytest.raises(UnsupportedError, match="cannot be offloaded from `meta`"):
         make_engine("meta")
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_host_memory_is_held_until_its_copy_is_done():
-    engine = make_engine("cuda")
-    on_device = torch.ones(1 << 26, device="cuda")
-    on_host = torch.zeros(1 << 26).pin_memory()
-    transfer = engine.d2h(on_device, on_host)
-    assert transfer.done() or len(engine._in_flight) == 1
-    engine.close()
-    assert len(engine._in_flight) == 0

@@ -1,7 +1,6 @@
-"""The models of these tests are tiny: without this, none of their activations would be worth a move.
+"""These tests train on the device that `tests/training_device.py` chooses, but for those marked ``on_cpu``.
 
-With ``--engine delaying`` or ``--engine reordering`` the CPU plays a device with memory of its own, whose copies are
-late or finish in another order, and whose memory is poisoned when it is let go: the same tests then look for races.
+Their models are tiny: without the first fixture none of their activations would be worth a move.
 """
 
 import threading
@@ -11,8 +10,6 @@ import pytest
 
 from lightning_cxl import runtime
 from lightning_cxl.optim.adam_step import AdamStep
-from tests.fakes import make_autograd_see_another_device
-from tests.integration.devices import delaying, reordering
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +18,9 @@ def _offload_small_activations(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _engine(request, monkeypatch):
-    name = request.config.getoption("--engine")
-    if name != "host":
-        monkeypatch.setattr(runtime, "make_engine", {"delaying": delaying, "reordering": reordering}[name])
-        if request.node.get_closest_marker("weights_stay"):
-            pytest.skip("weights that stream move to memory of their units")
-        if not request.node.get_closest_marker("exact_repeats"):
-            make_autograd_see_another_device(monkeypatch)
+def _device(request):
+    if not request.node.get_closest_marker("on_cpu"):
+        request.getfixturevalue("on_device")
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import lightning_cxl
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 
 def no_dropout():
     return TinyTransformer(dropout=0.0)  # Lightning does not restore the random state: dropout would differ

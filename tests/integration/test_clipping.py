@@ -11,6 +11,8 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 CLIP = 0.3  # every step of these runs has a larger norm
 
 
@@ -185,7 +187,7 @@ def test_manual_optimization_clips_at_once():
             optimizer = self.optimizers()
             optimizer.zero_grad()
             loss = self.loss(batch)
-            self.losses.append(loss.item())
+            self.record(loss)
             self.manual_backward(loss)
             self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
             assert norm(p.grad for p in self.parameters()) == pytest.approx(CLIP, rel=1e-4)
@@ -204,7 +206,7 @@ def test_cpu_adams_own_clipping_in_manual_optimization():
             optimizer = self.optimizers()
             optimizer.zero_grad()
             loss = self.loss(batch)
-            self.losses.append(loss.item())
+            self.record(loss)
             self.manual_backward(loss)
             if hasattr(optimizer, "clip_grad_norm_"):
                 self.total = optimizer.clip_grad_norm_(CLIP)

@@ -11,6 +11,7 @@ from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 
 pytestmark = [
+    pytest.mark.on_cpu,
     pytest.mark.usefixtures("device_apart"),
     # torch's own, when its compiler looks at a block's input
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

@@ -13,6 +13,8 @@ import torch
 from tests.integration.training import make_trainer
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 
 class Failing(Task):
     def training_step(self, batch, batch_idx):

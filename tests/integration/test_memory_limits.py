@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.on_cpu
+
 CGROUPS = Path("/sys/fs/cgroup")
 MB = 10**6
 TOO_LITTLE = 0.95  # of what is planned: 52 MB too few for the plan, 225 MB too few for the run

@@ -12,6 +12,8 @@ from lightning_cxl import GradientOverflowError
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 
 class Poisoned(Task):
     """Adds `poison` to the loss of the given batches: 0 times infinity reaches one parameter only, or all."""

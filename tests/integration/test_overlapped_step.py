@@ -18,6 +18,8 @@ from tests.integration.devices import delaying, reordering
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 IGNORE = {"on_overflow": "ignore"}
 
 

@@ -12,7 +12,7 @@ from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, offload, train
 from tests.models import TinyTransformer
 
-pytestmark = pytest.mark.usefixtures("device_apart")
+pytestmark = [pytest.mark.on_cpu, pytest.mark.usefixtures("device_apart")]
 
 
 def enable(model, use_reentrant):

@@ -12,6 +12,7 @@ from tests.integration.training import EXACT, offload, train
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = [
+    pytest.mark.on_cpu,
     pytest.mark.usefixtures("device_apart"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]

@@ -12,6 +12,8 @@ from lightning_cxl.tiers.placement import TensorRole
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 MIB = 2**20
 STATE = ("momentum", "variance")
 SPEEDS = """

@@ -15,6 +15,7 @@ from tests.integration.training import EXACT, offload, train
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 pytestmark = [
+    pytest.mark.on_cpu,
     pytest.mark.usefixtures("device_apart"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]

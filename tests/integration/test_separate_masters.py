@@ -17,6 +17,8 @@ from tests.fakes import DelayingEngine
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 SEPARATE = [{"master": "fp32"}, EXACT]  # CPUAdam and torch's optimizer, each with float32 masters beside bfloat16
 
 
@@ -158,7 +160,7 @@ def test_users_own_reference_steps_the_same_optimizer(precision, options):
         def training_step(self, batch, batch_idx):
             self.own.zero_grad()
             loss = self.loss(batch)
-            self.losses.append(loss.item())
+            self.record(loss)
             self.manual_backward(loss)
             self.own.step()
 
@@ -274,7 +276,7 @@ def test_sparse_gradients_are_left_to_the_users_optimizer():
 
         def training_step(self, batch, batch_idx):
             loss = self.loss(batch)
-            self.losses.append(loss.item())
+            self.record(loss)
             self.manual_backward(loss)
             for optimizer in self.optimizers():
                 optimizer.step()

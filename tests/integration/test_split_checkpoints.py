@@ -8,6 +8,8 @@ from lightning_cxl.optim.formats import split
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 FORMS = {"split": {}, "fp32": {"master": "fp32"}, "torch": EXACT}
 
 

@@ -12,6 +12,8 @@ from torch import nn
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 
 def fit(task, strategy=None, *, steps=1, **trainer_args):
     seed_everything(5, verbose=False)
@@ -201,11 +203,11 @@ def test_create_graph_keeps_the_graph(first):
             assert second.any()
             self.optimizers().step()
             self.optimizers().zero_grad()
-            self.losses.append(grad.detach().float())
+            self.grad = grad.detach().float()
 
     ours = fit(Graph, offload(activation_offload=False))
     plain = fit(Graph, "auto")
-    torch.testing.assert_close(ours.losses[0], plain.losses[0], rtol=0.02, atol=1e-4)
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=0.02, atol=1e-4)
 
 
 def test_toggled_off_parameters_take_no_gradient():

@@ -11,6 +11,8 @@ from lightning_cxl.optim.formats import join
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 
 class Masters(Task):
     """Records the float32 masters after the last step, by name of the parameter."""
@@ -134,7 +136,7 @@ class Several(Masters):
         first, second = self.optimizers()
         self.toggle_optimizer(first)
         loss = self.loss(batch)
-        self.losses.append(loss.item())
+        self.record(loss)
         self.manual_backward(loss, retain_graph=True)
         self.manual_backward(0.5 * loss)
         first.step()

@@ -10,6 +10,8 @@ from lightning_cxl.optim.formats import join
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 STATES = ["fp32", "bf16", "8bit"]
 LARGE = "model.blocks.0.mlp.0.weight"
 VOCAB = 101

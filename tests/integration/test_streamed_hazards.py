@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lightning_cxl import runtime, updates
-from lightning_cxl.optim.grads import GradientSink
+from lightning_cxl.optim.sums import GradientSums
 from lightning_cxl.streaming import params
 from tests.fakes import make_autograd_see_another_device
 from tests.integration.devices import delaying
@@ -22,7 +22,7 @@ IGNORE = {"on_overflow": "ignore"}
 STAYS = {"stream_weights": False, "overlap_step": False}
 
 
-pytestmark = pytest.mark.usefixtures("slow_updates")
+pytestmark = [pytest.mark.on_cpu, pytest.mark.usefixtures("slow_updates")]
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_writes_between_steps_count(task):
 
 class Validates(Task):
     def validation_step(self, batch, batch_idx):
-        self.losses.append(self.loss(batch).item())
+        self.record(self.loss(batch))
 
 
 def test_averaged_weights_are_swapped_in_and_out():
@@ -136,7 +136,7 @@ class ZeroesInPlace(Task):
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         loss = self.loss(batch)
-        self.losses.append(loss.item())
+        self.record(loss)
         self.manual_backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -180,16 +180,15 @@ def test_a_skipped_block_whose_update_is_late(monkeypatch):
 
 
 def test_the_real_error_of_a_gradient_is_raised(monkeypatch):
-    folded, seen = GradientSink._folded, []
+    fold = GradientSums.fold
 
-    def fails(self, host, *args):
-        seen.append(host.name)
-        if sum("blocks.1" in name for name in seen) == 3:
+    def fails(self, landed):
+        if any("blocks.1" in each.host.name for each in landed):
             raise RuntimeError("the real reason")
         time.sleep(0.002)
-        return folded(self, host, *args)
+        fold(self, landed)
 
-    monkeypatch.setattr(GradientSink, "_folded", fails)
+    monkeypatch.setattr(GradientSums, "fold", fails)
     with pytest.raises(RuntimeError, match="the real reason"):
         fit(IGNORE)
 
@@ -217,7 +216,7 @@ def test_a_second_optimizer_over_the_same_weights(second):
         def training_step(self, batch, batch_idx):
             first, other = self.optimizers()
             loss = self.loss(batch)
-            self.losses.append(loss.item())
+            self.record(loss)
             self.manual_backward(loss)
             first.step()
             other.step()

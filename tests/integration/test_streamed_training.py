@@ -11,6 +11,8 @@ from lightning_cxl.optim.meter import GradientMeter
 from tests.fakes import DelayingEngine, ReorderingEngine, make_autograd_see_another_device
 from tests.unit.streaming.test_params import WIDTH, Streamed, make
 
+pytestmark = pytest.mark.on_cpu
+
 
 def allocate(parameter, role, dtype):
     return mirror(parameter, dtype, lambda count, dt: torch.full((count,), 77, dtype=dt))
@@ -51,11 +53,15 @@ def device(request):
     engine.close()
 
 
+def units_of(streamed):
+    return {id(place.parameter): unit for unit in streamed.units for place in unit.places}
+
+
 def run(model, engine, *, streams, frozen=(), **options):
     for index in frozen:
         model.blocks[index].requires_grad_(False)
     streamed = Streamed(engine, model) if streams else None
-    ids = {id(place.parameter) for unit in streamed.units for place in unit.places} if streams else set()
+    ids = units_of(streamed) if streams else {}
     masters, meter = MasterWeights({}, allocate), GradientMeter(1)
     sink = GradientSink(
         engine, allocate, meter, streamed=ids, bring_home=streamed.streamer.release if streams else lambda: None
@@ -95,7 +101,7 @@ def test_is_the_plain_run(another_device, device, dtype, accumulate, case):
 def test_gradients_are_on_the_host_when_backward_returns(another_device, device):
     model = make()
     streamed = Streamed(device, model)
-    ids = {id(place.parameter) for unit in streamed.units for place in unit.places}
+    ids = units_of(streamed)
     masters = MasterWeights({}, allocate)
     sink = GradientSink(device, allocate, GradientMeter(1), streamed=ids, bring_home=streamed.streamer.release)
     sink.watch([masters.adopt(p, "split") for p in model.parameters()])
@@ -110,7 +116,6 @@ def test_gradients_are_on_the_host_when_backward_returns(another_device, device)
     streamed.close()
 
 
-@pytest.mark.exact_repeats
 def test_gradients_asked_for_beside_leave_those_so_far_alone(device):
     """`torch.autograd.grad` runs through the same leaves and recomputes the same units, but delivers nothing.
 
@@ -118,7 +123,7 @@ def test_gradients_asked_for_beside_leave_those_so_far_alone(device):
     """
     model, twin = make(), make()
     streamed = Streamed(device, model)
-    ids = {id(place.parameter) for unit in streamed.units for place in unit.places}
+    ids = units_of(streamed)
     masters = MasterWeights({}, allocate)
     sink = GradientSink(device, allocate, GradientMeter(1), streamed=ids, bring_home=streamed.streamer.release)
     sink.watch([masters.adopt(p, "split") for p in model.parameters()])
@@ -141,7 +146,7 @@ def triple(parameter):
 def test_hooks_of_the_user_come_before_the_gradient_leaves(another_device, device):
     model, twin = make(), make()
     streamed = Streamed(device, model)
-    ids = {id(place.parameter) for unit in streamed.units for place in unit.places}
+    ids = units_of(streamed)
     masters = MasterWeights({}, allocate)
     sink = GradientSink(device, allocate, GradientMeter(1), streamed=ids, bring_home=streamed.streamer.release)
     for step in range(2):  # put on before ours, then after it

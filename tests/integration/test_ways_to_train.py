@@ -13,7 +13,7 @@ from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, offload, train
 from tests.models import Task, TinyTransformer
 
-pytestmark = pytest.mark.usefixtures("device_apart")
+pytestmark = [pytest.mark.on_cpu, pytest.mark.usefixtures("device_apart")]
 
 
 class DropsBlocks(TinyTransformer):
@@ -69,7 +69,6 @@ CASES = {
 }
 
 
-@pytest.mark.exact_repeats
 @pytest.mark.parametrize("case", CASES)
 def test_is_the_plain_run(case):
     make, task, trainer_args = CASES[case]

@@ -11,6 +11,8 @@ from lightning_cxl import CheckpointError, ConfigError, TierFullError, residency
 from tests.integration.training import make_trainer, offload
 from tests.models import TINY_LLAMA, Block, Task, TinyTransformer, token_data
 
+pytestmark = pytest.mark.on_cpu
+
 LLAMA = {**TINY_LLAMA, "vocab_size": 37, "tie_word_embeddings": True}
 
 
@@ -72,7 +74,6 @@ def test_a_pretrained_model_is_where_it_belongs_at_once_and_trains_as_any_other(
     assert module.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
-@pytest.mark.weights_stay
 def test_rules_are_applied_at_setup_and_decorators_at_once(folder):
     rules = {"model.model.layers.1*": {"weights": "cxl"}}
     module = fit(lambda: ours(folder), offload(tier_rules=rules))
@@ -124,7 +125,6 @@ def test_a_model_of_ones_own_with_decorated_classes(tmp_path):
     }
 
 
-@pytest.mark.weights_stay
 def test_bf16_true_loads_in_the_precision_of_the_run(folder):
     def load():
         return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder, torch.get_default_dtype())

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "integration" / "weight_memory.py"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
 
 
 def measure(task, folder):

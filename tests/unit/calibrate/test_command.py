@@ -10,11 +10,11 @@ from lightning_cxl.__main__ import main as command
 from lightning_cxl.calibrate import command as calibrate
 from lightning_cxl.calibrate import ssd
 from lightning_cxl.calibrate.options import QUICK, Options
+from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.planner.calibration import load_calibration
 from lightning_cxl.planner.machine_file import load_machine
 from lightning_cxl.planner.speeds import machine_of
 from lightning_cxl.tiers.topology import Topology
-from lightning_cxl.transfer.engine import cuda_devices
 from tests.unit.planner.test_calibration import CALIBRATION
 
 TINY = Options(
@@ -48,7 +48,7 @@ def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, cap
         run("--quick", "--ssd", tmp_path, "--output", output, "--json", rows)
     shown = capsys.readouterr().out
     topology = Topology.detect()
-    kept = load_calibration(topology, [device.name for device in cuda_devices()])
+    kept = load_calibration(topology, [device.name for device in devices_apart()])
     for node in kept.nodes:
         for value in (node.read_bytes_per_s, node.write_bytes_per_s, node.adam_bytes_per_s):
             assert 1e7 < value < 1e13
@@ -58,7 +58,7 @@ def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, cap
     assert kept.ssds[0].folder == str(tmp_path)
     assert 1e5 < kept.ssds[0].write_bytes_per_s < 1e12
     written = load_machine(output)
-    assert written == machine_of(topology, "cuda" if cuda_devices() else "cpu")
+    assert written == machine_of(topology, devices_apart()[0].device.type if devices_apart() else "cpu")
     assert written.tiers[0].adam_bytes_per_s > 0
     assert f"calibration of {kept.date}" in written.source
     table = json.loads(rows.read_text())
@@ -92,7 +92,7 @@ def test_a_busy_machine_is_doubtful(monkeypatch, run, capsys):
     run("--quick")
     assert "doubtful: other processes took 50% of the CPU time" in capsys.readouterr().out
     topology = Topology.detect()
-    assert load_calibration(topology, [device.name for device in cuda_devices()]).others_fraction == 0.5
+    assert load_calibration(topology, [device.name for device in devices_apart()]).others_fraction == 0.5
     monkeypatch.setattr(calibrate, "others_fraction", lambda start, end: 0.0)
     run("--quick")
     assert "doubtful" not in capsys.readouterr().out

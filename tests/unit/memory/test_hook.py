@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.memory.pinned import PinnedResource
+from lightning_cxl.memory.split_stacks import make_pinner
 from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.tiers.topology import Topology
 from tests.unit.memory.host import Host
 
 
@@ -332,7 +333,7 @@ def test_what_torch_pinned_stays_pinned(host, monkeypatch):
 
 
 def test_pin_memory_without_a_device_is_pageable_with_one_warning():
-    host = Host(pinner=PinnedResource)
+    host = Host(pinner=make_pinner(Topology.detect()))
     if torch.accelerator.is_available():
         pytest.skip("there is a device")
     with host.mode(tier="cxl"):

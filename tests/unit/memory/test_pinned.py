@@ -1,10 +1,11 @@
 import pytest
 import torch
 
+from lightning_cxl.devices.cuda import CudaDevices
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
 from lightning_cxl.memory.adaptors import Budget, BudgetResource
 from lightning_cxl.memory.numa import NumaResource
-from lightning_cxl.memory.pinned import PinnedResource, cuda_register, cuda_unregister
+from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.tiers.topology import Topology
 
 MIB = 2**20
@@ -68,7 +69,7 @@ def test_failure_half_way_is_undone_and_falls_back_to_pageable_with_one_warning(
     assert len(caught) == 1
     assert driver.ranges == {}
     assert budget.held_bytes == 11 * MIB
-    assert resource.pageable
+    assert "page-lock 10.0 MiB" in resource.failure
     assert first.tensor((MIB,), torch.uint8).fill_(1).sum().item() == MIB
     del first, second
     assert budget.held_bytes == 0
@@ -108,14 +109,15 @@ def test_pages_that_the_pin_moved_off_the_card_are_noticed(upstream, budget) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_cuda_the_driver_functions_say_so() -> None:
     with pytest.raises(PinnedMemoryError, match="CUDA cannot be used"):
-        cuda_register(4096, 4096)
-    cuda_unregister(4096)
+        CudaDevices().register(4096, 4096)
+    CudaDevices().unregister(4096)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_torch_sees_the_memory_as_pinned() -> None:
-    buffer = PinnedResource(NumaResource("dram", 0, Topology.detect()), required=True).allocate(8 * MIB)
+    driver, upstream = CudaDevices(), NumaResource("dram", 0, Topology.detect())
+    buffer = PinnedResource(upstream, driver.register, driver.unregister, required=True).allocate(8 * MIB)
     tensor = buffer.tensor((MIB,), torch.float32)
 
     assert tensor.is_pinned()

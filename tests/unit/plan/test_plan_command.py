@@ -205,7 +205,7 @@ def test_this_machine_is_planned_for_with_what_is_free_on_it(model, tmp_path, ca
 
     monkeypatch.setattr(command, "machine_of", known)
     monkeypatch.setattr(command.Topology, "detect", lambda: Topology.fake(("3GiB",), ("5GiB", "6GiB")))
-    monkeypatch.setattr(command, "cuda_devices", lambda: [])
+    monkeypatch.setattr(command, "devices_apart", lambda: [])
     assert main(["--model", model, "--seq", "64"]) == 0
     assert asked == {"device": "cpu", "dram": 3 << 30, "cxl": 11 << 30}
 
@@ -214,7 +214,7 @@ def test_this_machine_is_planned_for_with_what_is_free_on_it(model, tmp_path, ca
 def unknown_speeds(model, tmp_path, capsys, monkeypatch):
     """Runs the command on a machine whose speeds nobody knows; returns status, text and the JSON it wrote."""
     monkeypatch.setattr(command, "machine_of", lambda *_, **__: None)
-    monkeypatch.setattr(command, "cuda_devices", lambda: [])
+    monkeypatch.setattr(command, "devices_apart", lambda: [])
 
     def run(*arguments, topology, together=None):
         monkeypatch.setattr(command.Topology, "detect", lambda: topology)

@@ -1,8 +1,14 @@
+"""Units run on the CPU, and on the device under test with late copies and with late kernels.
+
+On the device whatever a test makes without naming a device is made there.
+"""
+
 import pytest
 
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.transfer.engine import HostEngine
-from tests.fakes import DelayingEngine, RecyclingMemory, ReorderingEngine
+from lightning_cxl.transfer.engine import HostEngine, make_engine
+from tests import training_device
+from tests.fakes import RecyclingMemory
 
 
 @pytest.fixture
@@ -10,17 +16,23 @@ def memory():
     return RecyclingMemory()
 
 
-@pytest.fixture(params=["host", "late", "late-device", "reordering"])
-def engine(request):
-    """The CPU's engine; one that is late; one that is late, or out of order, for a device with memory of its own."""
-    if request.param == "host":
-        engine = HostEngine()
-    elif request.param == "reordering":
-        engine = ReorderingEngine(seed=5, computes_on_host=False)
-    else:
-        engine = DelayingEngine(computes_on_host=request.param == "late")
-    yield engine
+@pytest.fixture
+def device_engine(on_device):
+    """The real engine of the device under test, or the CPU's."""
+    engine = make_engine(on_device)
+    with on_device:
+        yield engine
     engine.close()
+
+
+@pytest.fixture(params=["host", "copies", "kernels"])
+def engine(request):
+    if request.param == "host":
+        yield HostEngine()
+    else:
+        engine = request.getfixturevalue("device_engine")
+        training_device.make_late(request.param)
+        yield engine
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.activations import ActivationOffload, UnitForward
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.transfer.engine import HostEngine
-from tests.fakes import DelayingEngine, RecyclingMemory
+from tests import training_device
+from tests.fakes import LoggingDeviceEngine, LoggingHostEngine, RecyclingMemory
 
 FEATURES = 64
 INPUT_BYTES = 16 * FEATURES * 4
@@ -61,19 +62,15 @@ def no_garbage_collector():
 def net(offload):
     net = Net()
     offload.attach(find_units(net))
-    return net
+    yield net
+    net.cpu()
 
 
 def saved(offload, memory):
+    offload.engine.synchronize()  # holds what it copies
     stats = offload.stats()
     assert stats["saved_bytes"] == memory.live_bytes
     return stats["num_saved"]
-
-
-def finish(engine):
-    if isinstance(engine, DelayingEngine):
-        engine.synchronize()
-        engine._last = None
 
 
 def test_inputs_are_kept_until_backward(net, offload, memory):
@@ -95,7 +92,7 @@ def test_device_tensors_are_dropped_after_forward(offload, engine):
         block.register_forward_pre_hook(lambda _, args: sources.append(weakref.ref(args[0])))
     offload.attach(find_units(net))
     loss = net()
-    finish(engine)
+    engine.synchronize()
     assert [source() for source in sources] == [None] * 4
     loss.backward()
 
@@ -105,7 +102,6 @@ def test_a_graph_dropped_without_backward_frees_everything(net, offload, memory,
         loss = net()
         assert saved(offload, memory) == 4
         del loss
-        finish(engine)
         assert saved(offload, memory) == 0
 
 
@@ -123,7 +119,6 @@ def test_an_unused_output_frees_when_it_dies(net, offload, memory, engine):
     y = net.blocks[0](x)
     z = net.blocks[1](x)
     z.sum().backward()
-    finish(engine)
     assert saved(offload, memory) == 1
     del y, z
     assert saved(offload, memory) == 0
@@ -134,7 +129,6 @@ def test_an_exception_in_forward_frees_everything_and_the_next_step_works(net, o
     with pytest.raises(ArithmeticError, match="inside"):
         net()
     net.blocks[2].fail = False
-    finish(engine)
     assert saved(offload, memory) == 0
     loss = net()
     loss.backward()
@@ -149,7 +143,6 @@ def test_an_exception_in_recompute_frees_everything(net, offload, memory, engine
         loss.backward()
     net.blocks[1].up = up
     del loss
-    finish(engine)
     assert saved(offload, memory) == 0
 
 
@@ -160,7 +153,6 @@ def test_a_full_tier_is_the_callers_error_and_leaves_nothing(engine):
     offload.attach(find_units(net))
     with pytest.raises(MemoryError, match=r"blocks\.2"):
         net()
-    finish(engine)
     assert saved(offload, memory) == 0
     offload.detach()
 
@@ -290,27 +282,29 @@ def test_a_held_input_changed_before_backward_is_an_error(memory):
     offload.detach()
 
 
-def test_an_input_changed_in_place_by_surprise_is_an_error_unless_its_values_were_safe():
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_an_input_changed_in_place_by_surprise_is_an_error_unless_its_values_were_safe(is_safe, request):
     class Sometimes(Block):
         def forward(self, x, scale, now):
             return super().forward((x.mul_(2.0) if now else x * 2.0) + scale)
 
-    for engine, is_safe in ((HostEngine(), True), (DelayingEngine(0.05), False)):
-        offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
-        block = Sometimes()
-        offload.attach([("sometimes", block)])
-        grads = []
-        for now in (False, True):
-            x = torch.ones(16, FEATURES, requires_grad=True)
-            if now and not is_safe:
-                with pytest.raises(UnsupportedError, match="`sometimes` changed an input in place"):
-                    block(x * 1, torch.ones(FEATURES), now)
-            # known from now on
-            block(x * 1, torch.ones(FEATURES), now).sum().backward()
-            grads.append(x.grad)
-        assert torch.equal(*grads)
-        offload.detach()
-        engine.close()
+    engine = HostEngine() if is_safe else request.getfixturevalue("device_engine")
+    training_device.make_late("nothing" if is_safe else "to the host")
+    offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
+    block = Sometimes()
+    offload.attach([("sometimes", block)])
+    grads = []
+    for now in (False, True):
+        x = torch.ones(16, FEATURES, requires_grad=True)
+        if now and not is_safe:
+            with pytest.raises(UnsupportedError, match="`sometimes` changed an input in place"):
+                block(x * 1, torch.ones(FEATURES), now)
+            training_device.forget_races()  # what the error tells of
+        # known from now on
+        block(x * 1, torch.ones(FEATURES), now).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    offload.detach()
 
 
 def test_two_views_of_one_storage_changed_in_place_are_refused(offload):
@@ -340,20 +334,23 @@ def test_an_input_modified_into_the_graph_of_its_unit_makes_no_cycle(offload, me
         y = block(x, torch.zeros(16, FEATURES), scratch=[x])
         assert saved(offload, memory) == 1
         del x, y
-        finish(engine)
         assert saved(offload, memory) == 0
 
 
-def test_the_unit_before_is_prefetched_while_a_unit_is_recomputed():
-    engine = DelayingEngine(computes_on_host=False)
-    offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
-    net = Net()
-    fetched = []
+def fetches(engine):
+    return sum(way == "h2d" for way, _ in engine.log)
 
-    for block in net.blocks:
-        block.up.register_forward_pre_hook(lambda *_: fetched.append(sum(way == "h2d" for way, _ in engine.log)))
-    offload.attach(find_units(net))
-    net().backward()
+
+def test_the_unit_before_is_prefetched_while_a_unit_is_recomputed(on_device):
+    engine = LoggingDeviceEngine(on_device)
+    offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
+    with on_device:
+        net = Net()
+        fetched = []
+        for block in net.blocks:
+            block.up.register_forward_pre_hook(lambda *_: fetched.append(fetches(engine)))
+        offload.attach(find_units(net))
+        net().backward()
     # forward fetches nothing; the newest input has not left the device; every recompute but the last of four has
     # started one copy ahead of its own
     assert fetched == [0, 0, 0, 0, 1, 2, 3, 3]
@@ -362,10 +359,14 @@ def test_the_unit_before_is_prefetched_while_a_unit_is_recomputed():
     engine.close()
 
 
-def test_a_device_that_computes_on_host_memory_copies_nothing_back(net, engine):
+def test_a_device_that_computes_on_host_memory_copies_nothing_back():
+    engine = LoggingHostEngine()
+    offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
+    net = Net()
+    offload.attach(find_units(net))
     net().backward()
-    if isinstance(engine, DelayingEngine) and engine.computes_on_host:
-        assert {way for way, _ in engine.log} == {"d2h"}
+    assert {way for way, _ in engine.log} == {"d2h"}
+    offload.detach()
 
 
 class Cache:

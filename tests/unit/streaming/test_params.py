@@ -1,20 +1,25 @@
 """Streamed weights: the same results, few slots, and nothing stale or lost."""
 
 import copy
-import gc
 import pickle
+import weakref
+from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer, Span
+from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
 from lightning_cxl.transfer.engine import HostEngine
-from tests.fakes import DelayingEngine, RecyclingMemory, poison
+from tests import training_device
+from tests.fakes import RecyclingMemory
 
 WIDTH = 24
 
@@ -48,7 +53,8 @@ class Held:
     """Keeps the memory of a buffer alive and recognisable."""
 
     def __init__(self, nbytes):
-        self.memory = torch.empty(nbytes + 64, dtype=torch.uint8)
+        pinned = training_device.current.type != "cpu"
+        self.memory = torch.empty(nbytes + 64, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def allocate(nbytes, parameters):
@@ -59,27 +65,83 @@ def allocate(nbytes, parameters):
 
 def make(depth=5):
     torch.manual_seed(0)
-    return Net(depth)
+    with torch.device("cpu"):
+        return Net(depth)
+
+
+def rest_to(device, model):
+    """Move what does not stream."""
+    model.first.to(device)
+    model.last.to(device)
+    return model
+
+
+def batch(step, like):
+    """Eight rows of numbers, on the device of a module."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step), device="cpu")
+    return x.to(like.weight.device)
+
+
+class HostGradients:
+    """Gathers gradients on the host, where those of streamed weights belong."""
+
+    def __init__(self, engine, parameters):
+        self._engine = engine
+        self._so_far, self._arrived = {}, []
+        self._hooks = [
+            GradientHooks(each, partial(self._receive, each), partial(self._take_away, each), stays=False)
+            for each in parameters
+        ]
+
+    def _take_away(self, parameter):
+        if parameter.grad is not None:
+            self._so_far[parameter], parameter.grad = parameter.grad, None
+
+    def _receive(self, parameter):
+        grad, parameter.grad = parameter.grad, None
+        landed = torch.empty(grad.shape, device="cpu", pin_memory=not self._engine.computes_on_host)
+        self._arrived.append((parameter, landed, self._engine.d2h(grad, landed)))
+
+    def settle(self):
+        """Put them where they are looked for; to be called with all weights at home."""
+        for parameter, landed, transfer in self._arrived:
+            transfer.wait_host()
+            before = self._so_far.get(parameter)
+            self._so_far[parameter] = landed if before is None else before.add_(landed)
+        for parameter, grad in self._so_far.items():
+            parameter.grad = grad
+        self._arrived.clear()
+        self._so_far.clear()
+
+    def close(self):
+        for each in self._hooks:
+            each.remove()
 
 
 class Streamed:
-    """A model whose blocks stream and are recomputed."""
+    """A model, made on the host, whose blocks stream and are recomputed."""
 
     def __init__(self, engine, model, num_slots=3):
-        self.model = model
+        self.model = rest_to(engine.device, model)
         named = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
         self.offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
         self.units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, named)]
         self.streamer = ParamStreamer(engine, self.units, lambda: self.offload.phase, num_slots=num_slots)
         self.offload.attach(named)
+        places = [place for unit in self.units for place in unit.places]
+        self.gradients = HostGradients(engine, [place.parameter for place in places])
+
+    def finish(self):
+        """End a backward."""
+        self.streamer.release()
+        self.gradients.settle()
 
     def train(self, steps=3, lr=0.1, orders=(None,)):
         losses = []
         for step in range(steps):
-            generator = torch.Generator().manual_seed(step)
-            loss = self.model(torch.randn(8, WIDTH, generator=generator), orders[step % len(orders)])
+            loss = self.model(batch(step, self.model.first), orders[step % len(orders)])
             loss.backward()
-            self.streamer.release()
+            self.finish()
             losses.append(loss.item())
             descend(self.model, lr)
         return losses
@@ -87,6 +149,7 @@ class Streamed:
     def close(self):
         self.offload.detach()
         self.streamer.detach()
+        self.gradients.close()
 
 
 def descend(model, lr=0.1):
@@ -97,10 +160,12 @@ def descend(model, lr=0.1):
                 parameter.grad = None
 
 
-def plain(model, steps=3, orders=(None,)):
+def plain(engine, model, steps=3, orders=(None,)):
+    """Train without streaming, where the engine's device is."""
+    model.to(engine.device)
     losses = []
     for step in range(steps):
-        loss = model(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)), orders[step % len(orders)])
+        loss = model(batch(step, model.first), orders[step % len(orders)])
         loss.backward()
         losses.append(loss.item())
         descend(model)
@@ -116,10 +181,10 @@ def plain(model, steps=3, orders=(None,)):
 def test_losses_and_weights_are_those_of_the_plain_run(engine, num_slots, orders):
     ours, theirs = make(), make()
     streamed = Streamed(engine, ours, num_slots)
-    assert streamed.train(5, orders=orders) == plain(theirs, 5, orders)
+    assert streamed.train(5, orders=orders) == plain(engine, theirs, 5, orders)
     streamed.close()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine, other), name
+        assert torch.equal(mine.cpu(), other.cpu()), name
 
 
 def test_outside_of_their_computation_parameters_show_the_host(engine):
@@ -129,10 +194,10 @@ def test_outside_of_their_computation_parameters_show_the_host(engine):
     streamed = Streamed(engine, model)
     homes = {id(place.parameter): place.home.data_ptr() for unit in streamed.units for place in unit.places}
     assert len(homes) == 5 * 5
-    model(torch.randn(4, WIDTH)).backward()
-    streamed.streamer.release()
+    model(batch(0, model.first)).backward()
+    streamed.finish()
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name]) and parameter.stride() == strides[name]
+        assert torch.equal(parameter.cpu(), before[name]) and parameter.stride() == strides[name]
         assert parameter.data_ptr() == homes.get(id(parameter), parameter.data_ptr())
         assert parameter.data_ptr() % 64 == 0 or name.startswith(("first", "last"))
     streamed.close()
@@ -145,12 +210,10 @@ def test_a_home_is_a_storage_of_its_own():
     streamed.close()
 
 
-def test_slots_hold_as_much_as_the_ring_says_and_backward_reuses_the_last_ones():
-    engine = DelayingEngine(0.0, computes_on_host=False)
-    streamed = Streamed(engine, make(6), num_slots=3)
+def test_slots_hold_as_much_as_the_ring_says_and_backward_reuses_the_last_ones(device_engine):
+    streamed = Streamed(device_engine, make(6), num_slots=3)
     for _ in range(3):
         streamed.train(1)
-    engine.log.clear()
     fetches = streamed.streamer.num_fetches
     late = streamed.streamer.num_late
     streamed.train(1)
@@ -158,13 +221,12 @@ def test_slots_hold_as_much_as_the_ring_says_and_backward_reuses_the_last_ones()
     assert streamed.streamer.num_fetches - fetches <= 6 + 6 - 3 + 1
     assert streamed.streamer.num_late - late <= 1, "after the first step the next unit is known"
     streamed.close()
-    engine.close()
 
 
 def test_weights_that_changed_are_fetched_again(engine):
     model = make(1)
     streamed = Streamed(engine, model)
-    x = torch.randn(4, WIDTH)
+    x = batch(0, model.first)
     with torch.no_grad():
         first = model(x)
         fetches = streamed.streamer.num_fetches
@@ -174,7 +236,7 @@ def test_weights_that_changed_are_fetched_again(engine):
     assert streamed.streamer.num_fetches == fetches + 1
     streamed.close()
     with torch.no_grad():
-        assert torch.equal(model(x), changed) and not torch.equal(first, changed)
+        assert torch.equal(model.to(x.device)(x), changed) and not torch.equal(first, changed)
 
 
 def test_a_unit_that_writes_to_its_weights_is_refused():
@@ -211,7 +273,7 @@ def test_an_exception_in_a_forward_brings_the_weights_home(engine):
     for unit in streamed.units:
         assert all(place.parameter.data_ptr() == place.home.data_ptr() for place in unit.places)
     handle.remove()
-    assert streamed.train(2) == plain(make(3), 2)
+    assert streamed.train(2) == plain(engine, make(3), 2)
     streamed.close()
 
 
@@ -226,7 +288,7 @@ def test_what_cannot_stream_stays():
     assert chosen == {"blocks.0": 4, "blocks.1": 4, "blocks.2": 3}
     theirs = copy.deepcopy(model)
     streamed = Streamed(HostEngine(), model)
-    assert streamed.train(3) == plain(theirs, 3)
+    assert streamed.train(3) == plain(HostEngine(), theirs, 3)
     streamed.close()
 
 
@@ -237,20 +299,85 @@ def test_frozen_parts_stream_and_get_no_gradient(engine):
             block.requires_grad_(False)
         model.blocks[4].up.requires_grad_(False)
     streamed = Streamed(engine, models[0])
-    assert streamed.train(4) == plain(models[1], 4)
+    assert streamed.train(4) == plain(engine, models[1], 4)
     streamed.close()
 
 
 def test_gradients_add_up_over_micro_batches(engine):
-    ours, theirs = make(), make()
+    ours, theirs = make(), make().to(engine.device)
     streamed = Streamed(engine, ours)
     for step in range(3):
-        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = batch(step, ours.first)
         ours(x).backward()
         theirs(x).backward()
-    streamed.streamer.release()
+    streamed.finish()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)
+        assert torch.equal(mine.grad.cpu(), other.grad.cpu())
+    streamed.close()
+
+
+class CountsCasts(TorchDispatchMode):
+    """Counts how often each weight of a shape is cast."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.num_casts = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_casts += function is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_cast_of_a_weight_outlives_the_forward_of_its_unit(engine):
+    model = make(2)
+    streamed = Streamed(engine, model)
+    x = batch(0, model.first)
+    with torch.autocast(engine.device.type, torch.bfloat16):
+        first, weight = model(x), model.blocks[0].up.weight
+        with CountsCasts(weight.shape) as casts:
+            assert torch.equal(model(x), first)
+        assert casts.num_casts == 2, "both units cast again: their casts have not piled up on the device"
+        engine.synchronize()  # whoever holds a reference has to see to it that nothing is under way
+        with torch.no_grad():
+            weight.mul_(2)
+        changed = model(x)
+        changed.backward()
+    streamed.finish()
+    gradient, weight.grad = weight.grad, None
+    with torch.autocast(engine.device.type, torch.bfloat16):
+        again = model(x)
+        again.backward()
+    assert torch.equal(changed, again) and not torch.equal(first, again)
+    streamed.finish()
+    assert torch.equal(gradient, weight.grad)
+    streamed.close()
+
+
+class Compilable(Block):
+    """What a compiler would find when it looks at the weights: whether they have gradients."""
+
+    seen: ClassVar[list[bool]] = []  # of the class: a recompute takes back what it does to the module
+
+    def forward(self, x):
+        self.seen.extend(parameter.grad is not None for parameter in self.parameters())
+        return super().forward(x)
+
+
+def test_a_forward_does_not_see_gradients_that_are_on_another_device(engine):
+    model = make(3)
+    with torch.device("cpu"):
+        model.blocks[1] = Compilable()
+    streamed = Streamed(engine, model)
+    streamed.model(batch(0, model.first)).backward()
+    streamed.finish()
+    before = [(each, each.grad, each.data_ptr()) for each in model.blocks[1].parameters()]
+    Compilable.seen.clear()
+    loss = model(batch(1, model.first))
+    assert all(each.grad is grad and each.data_ptr() == home for each, grad, home in before)
+    loss.backward()
+    assert Compilable.seen == [False] * 2 * 5, "in the forward and in the recompute"
+    streamed.finish()
+    assert all(each.grad is grad and each.data_ptr() == home for each, grad, home in before)
     streamed.close()
 
 
@@ -269,25 +396,22 @@ def test_bad_numbers_of_slots_and_double_attachment():
 
 def test_copies_of_the_model_run_on_their_own(engine):
     model = make(2)
-    x = torch.randn(4, WIDTH)
+    x = torch.randn(4, WIDTH, device="cpu")
     expected = model(x).item()
     streamed = Streamed(engine, model)
-    twin, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    twin, pickled = copy.deepcopy(model).cpu(), pickle.loads(pickle.dumps(model)).cpu()
     streamed.close()
     assert twin(x).item() == pickled(x).item() == expected
 
 
-def test_slots_are_let_go_and_weights_stay():
-    engine = DelayingEngine(0.0, computes_on_host=False)
+def test_slots_are_let_go_and_weights_stay(device_engine):
     model = make(3)
-    streamed = Streamed(engine, model)
+    streamed = Streamed(device_engine, model)
     streamed.train(2)
-    expected = model(torch.ones(2, WIDTH)).item()
+    x = batch(0, model.first)
+    expected = model(x).item()
+    slots = [weakref.ref(slot.memory) for slot in streamed.streamer._ring._slots]
     streamed.close()
-    ring = streamed.streamer._ring
-    for slot in ring._slots:
-        poison(slot.memory)
-    del ring, streamed
-    gc.collect()
-    assert model(torch.ones(2, WIDTH)).item() == expected
-    engine.close()
+    device_engine.synchronize()  # holds what it copies into
+    assert [slot() for slot in slots] == [None] * 3
+    assert model.to(x.device)(x).item() == expected

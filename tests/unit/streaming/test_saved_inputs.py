@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from lightning_cxl.streaming.saved_inputs import HeldInput, Ledger, StoredInput, can_store, storage_extent
 from lightning_cxl.transfer.engine import HostEngine
-from tests.fakes import DelayingEngine, RecyclingMemory
+from tests import training_device
+from tests.fakes import RecyclingMemory
 
 CPU = torch.device("cpu")
 
@@ -53,14 +54,13 @@ def test_the_image_is_exact(tensor):
     assert memory.live_bytes == 0
 
 
-def test_an_image_read_back_before_its_copy_is_done_waits_for_it():
-    engine = DelayingEngine(0.02, computes_on_host=False)
+def test_an_image_read_back_before_its_copy_is_done_waits_for_it(device_engine):
+    training_device.make_late("to the host")
     tensor = grown(100)
-    stored = StoredInput(tensor, engine, RecyclingMemory().allocate, "unit", Ledger())
-    destination, transfer = stored.fetch(engine)
+    stored = StoredInput(tensor, device_engine, RecyclingMemory().allocate, "unit", Ledger())
+    destination, transfer = stored.fetch(device_engine)
     transfer.wait()
     assert torch.equal(stored.shape_like_source(destination), tensor)
-    engine.close()
 
 
 def test_an_image_is_recognised_by_identity_and_version():

@@ -100,9 +100,9 @@ def test_after_holds_a_copy_and_those_behind_it_on_its_lane():
     clock = LinkClock()
     route = {direction: links().route(direction, {"fast": 1.0}) for direction in ("h2d", "d2h")}
     out = clock.submit("d2h", 16, route["d2h"], now_s=0.0)
-    back = clock.submit("h2d", 8, route["h2d"], now_s=0.0, after=out)
+    back = clock.submit("h2d", 8, route["h2d"], now_s=0.0, after=[out])
     behind = clock.submit("h2d", 8, route["h2d"], now_s=0.0)
-    finished = clock.submit("d2h", 8, route["d2h"], now_s=5.0, after=out)
+    finished = clock.submit("d2h", 8, route["d2h"], now_s=5.0, after=[out])
     clock.advance(10.0)
     assert [(flow.start_s, flow.end_s) for flow in (back, behind)] == [(2.0, 3.0), (3.0, 4.0)]
     assert finished.start_s == 5.0

@@ -90,7 +90,7 @@ def test_directions_run_at_once_and_each_is_in_order(engine, hold):
     with hold():
         copies = [engine.h2d(empty(MB // 2), empty(MB // 2)) for _ in range(2)]
         out = engine.d2h(empty(MB // 2), empty(MB // 2))
-        copies += [out, engine.h2d(empty(MB // 2), empty(MB // 2), after=out)]
+        copies += [out, engine.h2d(empty(MB // 2), empty(MB // 2), after=[out])]
         assert not any(copy.done() for copy in copies)
     engine.synchronize()
     assert all(copy.done() for copy in copies)
@@ -166,7 +166,7 @@ def test_an_unknown_tier_is_refused_before_anything_starts(engine, tiers):
 
 def test_what_fails_on_the_worker_is_raised_where_it_is_waited_for(engine):
     copy = engine.h2d(torch.ones(2, 3), torch.zeros(1, 3).expand(2, 3))
-    behind = engine.d2h(torch.ones(3), torch.zeros(3), after=copy)
+    behind = engine.d2h(torch.ones(3), torch.zeros(3), after=[copy])
     for each in (copy, behind):
         with pytest.raises(RuntimeError, match="single memory location"):
             each.wait()

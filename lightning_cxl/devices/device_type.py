@@ -1,0 +1,81 @@
+"""`DeviceType`: the seam to one kind of device; everything else speaks to devices through `torch.accelerator`.
+
+A device type that torch knows needs one such object to be offloaded from. `register_device_type` adds it.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from lightning_cxl.devices.cuda import CudaDevices
+from lightning_cxl.errors import UnsupportedError
+
+
+class DeviceInfo(NamedTuple):
+    """A device that copies go to and from, besides the CPU."""
+
+    device: torch.device
+    name: str
+    memory_bytes: int
+
+
+class DeviceType(Protocol):
+    """What one kind of device does in its own way."""
+
+    @property
+    def name(self) -> str:
+        """The type of ``torch.device``, such as ``"cuda"``."""
+
+    def num_devices(self) -> int:
+        """Return how many devices this process can use; 0 where torch or the machine has none."""
+
+    def describe(self, index: int) -> tuple[str, int]:
+        """Return the name of a device and its memory in bytes."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock ``[address, address + nbytes)`` and let the driver of every device copy from and to it directly.
+
+        Raises:
+            PinnedMemoryError: the driver refuses, or there is none.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`. Never raises: it runs while buffers die, when the driver may be gone already."""
+
+
+_known: dict[str, DeviceType] = {"cuda": CudaDevices()}
+
+
+def register_device_type(device_type: DeviceType) -> None:
+    """Make `device_type` one that runs can offload from; it takes the place of one with the same name."""
+    _known[device_type.name] = device_type
+
+
+def device_type_of(device: torch.device) -> DeviceType:
+    """Return the seam to the kind of `device`.
+
+    Raises:
+        UnsupportedError: there is none, naming those that there are.
+    """
+    if device.type not in _known:
+        names = ", ".join(f"`{name}`" for name in ("cpu", *_known))
+        raise UnsupportedError(
+            f"weights and activations cannot be offloaded from `{device}`: this version knows {names}. "
+            'Use `Trainer(accelerator="cpu")` or `Trainer(accelerator="cuda")`.'
+        )
+    return _known[device.type]
+
+
+def process_device_type() -> DeviceType:
+    """Return the kind of this process's accelerator; without one CUDA's, whose errors then say what is missing."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return _known.get("" if accelerator is None else accelerator.type, _known["cuda"])
+
+
+def devices_apart() -> tuple[DeviceInfo, ...]:
+    """Return the devices of this process that have memory of their own, none where torch or the machine has none."""
+    return tuple(
+        DeviceInfo(torch.device(kind.name, index), *kind.describe(index))
+        for kind in _known.values()
+        for index in range(kind.num_devices())
+    )

@@ -1,0 +1,219 @@
+"""What the package uses of torch that torch does not promise to keep: here, each with what it is for.
+
+Names are looked up when the package is imported, so a torch that lacks one, or that nobody has tested, is refused
+before anything runs. Only the compiler, which takes seconds to import, is looked up when a run that needs it starts.
+
+Five private names are used where they are needed, because everybody uses them and torch keeps them: ``tensor._version``
+and the tables of a module, ``_parameters``, ``_buffers``, ``_modules`` and ``_non_persistent_buffers_set``.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cxl.errors import UnsupportedError
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+"""The versions of torch that the tests have run on, as `pyproject.toml` declares them."""
+
+_T = TypeVar("_T")
+
+
+def check_version(version: str) -> None:
+    """Refuse a torch that the tests have not run on.
+
+    Raises:
+        UnsupportedError: it is older or newer than those.
+    """
+    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
+        raise UnsupportedError(f"torch {version} is not known to work with lightning_cxl. {_advice()}")
+
+
+def find(module: str, path: str, purpose: str) -> Any:
+    """Return what a module has under a name, or a dotted path of names.
+
+    Args:
+        module: what to import.
+        path: the name in it.
+        purpose: what it is needed for, for the message: `lightning_cxl needs to ...`.
+
+    Raises:
+        UnsupportedError: this torch does not have it.
+    """
+    try:
+        return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no `{module}.{path}`, which lightning_cxl needs to {purpose}. {_advice()}"
+        ) from None
+
+
+def _advice() -> str:
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    return f"It is tested with torch {oldest} to {newest}: install one of these."
+
+
+check_version(torch.__version__)
+
+# --- the autograd engine
+
+_run_backward = find("torch.autograd", "Variable._execution_engine.run_backward", "run the backward of a dry run")
+_queue_callback = find("torch.autograd", "Variable._execution_engine.queue_callback", "learn when a backward ends")
+_graph_task = find("torch", "_C._current_graph_task_id", "tell which backward is running")
+_hooks_after = find("torch", "Tensor._post_accumulate_grad_hooks", "know who sees a gradient that has been accumulated")
+
+
+def run_backward(loss: Tensor) -> None:
+    """Do what ``loss.backward()`` does, which would set function modes aside meanwhile, also for recomputes."""
+    _run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the backward that is running, before it returns; not where it fails."""
+    _queue_callback(callback)
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs within a backward."""
+    return backward_id() is not None
+
+
+def backward_id() -> int | None:
+    """Return what tells the backward that this thread runs in from all others; None if it runs in none."""
+    number = int(_graph_task())
+    return None if number == -1 else number
+
+
+def hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """Return the hooks that run when a gradient has been accumulated, by id, in their order. Not a copy."""
+    hooks: dict[int, Callable[[Tensor], None]] | None = _hooks_after.__get__(parameter)
+    return {} if hooks is None else hooks
+
+
+# --- operators
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    TorchDispatchMode = find("torch.utils._python_dispatch", "TorchDispatchMode", "see the operators of a thread")
+dispatch_modes: Callable[[], list[Any]] = find(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "tell whether host tensors are being placed"
+)
+without_dispatch: Callable[[], AbstractContextManager[Any]] = find(
+    "torch", "_C._DisableTorchDispatch", "make tensors that no dispatch mode sees"
+)
+TO_COPY: Any = find("torch", "ops.aten._to_copy.default", "place the copies that `tensor.to` makes")
+PIN_MEMORY: Any = find("torch", "ops.aten._pin_memory.default", "place the copies that `tensor.pin_memory` makes")
+is_zero_tensor: Callable[[Tensor], bool] = find("torch", "Tensor._is_zerotensor", "leave tensors without memory alone")
+_storage_object = find("torch", "UntypedStorage._cdata", "tell apart storages that have no bytes")
+
+find("torch", "ops.aten.empty.memory_format._schema", "know what an operator takes and returns")
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator: its name, arguments and returns."""
+    return operator._schema
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return torch's own object behind a storage: what tells storages without bytes apart, as long as they live."""
+    key: int = _storage_object.__get__(storage)
+    return key
+
+
+# --- trees of arguments and results
+
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = find(
+    "torch.utils._pytree", "tree_flatten", "find inputs of units"
+)
+tree_unflatten: Callable[[Iterable[Any], Any], Any] = find("torch.utils._pytree", "tree_unflatten", "replace inputs")
+tree_leaves: Callable[[Any], list[Any]] = find(
+    "torch.utils._pytree", "tree_leaves", "find tensors in what a unit returns"
+)
+
+# --- optimizers, their schedulers and loss scalers
+
+_hooks_of_all = tuple(
+    find("torch.optim.optimizer", f"_global_optimizer_{when}_hooks", "know who looks at gradients when a step is made")
+    for when in ("pre", "post")
+)
+_HOOKS = tuple(
+    f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
+UNSCALE = "_unscale_grads_"
+"""The method of a loss scaler that is replaced where gradients are on the host."""
+find("torch.amp", f"GradScaler.{UNSCALE}", "unscale gradients on the host")
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return the hooks that run before and after a step of `optimizer`: its own and those of all optimizers."""
+    before, after = ({**own, **all_} for own, all_ in zip(_hooks_of(optimizer), _hooks_of_all, strict=False))
+    return before, after
+
+
+def loading_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return the hooks that run before and after a state dict is loaded."""
+    before, after = _hooks_of(optimizer)[-2:]
+    return list(before.values()), list(after.values())
+
+
+def share_hooks(source: Optimizer, target: Optimizer) -> None:
+    """Let `target` have all hooks of `source`, also those that are added to one of them later."""
+    for name, hooks in zip(_HOOKS, _hooks_of(source), strict=True):
+        setattr(target, name, hooks)
+
+
+def _hooks_of(optimizer: Optimizer) -> list[dict[int, Callable[..., Any]]]:
+    missing = [name for name in _HOOKS if not hasattr(optimizer, name)]
+    if missing:
+        raise UnsupportedError(f"optimizers of torch {torch.__version__} have no `{missing[0]}`. {_advice()}")
+    return [getattr(optimizer, name) for name in _HOOKS]
+
+
+def mark_as_called(optimizer: Optimizer) -> None:
+    """Tell schedulers, which warn where it is not so, that a step of `optimizer` has been made before theirs."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def keeps_mark(step: _T) -> _T:
+    """Tell schedulers that this `step`, or objects of this class in its place, call `mark_as_called` themselves."""
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def unscale(scaler: Any, *args: Any) -> Any:
+    """Unscale the gradients of an optimizer as the class of `scaler` does it, whatever replaces it in the object."""
+    return getattr(type(scaler), UNSCALE)(scaler, *args)
+
+
+# --- kernels over lists of tensors, which `bench` compares with
+
+foreach_copy_: Any = find("torch", "_foreach_copy_", "measure how long torch copies lists of tensors")
+foreach_mul_: Any = find("torch", "_foreach_mul_", "measure how long torch clips")
+foreach_norm: Any = find("torch", "_foreach_norm", "measure how long torch takes norms")
+foreach_unscale_: Any = find("torch", "_amp_foreach_non_finite_check_and_unscale_", "measure how long torch unscales")
+
+# --- the compiler
+
+set_compiler: Callable[[Any], Any] = find(
+    "torch._C._dynamo.eval_frame", "set_eval_frame", "set the compiler aside while a unit's weights and inputs move"
+)
+"""Make this thread's frames go to a compiler (None for none), and return the one before."""
+
+
+def leave_to_python(function: Any, reason: str) -> None:
+    """Keep the compiler from tracing `function`, but not what it calls. Idempotent; imports the compiler."""
+    find("torch._dynamo.decorators", "skip", "leave a graph where a unit begins")(function)
+    function._torchdynamo_disable_msg = reason
+
+
+def compiled_module(module: nn.Module) -> nn.Module:
+    """Return the module inside a wrapper of ``torch.compile``; any other module as it is."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None or type(module).__name__ != "OptimizedModule" else inner

@@ -1,0 +1,127 @@
+"""The device that the tests that train run on: ``--device apart`` (the default), ``cpu`` or ``cuda``.
+
+[Note: Where tests train]
+* One process has one kind of device: the option says which, and it is made known before anything else happens.
+* `current` is where the present test trains. It is the CPU unless the test, or its folder, uses the fixture
+  ``on_device``; in tests/integration all tests do, but for those that are about the CPU as the device and say so by the
+  marker ``on_cpu``.
+* The plain run that results are compared with is Lightning's `SingleDeviceStrategy` on the same device. There the same
+  kernels run on the same values, so results are equal bit for bit.
+* Memory of the device, and pinned memory that is given back, is poisoned in every test on the device apart. A test that
+  looks for races makes copies or kernels late, too (fixture ``late``). On other devices nothing can be made late.
+* After each test nothing may be left: no race seen, no memory of the device, no host memory registered.
+"""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_cxl.devices.device_type import register_device_type
+from tests import apart
+from tests.apart_accelerator import ApartAccelerator, ApartDevices
+
+NAMES = ("apart", "cpu", "cuda")
+LATE = {
+    "nothing": {},
+    "copies": {"h2d": 1e-3, "d2h": 1e-3},
+    "to the device": {"h2d": 2e-3},
+    "to the host": {"d2h": 2e-3},
+    "kernels": {"kernel": 1e-4},
+}
+"""What `late` makes wait, in seconds for each copy or kernel."""
+
+CPU = torch.device("cpu")
+chosen = CPU
+"""What the option says."""
+current = CPU
+"""Where the present test trains."""
+_apart_devices = ApartDevices()
+unavailable: str | None = None
+"""Why the chosen device cannot be used."""
+
+
+def choose(name: str) -> None:
+    """Make the device known to torch and to the package, once a process."""
+    global chosen, unavailable
+    if name == "apart":
+        unavailable = apart.why_unavailable()
+        if unavailable is None:
+            apart.load()
+            register_device_type(_apart_devices)
+            chosen = torch.device("apart", 0)
+    elif name == "cuda":
+        unavailable = None if torch.cuda.is_available() else "needs a CUDA device"
+        chosen = torch.device("cuda", 0)
+
+
+def accelerator():
+    """Return what a Trainer takes as its accelerator."""
+    return ApartAccelerator() if current.type == "apart" else current.type
+
+
+@contextlib.contextmanager
+def on_chosen() -> Iterator[torch.device]:
+    """Train on the chosen device inside; afterwards nothing may be left there. Skips where there is no such device."""
+    global current
+    if unavailable is not None:
+        pytest.skip(unavailable)
+    current = chosen
+    try:
+        if current.type == "apart":
+            _apart_devices.are_there = True
+            apart.reset()
+            apart.set_poison(True)
+        yield current
+        races = _races()
+        left = _left()
+    finally:
+        current = CPU
+        _apart_devices.are_there = False
+        if chosen.type == "apart":
+            apart.reset()
+    assert not races, "\n".join(races)
+    assert not any(left.values()), f"left behind: {left}"
+
+
+def _races() -> list[str]:
+    if chosen.type == "cpu":
+        return []
+    torch.accelerator.synchronize()
+    if chosen.type != "apart":
+        return []
+    return apart.violations()
+
+
+def forget_races() -> None:
+    """Wait, and forget what races were seen, in a test that makes one."""
+    _races()
+    if chosen.type == "apart":
+        apart.clear_violations()
+
+
+def _left() -> dict[str, int]:
+    """Return what is still held; garbage is collected only if something is."""
+    left = _held()
+    if any(left.values()):
+        gc.collect()
+        left = _held()
+    return left
+
+
+def _held() -> dict[str, int]:
+    if chosen.type == "cpu":
+        return {}
+    held = {"bytes on the device": torch.accelerator.memory_allocated(chosen.index)}
+    if chosen.type == "apart":
+        usage = apart.host_usage()
+        held |= {"registrations": usage.registrations, "copies under way in freed memory": usage.waiting_blocks}
+    return held
+
+
+def make_late(what: str) -> None:
+    """Delay what `LATE` says for the rest of the test; only the device apart can."""
+    if current.type == "apart":
+        apart.set_delay(**LATE[what])

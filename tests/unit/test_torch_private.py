@@ -1,0 +1,53 @@
+"""A torch that lacks a private name, or that nobody has tested, is refused with a message that says what to do."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_cxl import torch_private
+from lightning_cxl.errors import UnsupportedError
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.13.0+cpu", "2.15.1", "2.15.0a0+git12"])
+def test_tested_versions_are_accepted(version):
+    torch_private.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.1", "2.10.0", "2.16.0.dev20270101", "3.0"])
+def test_other_versions_are_refused(version):
+    with pytest.raises(UnsupportedError, match=f"torch {version} .*tested with torch 2.11 to 2.15: install one"):
+        torch_private.check_version(version)
+
+
+@pytest.mark.parametrize(
+    "missing", [("torch", "_C._no_such_thing"), ("torch.optim.optimizer", "_gone"), ("torch._gone", "name")]
+)
+def test_a_missing_name_is_told(missing):
+    with pytest.raises(UnsupportedError) as error:
+        torch_private.find(*missing, "count to three")
+    for part in (torch.__version__, f"`{'.'.join(missing)}`", "needs to count to three", "2.11 to 2.15"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "damage, name",
+    [
+        ("del torch._C._current_graph_task_id", "torch._C._current_graph_task_id"),
+        ("del torch.amp.GradScaler._unscale_grads_", "torch.amp.GradScaler._unscale_grads_"),
+    ],
+)
+def test_the_package_refuses_a_torch_without_a_name_when_it_is_imported(damage, name):
+    code = f"import torch\n{damage}\nfrom lightning_cxl import torch_private"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "UnsupportedError: torch" in result.stderr and f"has no `{name}`" in result.stderr
+
+
+def test_hooks_of_an_optimizer_that_torch_has_renamed_are_told():
+    class Renamed:
+        pass
+
+    with pytest.raises(UnsupportedError, match="_optimizer_step_pre_hooks"):
+        torch_private.step_hooks(Renamed())

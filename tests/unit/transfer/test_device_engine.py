@@ -1,0 +1,164 @@
+"""What `DeviceEngine` promises beyond the contract of all engines: which memory it holds, and what copies wait for."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.transfer.engine import DeviceEngine, make_engine
+from tests import apart, training_device
+
+NUMEL = 1 << 12
+
+
+@pytest.fixture
+def engine(on_device):
+    if on_device.type == "cpu":
+        pytest.skip("needs a device apart")
+    engine = make_engine(on_device)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def needs_apart():
+    if training_device.chosen.type != "apart":
+        pytest.skip("streams can be paused, and copies watched, on the device apart only")
+
+
+def on_host():
+    return torch.zeros(NUMEL).pin_memory()
+
+
+def paused_copies(engine):
+    """Copies to the host do not begin inside, where that can be had."""
+    return apart.paused(engine._d2h_stream) if training_device.chosen.type == "apart" else contextlib.nullcontext()
+
+
+@pytest.mark.usefixtures("needs_apart")
+def test_autograd_does_not_add_into_a_gradient_that_is_being_copied(engine):
+    """The gradient of `p` is a view of that of `x`, to which autograd adds in place where nobody else has it."""
+    x = torch.zeros(1, NUMEL, device=engine.device, requires_grad=True) * 1.0
+    p = torch.ones(NUMEL, device=engine.device, requires_grad=True)
+    landed, transfers = on_host(), []
+
+    def take(p):
+        grad, p.grad = p.grad, None
+        transfers.append(engine.d2h(grad, landed))
+
+    p.register_post_accumulate_grad_hook(take)
+    later = x * 3.0  # made first, so that its gradient comes last
+    loss = ((x + p.unsqueeze(0)) * 2.0).sum() + later.sum()
+    apart.set_delay(d2h=0.05)
+    loss.backward()
+    transfers[0].wait_host()
+    assert torch.equal(landed, torch.full((NUMEL,), 2.0))
+
+
+def test_the_memory_of_a_dropped_source_is_free_once_the_device_has_waited(engine):
+    with paused_copies(engine):
+        transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host())
+        held = torch.accelerator.memory_allocated(engine.device)
+        transfer.wait()
+        assert torch.accelerator.memory_allocated(engine.device) < held
+
+
+def test_it_is_not_free_while_only_another_stream_has_waited(engine):
+    with paused_copies(engine):
+        transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host())
+        held = torch.accelerator.memory_allocated(engine.device)
+        with torch.Stream(engine.device):
+            transfer.wait()
+        assert torch.accelerator.memory_allocated(engine.device) == held
+
+
+@pytest.mark.usefixtures("needs_apart")
+def test_reserved_memory_does_not_grow_however_far_the_host_runs_ahead(engine):
+    def reserved(steps):
+        torch.accelerator.empty_cache()
+        for _ in range(steps):
+            made = torch.ones(NUMEL, device=engine.device)
+            engine.d2h(made, on_host()).wait()
+            del made
+        found = torch.accelerator.memory_reserved(engine.device)
+        engine.synchronize()
+        return found
+
+    apart.set_delay(kernel=1e-3, d2h=1e-3)
+    assert reserved(4) == reserved(40)
+
+
+@pytest.mark.usefixtures("needs_apart")
+def test_a_copy_with_after_does_not_wait_for_what_the_device_computes(engine):
+    slot, source = torch.zeros(NUMEL, device=engine.device), torch.ones(NUMEL).pin_memory()
+    users = engine.mark()
+    users.wait_host()
+    with apart.paused(torch.accelerator.current_stream(engine.device)):
+        unrelated = torch.zeros(NUMEL, device=engine.device)  # queued, and stays so
+        transfer = engine.h2d(source, slot, after=[users])
+        transfer.wait_host()
+        assert not engine.mark().done()
+    assert unrelated.sum().item() == 0.0
+    assert slot.sum().item() == NUMEL
+
+
+@pytest.mark.usefixtures("needs_apart")
+def test_a_copy_without_after_waits_for_what_the_device_computes(engine):
+    with apart.paused(torch.accelerator.current_stream(engine.device)):
+        transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host())
+        assert not transfer.done()
+    transfer.wait_host()
+
+
+def test_several_copies_have_one_event(engine):
+    made = [torch.full((NUMEL,), float(i), device=engine.device) for i in range(5)]
+    hosts = [on_host() for _ in made]
+    with paused_copies(engine):
+        transfer = engine.d2h_all(list(zip(made, hosts, strict=True)))
+        assert len(engine._in_flight) == 1
+    transfer.wait_host()
+    assert [host[0].item() for host in hosts] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.usefixtures("needs_apart")
+def test_pageable_memory_is_copied_beside_what_the_device_computes(engine):
+    slot = torch.zeros(NUMEL, device=engine.device)
+    users = engine.mark()
+    users.wait_host()
+    with apart.paused(torch.accelerator.current_stream(engine.device)):
+        source = torch.ones(NUMEL)
+        transfer = engine.h2d(source, slot, after=[users])
+        source.fill_(7.0)  # it was staged
+        transfer.wait_host()
+    assert slot.sum().item() == NUMEL
+    back = torch.empty(NUMEL)
+    engine.d2h(slot, back).wait_host()
+    assert torch.equal(back, torch.ones(NUMEL))
+
+
+def test_engines_of_one_device_share_its_streams(engine):
+    another = DeviceEngine(engine.device)
+    assert another._h2d_stream == engine._h2d_stream and another._d2h_stream == engine._d2h_stream
+    assert another._h2d_stream != another._d2h_stream
+
+
+def test_a_thread_takes_the_device_of_the_engine(on_device):
+    if torch.accelerator.device_count() < 2 or on_device.type == "cpu":
+        pytest.skip("needs two devices")
+    engine = make_engine(torch.device(on_device.type, 1))
+    seen = []
+    thread = threading.Thread(
+        target=lambda: (engine.use_in_this_thread(), seen.append(torch.accelerator.current_device_index()))
+    )
+    thread.start(), thread.join()
+    assert seen == [1]
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_a_device_that_this_torch_does_not_have_is_refused(on_device):
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA")
+    with pytest.raises(UnsupportedError, match="has no `cuda`"):
+        make_engine("cuda")
