@@ -79,6 +79,17 @@ def test_fresh_and_freed_memory_is_poisoned():
     assert again.isnan().all()
 
 
+def test_fresh_memory_is_poisoned_before_any_stream_has_it(side):
+    apart.set_poison(True)
+    with apart.paused(torch.accelerator.current_stream()):
+        tensor = torch.empty(100_019, device="apart")
+        with side:
+            tensor.zero_()
+        side.synchronize()
+    torch.accelerator.synchronize()
+    assert tensor.eq(0).all()
+
+
 def test_without_poison_freed_memory_keeps_its_bytes():
     tensor = torch.ones(1000, device="apart")
     where = tensor.data_ptr()
