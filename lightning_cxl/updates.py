@@ -25,6 +25,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -144,6 +145,18 @@ class UnitUpdates:
         """Return when every update is done, e.g. before an optimizer's state is read."""
         for unit in self._units:
             unit.wait()
+
+    def close(self) -> None:
+        """Return when every update is done, and keep none: an error that stays behind keeps what its frames hold.
+
+        Raises:
+            BaseException: the error of an update, where nobody has seen it.
+        """
+        self.give_up()
+        self._started.clear()
+        with ExitStack() as waits:
+            for unit in self._units:
+                waits.callback(unit.wait)
 
     def at_most(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Return what is wanted without the gradients that are updates' before others come."""
