@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test test-numa sanitize lint format clean
+.PHONY: demo test compat test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# what depends on torch most, with the oldest and the newest torch that are declared; each in an environment of its own
+compat:
+	$(PYTHON) tests/compat.py
 
 # placement on real memory-only nodes, in a small virtual machine; see tests/numa_vm/README.md
 test-numa: $(VENV)/installed

@@ -7,7 +7,7 @@ from lightning_cxl.errors import LightningCXLError
 
 
 def main() -> None:
-    """Run `sys.argv`; an error of ours ends as one message on stderr and exit status 1."""
+    """Run `sys.argv`; an error of ours, or a missing package, ends as one message on stderr and exit status 1."""
     try:
         if sys.argv[1:2] == ["env"]:
             _env(sys.argv[2:])
@@ -27,6 +27,10 @@ def main() -> None:
             finetune()
     except LightningCXLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except ModuleNotFoundError as error:
+        # Lightning raises it without a name where jsonargparse is missing, and says what to install
+        missing = f"package `{error.name}`, which is not installed: pip install {error.name}" if error.name else error
+        sys.exit(f"`python -m lightning_cxl {' '.join(sys.argv[1:2])}` needs {missing}")
 
 
 def _env(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.callbacks import RichProgressBar
+    from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import Precision
@@ -35,7 +35,7 @@ else:
         f"{_fabric}.plugins": ("CheckpointIO", "ClusterEnvironment", "TorchCheckpointIO"),
         _pytorch: ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
         f"{_pytorch}.accelerators": ("Accelerator",),
-        f"{_pytorch}.callbacks": ("RichProgressBar",),
+        f"{_pytorch}.callbacks": ("BaseFinetuning", "RichProgressBar"),
         f"{_pytorch}.cli": ("LightningCLI",),
         f"{_pytorch}.core.optimizer": ("LightningOptimizer",),
         f"{_pytorch}.plugins": ("Precision",),
@@ -77,6 +77,7 @@ def _is_known(method: object) -> bool:
 __all__ = [
     "PACKAGE",
     "Accelerator",
+    "BaseFinetuning",
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",

@@ -73,7 +73,13 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
 def describe_optimizers(optimizers: Iterable[Optimizer], masters: MasterWeights) -> dict[str, Any]:
     """Return our own entry for a checkpoint: names of every optimizer's parameters, and separate master weights."""
     names = [[[masters.name_of(p) for p in group["params"]] for group in opt.param_groups] for opt in optimizers]
-    return {"optimizer_param_names": names, "master_weights": masters.named_masters()}
+    usable = [own if _are_different(own) else None for own in names]
+    return {"optimizer_param_names": usable, "master_weights": masters.named_masters()}
+
+
+def _are_different(groups: list[list[str]]) -> bool:
+    names = [name for group in groups for name in group]
+    return len(names) == len(set(names))
 
 
 def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: list[list[str]]) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: li
 
     Args:
         state: torch's format, indices counting through the groups as they were when saved.
-        saved: parameter names by group when saved; None for a checkpoint of another strategy, whose order is kept.
+        saved: parameter names by group when saved; None where they were not known, so that the order is kept.
         current: parameter names by group now.
 
     Raises:

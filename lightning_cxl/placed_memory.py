@@ -1,6 +1,8 @@
 """`PlacedMemory`: host memory for the tensors of one model, each where its placement says, and the plan of it."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -8,13 +10,15 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import OnTierFull
 from lightning_cxl.memory.heap import HeapTrimmer
-from lightning_cxl.memory.host_tensors import is_ordinary, mirror
+from lightning_cxl.memory.host_tensors import is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.wanted import Wanted
 from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.report import Plan, check_fits
 from lightning_cxl.tiers.placement import Placement, TensorRole
+
+_ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 
 
 class PlacedMemory:
@@ -47,11 +51,42 @@ class PlacedMemory:
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor shaped and laid out as a parameter of the model."""
+        """Return an uninitialised tensor shaped and laid out as a parameter of the model.
+
+        Master weights that a device copies as they are, after every step, are page-locked.
+        """
+        self._trim_for(role)
+        placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
+        if role is TensorRole.MASTER_WEIGHTS and parameter.device.type != "cpu" and dtype is parameter.dtype:
+            placement = replace(placement, pinned=True)
+        return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
+
+    def like_all(self, wanted: Sequence[tuple[nn.Parameter, torch.dtype]], role: TensorRole) -> list[torch.Tensor]:
+        """Return what `like` would for each parameter, those of one placement in one piece of memory.
+
+        Args:
+            wanted: parameters of the model, and the type of the tensor like each.
+            role: of all.
+        """
+        self._trim_for(role)
+        by_placement: dict[Placement, list[int]] = {}
+        for index, (parameter, dtype) in enumerate(wanted):
+            placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
+            by_placement.setdefault(placement, []).append(index)
+        tensors: dict[int, torch.Tensor] = {}
+        for placement, indices in by_placement.items():
+            parts = [wanted[index] for index in indices]
+            sizes = [parameter.numel() * dtype.itemsize for parameter, dtype in parts]
+            ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+            piece = self.memory.allocate(ends[-1], placement, role)
+            for index, (parameter, dtype), start, size in zip(indices, parts, [0, *ends], sizes, strict=False):
+                flat = piece.slice(start, size).tensor((parameter.numel(),), dtype)
+                tensors[index] = laid_out_as(flat, parameter)
+        return [tensors[index] for index in range(len(wanted))]
+
+    def _trim_for(self, role: TensorRole) -> None:
         if self._heap is not None and role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
             self._heap.trim()  # in backward, where the C library's heap grows most
-        placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
-        return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
 
     def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return an uninitialised 1-D tensor for a parameter."""
@@ -89,7 +124,11 @@ class PlacedMemory:
                     self._plan.add(TensorRole.ACTIVATIONS, nbytes, where)
 
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
-        """Return memory for the weights of several parameters that belong on the same tier."""
+        """Return memory for the weights of several parameters that belong on the same tier.
+
+        What weights that have moved before have left is given back first: it is of another stack, which nobody needs.
+        """
+        self.memory.trim()
         placement = self.placements.for_parameter(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
         return self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
 
@@ -123,10 +162,12 @@ class PlacedMemory:
         """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit any more.
 
         Weights move from where they are, which [Note: Planning a run] has counted: here they are not checked again.
+        What they have left is given back.
 
         Raises:
             TierFullError: it does not fit.
         """
+        self.memory.trim()
         requests = []
         for parameter, role, nbytes in wanted:
             placement = self.placements.for_parameter(parameter, role, nbytes)

@@ -1,6 +1,7 @@
 """Where each tensor of one model goes: decorators, rules and the policy, asked per parameter, role and unit."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -28,14 +29,16 @@ class ModelPlacements:
         model: its parameters and their owners are read once.
         tiers: what decorators and rules ask for, by module name.
         placer: the policy with the machine's free bytes.
+        pin: page-lock what a device copies, whatever the policy says about it.
 
     Raises:
         ConfigError: a tensor is shared between modules that ask for different tiers.
     """
 
-    def __init__(self, model: nn.Module, tiers: ModuleTiers, placer: Placer) -> None:
+    def __init__(self, model: nn.Module, tiers: ModuleTiers, placer: Placer, *, pin: bool = False) -> None:
         self._tiers = tiers
         self._placer = placer
+        self._pin = pin
         self._decided: dict[tuple[int | str, TensorRole], Placement] = {}
         self._owners: dict[int, list[str]] = {}
         self.names: dict[int, str] = {}  # first name of every parameter, by id
@@ -87,7 +90,8 @@ class ModelPlacements:
 
     def _decide(self, owners: list[str], role: TensorRole, nbytes: int, name: str) -> Placement:
         tier, source = self._asked(owners, role)
-        return self._placer.place(role, nbytes, tier=tier, source=source, module=name)
+        placement = self._placer.place(role, nbytes, tier=tier, source=source, module=name)
+        return replace(placement, pinned=True) if self._pin and role.is_copied else placement
 
     def _asked(self, owners: Iterable[str], role: TensorRole) -> tuple[str | None, str]:
         """Return the tier the first owner with a wish asks for, and who said so."""

@@ -8,14 +8,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_cxl._lightning import (
-    LightningModule,
+    BaseFinetuning,
     LightningOptimizer,
     Precision,
     Trainer,
     overridden,
     own_methods,
 )
-from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.optim.clip import HostClip
 from lightning_cxl.optim.host_unscale import HostUnscale
 from lightning_cxl.runtime import OffloadRuntime
@@ -55,6 +55,13 @@ def may_write_between_steps(trainer: Trainer) -> bool:
     return not trainer.lightning_module.automatic_optimization or bool(overridden(trainer, *hooks))
 
 
+def reads_gradients(trainer: Trainer, use: GradientUse) -> bool:
+    """Return whether anyone may read gradients between micro-batches, or before the closure of a step is over."""
+    plugin = trainer.precision_plugin
+    early = overridden(trainer, "on_train_batch_start", "on_before_backward") or own_methods(plugin, "optimizer_step")
+    return bool(use.edits or use.looks or early or getattr(plugin, "scaler", None) is not None)
+
+
 def accumulates(trainer: Trainer) -> bool:
     """Return whether several micro-batches are added up before a step, at any time of the run."""
     callbacks = getattr(trainer, "callbacks", [])
@@ -77,8 +84,20 @@ def why_not_in_backward(trainer: Trainer, use: GradientUse, on_overflow: str) ->
     return None
 
 
-def warn_about_gradients(module: LightningModule) -> None:
-    """Warn where the module looks for gradients that are on master weights."""
+def check_masters_are_found(trainer: Trainer) -> None:
+    """Refuse callbacks that would not find master weights, and warn where the module looks for their gradients.
+
+    Raises:
+        UnsupportedError: a finetuning callback of Lightning's.
+    """
+    for callback in getattr(trainer, "callbacks", []):
+        if isinstance(callback, BaseFinetuning):
+            raise UnsupportedError(
+                f"{type(callback).__name__} looks for the optimizer's parameters in the model, and some are master "
+                "weights on the host. Freeze and unfreeze in a callback of your own, with "
+                "`optimizer.add_param_group({'params': [...]})` and the model's parameters, which works."
+            )
+    module = trainer.lightning_module
     own = own_methods(module, "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
     if own:
         warnings.warn(

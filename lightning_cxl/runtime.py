@@ -66,6 +66,9 @@ class OffloadRuntime:
     min_activation_bytes = DEFAULT_MIN_BYTES
     """Inputs of units smaller than this stay where they are."""
 
+    guard: OverflowGuard
+    """What keeps optimizers from gradients that are not finite; made by `setup_model`."""
+
     def __init__(
         self,
         config: OffloadConfig,
@@ -89,6 +92,8 @@ class OffloadRuntime:
         """Whether several micro-batches are added up before a step: what is planned then holds their sums."""
         self.needs_whole_step: str | None = None
         """What may call a step off, or look at gradients, once its closure runs."""
+        self.gradients_are_read = True
+        """Whether someone may read gradients between the micro-batches of a step."""
         self.weights_may_change_unseen = False  # between steps, in a way that leaves no trace
         self.plan = Plan()
         self.units: tuple[str, ...] = ()
@@ -100,7 +105,6 @@ class OffloadRuntime:
         self._masters: MasterWeights | None = None
         self._grads: GradientSink | None = None
         self._adoption: Adoption | None = None
-        self._guard: OverflowGuard | None = None
         self._activations: ActivationOffload | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._updates: UnitUpdates | None = None
@@ -147,19 +151,24 @@ class OffloadRuntime:
         self._heap = HeapTrimmer() if units else None
         names = [name for name, _ in units]
         self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap, names)
-        self._masters = MasterWeights(placements.names, self._placed.like)
+        self._masters = MasterWeights(placements.names, self._placed.like, self.engine)
+        on_overflow, most = self.config.on_overflow, self.config.max_overflows
+        self.guard = OverflowGuard(on_overflow, most, self._masters.name_of, self.meter)
         self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
         placements.read(model)  # some modules make new parameters when they move
         if self._residence.units and self.config.overlaps_step(self.engine.computes_on_host):
-            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_cxl")
+            self._worker = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix="lightning_cxl", initializer=self.engine.use_in_this_thread
+            )
         self._grads = GradientSink(
             self.engine,
             self._placed.like,
             self.meter,
             half_sums=self.config.accumulate == "bf16",
-            streamed=self._residence.streamed_ids,
+            streamed={id(place.parameter): unit for unit in self._residence.units for place in unit.places},
             bring_home=self._residence.bring_home,
             worker=self._worker,
+            allocate_all=self._placed.like_all,
         )
         if units:
             self._attach(units)
@@ -180,6 +189,7 @@ class OffloadRuntime:
                 self._residence.units, self._worker, self.masters, self._grads, streamer.fetch_ahead
             )
             streamer.on_left = self._updates.unit_is_over
+            self._grads.on_resident = self._updates.resident_has_come
 
     def _phase(self) -> Literal["forward", "recompute"] | None:
         return None if self._activations is None else self._activations.phase
@@ -227,19 +237,15 @@ class OffloadRuntime:
             attach_zero_grad(self._model, self._grads)
         return self.optimizers
 
+    def adopt_joined(self) -> None:
+        """Adopt parameters that someone has put into the optimizers' groups. See [Note: Adoption]."""
+        if self._adoption is not None:
+            self._adoption.adopt_joined()
+
     @property
     def has_separate_masters(self) -> bool:
         """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
         return self._masters is not None and any(not host.is_shared for host in self._masters)
-
-    @property
-    def guard(self) -> OverflowGuard:
-        """What keeps optimizers from gradients that are not finite."""
-        if self._guard is None:
-            self._guard = OverflowGuard(
-                self.config.on_overflow, self.config.max_overflows, self.masters.name_of, self.meter
-            )
-        return self._guard
 
     def _adopted(self, hosts: list[HostParameter]) -> None:
         assert self._placed is not None
@@ -268,10 +274,12 @@ class OffloadRuntime:
         if self._grads is not None and self._placed is not None:
             self._placed.forward_is_over()
             self._grads.start_backward()
+        if self._updates is not None:
+            self._updates.begin_backward()
         self._trim_heap()
 
     def finish_backward(self) -> None:
-        """Return when the gradients of the last backward are where the optimizer reads them."""
+        """Return when the gradients of the last backward are where the optimizer reads them, if it does so next."""
         if self._grads is not None:
             self._grads.finish()
         self._trim_heap()
@@ -295,6 +303,8 @@ class OffloadRuntime:
     def end_step(self) -> None:
         """Tell the activation arenas that a training step is over."""
         self.memory.end_step()
+        if self._grads is not None:
+            self._grads.is_read_next = self.gradients_are_read
         if self.weights_may_change_unseen:
             self.forget_copies()
 
@@ -330,7 +340,7 @@ class OffloadRuntime:
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
         parameters = [] if self._model is None else [p for p in self._model.parameters() if not is_lazy(p)]
-        notes = list(self.topology.notes)
+        notes = [*self.topology.notes, *self.memory.notes()]
         if self._residence is not None and (kept := self._residence.unplaced):
             notes.append(f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)")
         return {

@@ -29,9 +29,10 @@ from lightning_cxl.policies.registry import check_policy
 from lightning_cxl.precision import (
     accumulates,
     attach_scaling,
+    check_masters_are_found,
     may_write_between_steps,
+    reads_gradients,
     unwrap,
-    warn_about_gradients,
     watch_for_edits,
     why_not_in_backward,
 )
@@ -124,6 +125,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
         use = watch_for_edits(trainer)
         self.runtime.accumulates = accumulates(trainer)
         self.runtime.needs_whole_step = why_not_in_backward(trainer, use, self.config.on_overflow)
+        self.runtime.gradients_are_read = reads_gradients(trainer, use)
         self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
         self.setup_optimizers(trainer)
         self.runtime.plan_ahead(self.model, self.optimizers)
@@ -151,7 +153,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
                 self._active.callback(repoint_scheduler, config.scheduler, new, old)
         self.optimizers = adopted
         if self.runtime.has_separate_masters:
-            warn_about_gradients(trainer.lightning_module)
+            check_masters_are_found(trainer)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -164,8 +166,9 @@ class CXLOffloadStrategy(OneProcessStrategy):
         self.runtime.finish_backward()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let the activation arenas forget the step before."""
+        """Let the activation arenas forget the step before; adopt what hooks have put into the optimizers since."""
         self.runtime.end_step()
+        self.runtime.adopt_joined()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -186,6 +189,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
         if self._runtime is not None:
             self._runtime.wait_for_updates()
+            self._runtime.adopt_joined()
         if self._masters is not None and checkpoint.get("optimizer_states"):
             self._masters.absorb_changes()
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
@@ -199,6 +203,8 @@ class CXLOffloadStrategy(OneProcessStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state into the host memory it has, by parameter name, then the master weights."""
         assert self._masters is not None
+        if self._runtime is not None:
+            self._runtime.adopt_joined()
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(

@@ -65,7 +65,7 @@ check_version(torch.__version__)
 
 _run_backward = find("torch.autograd", "Variable._execution_engine.run_backward", "run the backward of a dry run")
 _queue_callback = find("torch.autograd", "Variable._execution_engine.queue_callback", "learn when a backward ends")
-_graph_task = find("torch", "_C._current_graph_task_id", "tell whether a backward is running")
+_graph_task = find("torch", "_C._current_graph_task_id", "tell which backward is running")
 _hooks_after = find("torch", "Tensor._post_accumulate_grad_hooks", "know who sees a gradient that has been accumulated")
 
 
@@ -81,7 +81,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 def is_in_backward() -> bool:
     """Return whether this thread runs within a backward."""
-    return bool(_graph_task() != -1)
+    return backward_id() is not None
+
+
+def backward_id() -> int | None:
+    """Return what tells the backward that this thread runs in from all others; None if it runs in none."""
+    number = int(_graph_task())
+    return None if number == -1 else number
 
 
 def hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], None]]:

@@ -8,7 +8,8 @@ runs the update of one unit after the other. There are two schedules:
   does not stream is updated at once, then each unit in the order of the forward, and the step returns.
 * Behind the backward as well, if nothing can call the step off and nobody looks at gradients (`in_backward`): a unit is
   updated when its backward is over, with the gradients that have been started on their way. They never become
-  ``p.grad``, and a few units' worth of them exist at a time: whoever is too far ahead waits.
+  ``p.grad``, and a few units' worth of them exist at a time: whoever is too far ahead waits. The masters of what stays
+  on the device (embedding, head) are updated when their gradients come, and are copied to it by the step.
 
 A step reads hyper-parameters when it begins, so schedulers may go on. Versions of the weights go up when an update is
 started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
@@ -77,6 +78,8 @@ class UnitUpdates:
         self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
         self._step: AdamStep | None = None  # of that closure, once a unit has been updated
         self._started: deque[Future[None]] = deque()
+        self._is_last_backward = False  # of that closure
+        self._residents: list[tuple[HostParameter, Future[None]]] = []  # updated, but the device has old weights
 
     def allow_in_backward(self, objection: str | None, optimizers: Sequence[Optimizer]) -> bool:
         """Decide whether updates may run behind the backward, and say why not.
@@ -94,29 +97,55 @@ class UnitUpdates:
     def begin(self, optimizer: CPUAdam) -> None:
         """Note that the closure of a step of `optimizer` is about to be evaluated."""
         self._step = None
+        self._is_last_backward = False
         self._optimizer = optimizer if self.in_backward and not has_step_hooks(optimizer) else None
         for unit in self._units:
             unit.num_forwards = 0
 
+    def begin_backward(self) -> None:
+        """Note that the backward begins after which the step comes, if a closure is being evaluated."""
+        self._is_last_backward = self._optimizer is not None
+
     def give_up(self) -> None:
         """Start no more updates before the end of a backward: it has failed, or nobody knows what follows."""
         self._optimizer = None
+        updated, self._residents = self._residents, []
+        wait([update for _, update in updated])
+        self._masters.write_back([host.master for host, update in updated if update.exception() is None])
 
     def unit_is_over(self, unit: UnitWeights) -> None:
         """Start the update of a unit whose backward is over, if it may start now."""
-        if self._optimizer is None or unit.num_forwards != 1:
+        if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
             return
         found = [self._masters.find(place.parameter) for place in unit.places]
         hosts = self._grads.hand_over(host for host in found if host is not None and self._is_for_worker(host))
         if not hosts:
             return
-        if self._step is None:
-            self._step = AdamStep(self._optimizer)
         written: list[torch.Tensor] = [host.compute for host in hosts]
-        self.start(unit, written, partial(self._update_arrived, self._step, hosts, self._optimizer.grad_scale))
+        self.start(unit, written, self._updating(self._optimizer, hosts))
         self._masters.write_back([host.master for host in hosts], kernel_wrote=True)
         while len(self._started) > MAX_UNITS_IN_FLIGHT:
             wait([self._started.popleft()])  # an error is raised by the unit
+
+    def resident_has_come(self, host: HostParameter) -> None:
+        """Start the update of a master whose compute weights stay on the device, if it may start now.
+
+        They get the new values at the end of the step: a recompute may read them until then.
+        """
+        if self._optimizer is None or not self._is_last_backward or host.version != host.compute._version:
+            return
+        self._masters.wait()
+        self._grads.hand_over([host])
+        update: Future[None] = Future()
+        torch.autograd.graph.increment_version([host.master])
+        self._residents.append((host, update))
+        self._worker.submit(_run, self._updating(self._optimizer, [host]), update)
+
+    def _updating(self, optimizer: CPUAdam, hosts: list[HostParameter]) -> Callable[[], None]:
+        """Return the job that updates parameters whose gradients have been handed over."""
+        if self._step is None:
+            self._step = AdamStep(optimizer)
+        return partial(self._update_arrived, self._step, hosts, optimizer.grad_scale)
 
     def update(self, optimizer: CPUAdam) -> None:
         """Make a step with the gradients that parameters have: of units on the worker, of the rest now."""
@@ -140,11 +169,17 @@ class UnitUpdates:
             if part is not None:
                 self.start(unit, written_by(part), partial(_apply, step, part, optimizer.grad_scale))
         optimizer.grad_scale = 1.0
+        updated, self._residents = self._residents, []
+        for host, update in updated:
+            update.result()
+            self._masters.write_back([host.master])
 
     def wait(self) -> None:
         """Return when every update is done, e.g. before an optimizer's state is read."""
         for unit in self._units:
             unit.wait()
+        wait([update for _, update in self._residents])  # an error is raised by the step
+        self._masters.wait()
 
     def close(self) -> None:
         """Return when every update is done, and keep none: an error that stays behind keeps what its frames hold.

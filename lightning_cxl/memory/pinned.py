@@ -44,7 +44,8 @@ class PinnedResource:
         where: PageNodes | None = page_nodes,
         chunk_bytes: int = _CHUNK_BYTES,
     ) -> None:
-        self.pageable = False
+        self.failure = ""
+        """Why memory stays pageable from now on; empty as long as it is page-locked."""
         self._upstream = upstream
         self._required = required
         self._register = register
@@ -61,16 +62,15 @@ class PinnedResource:
             TierFullError: `upstream` is exhausted.
             PinnedMemoryError: pinning failed and is required; nothing stays allocated.
         """
-        if not self.pageable and nbytes:
+        if not self.failure and nbytes:
             try:
                 return self._allocate_pinned(nbytes, alignment)
             except PinnedMemoryError as error:
                 if self._required:
                     raise
-                reason = str(error)
-            self.pageable = True
+                self.failure = str(error)
             warnings.warn(
-                f"{reason} Memory stays pageable: copies to and from it wait.", LightningCXLWarning, stacklevel=2
+                f"{self.failure} Memory stays pageable: copies to and from it wait.", LightningCXLWarning, stacklevel=2
             )
         return self._upstream.allocate(nbytes, alignment=alignment)
 

@@ -1,23 +1,27 @@
-"""Keep memory from the OS and hand it out again: slabs for small requests, exact-size slabs for large ones."""
-
-from bisect import bisect_left, bisect_right, insort
+"""Keep memory from the OS and hand it out again: slabs that requests are cut from, small and large ones apart."""
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.memory.adaptors import whole_pages
-from lightning_cxl.memory.blocks import BlockList
 from lightning_cxl.memory.reclaim import ReclaimingResource
-from lightning_cxl.memory.resource import Buffer, MemoryResource, cut_spans
+from lightning_cxl.memory.resource import Buffer, MemoryResource
+from lightning_cxl.memory.slabs import Slabs
 
-_WASTE_FRACTION = 0.125
+_SLACK_FRACTION = 0.125
+_UNLUCKY_FRACTION = 0.5
 
 
 class PoolResource(ReclaimingResource):
     """Pools the buffers ("slabs") of `upstream`.
 
-    A request of at least a quarter of `slab_bytes` gets a slab of exactly its size, or a free one that is at most
-    12.5 % larger; smaller ones are cut from shared slabs. Free slabs are kept for reuse, but a new one replaces them
-    where the pool would otherwise hold more than 12.5 % and one shared slab above its peak use. `trim` gives all of
-    them back, and so does a request that `upstream` could not serve otherwise. Thread-safe.
+    Small requests are cut from shared slabs. One of at least a quarter of `slab_bytes` is cut from the tightest free
+    block that earlier large ones have left behind, and gets a slab of exactly its size where none is large enough. So
+    once the largest sizes have been there, smaller ones of any size need nothing new: where memory is pinned, a slab
+    costs far more than what is cut from it.
+
+    Free slabs are kept. At a new peak of use they give way to a new slab where the pool would otherwise hold more than
+    12.5 % and one shared slab above that peak. Below it a new slab means that the free ones were cut unluckily, and
+    they give way at 50 % only: less would give back and take the same slabs in every step. `trim` gives all of them
+    back, and so does a request that `upstream` could not serve otherwise. Thread-safe.
 
     Args:
         upstream: where slabs come from.
@@ -29,12 +33,7 @@ class PoolResource(ReclaimingResource):
         self._upstream = upstream
         self._slab_bytes = slab_bytes
         self._large_bytes = slab_bytes // 4
-        self._blocks = BlockList()  # of the shared slabs, offsets are addresses
-        self._shared: dict[int, Buffer] = {}
-        self._shared_starts: list[int] = []
-        self._large: dict[int, Buffer] = {}  # in use, by address
-        self._spare: list[tuple[int, int]] = []  # (nbytes, address) of free large slabs, sorted
-        self._spare_slabs: dict[int, Buffer] = {}
+        self._small, self._large = Slabs(), Slabs()
         self._used_bytes = self._held_bytes = self._peak_bytes = 0
 
     def allocate(self, nbytes: int, *, alignment: int = 64) -> Buffer:
@@ -47,10 +46,13 @@ class PoolResource(ReclaimingResource):
             return Buffer(0, 0, (), None)
         with self._lock:
             self._drain()
-            if nbytes >= self._large_bytes:
-                buffer = self._allocate_large(nbytes, alignment)
-            else:
-                buffer = self._allocate_small(nbytes, alignment)
+            is_large = nbytes >= self._large_bytes
+            slabs = self._large if is_large else self._small
+            buffer = slabs.take(nbytes, alignment, self)
+            if buffer is None:
+                slabs.add(self._new_slab(nbytes, alignment) if is_large else self._new_shared_slab(nbytes, alignment))
+                buffer = slabs.take(nbytes, alignment, self)
+                assert buffer is not None
             self._used_bytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
             return buffer
@@ -60,36 +62,6 @@ class PoolResource(ReclaimingResource):
         with self._lock:
             self._drain()
             return self._used_bytes, self._held_bytes
-
-    def _allocate_large(self, nbytes: int, alignment: int) -> Buffer:
-        slab = self._take_spare(nbytes, alignment)
-        if slab is None:
-            slab = self._new_slab(nbytes, alignment)
-        self._large[slab.address] = slab
-        return Buffer(slab.address, nbytes, cut_spans(slab.spans, 0, nbytes), self)
-
-    def _take_spare(self, nbytes: int, alignment: int) -> Buffer | None:
-        limit = int(nbytes * (1 + _WASTE_FRACTION))
-        for index in range(bisect_left(self._spare, (nbytes, 0)), len(self._spare)):
-            size, address = self._spare[index]
-            if size > limit:
-                return None
-            if address % alignment == 0:
-                del self._spare[index]
-                return self._spare_slabs.pop(address)
-        return None
-
-    def _allocate_small(self, nbytes: int, alignment: int) -> Buffer:
-        address = self._blocks.allocate(nbytes, alignment)
-        if address is None:
-            slab = self._new_shared_slab(nbytes, alignment)
-            self._shared[slab.address] = slab
-            insort(self._shared_starts, slab.address)
-            self._blocks.add_range(slab.address, slab.nbytes)
-            address = self._blocks.allocate(nbytes, alignment)
-            assert address is not None
-        slab = self._shared[self._shared_starts[bisect_right(self._shared_starts, address) - 1]]
-        return Buffer(address, nbytes, cut_spans(slab.spans, address - slab.address, nbytes), self)
 
     def _new_shared_slab(self, nbytes: int, alignment: int) -> Buffer:
         for size in (self._slab_bytes, self._large_bytes):
@@ -101,7 +73,9 @@ class PoolResource(ReclaimingResource):
 
     def _new_slab(self, nbytes: int, alignment: int) -> Buffer:
         nbytes = whole_pages(nbytes)
-        allowed = int(max(self._peak_bytes, self._used_bytes + nbytes) * (1 + _WASTE_FRACTION)) + self._slab_bytes
+        wanted = self._used_bytes + nbytes
+        slack = _SLACK_FRACTION if wanted > self._peak_bytes else _UNLUCKY_FRACTION
+        allowed = int(max(self._peak_bytes, wanted) * (1 + slack)) + self._slab_bytes
         while self._held_bytes + nbytes > allowed and self._release_one():
             pass
         try:
@@ -117,26 +91,13 @@ class PoolResource(ReclaimingResource):
 
     def _take_back(self, address: int, nbytes: int) -> None:
         self._used_bytes -= nbytes
-        slab = self._large.pop(address, None)
-        if slab is None:
-            self._blocks.free(address)
-        else:
-            insort(self._spare, (slab.nbytes, address))
-            self._spare_slabs[address] = slab
+        (self._large if nbytes >= self._large_bytes else self._small).take_back(address)
 
     def _release_one(self) -> bool:
         """Give a free slab back, the largest first, shared ones last; return whether there was one."""
-        if self._spare:
-            nbytes, address = self._spare.pop()
-            self._held_bytes -= nbytes
-            del self._spare_slabs[address]
-            return True
-        for start in self._blocks.free_ranges():
-            self._held_bytes -= self._blocks.drop_range(start)
-            self._shared_starts.remove(start)
-            del self._shared[start]
-            return True
-        return False
+        nbytes = self._large.drop_largest() or self._small.drop_largest()
+        self._held_bytes -= nbytes
+        return nbytes > 0
 
     def _release_free(self) -> None:
         while self._release_one():

@@ -16,7 +16,7 @@ from lightning_cxl.memory.tier_pages import TierPages
 from lightning_cxl.tiers.placement import TensorRole
 from lightning_cxl.tiers.topology import Topology
 
-Pinner = Callable[[MemoryResource], MemoryResource]
+Pinner = Callable[[MemoryResource], PinnedResource]
 """Puts page-locking on a resource."""
 
 _KINDS = {
@@ -60,6 +60,7 @@ class SplitStacks:
         self._pinner = pinner
         self._stripe_bytes = stripe_bytes
         self._stacks: dict[str, PoolResource | ArenaResource] = {}
+        self._pinned: PinnedResource | None = None
         self._lock = threading.Lock()
 
     def stack(self, role: TensorRole, pinned: bool) -> PoolResource | ArenaResource:
@@ -84,6 +85,11 @@ class SplitStacks:
         assert isinstance(source, StripedResource)
         with source.lending(full):
             return self.stack(role, pinned).allocate(nbytes, alignment=alignment)
+
+    @property
+    def pin_failure(self) -> str:
+        """Why memory that should be pinned is pageable; empty if none is."""
+        return "" if self._pinned is None else self._pinned.failure
 
     def trim(self) -> None:
         """Give everything unused back to the OS."""
@@ -111,7 +117,10 @@ class SplitStacks:
             # it grows by whole stripes: a stripe cut in two would be two entries of the kernel's table
             step = -(-STEP_BYTES // self._stripe_bytes) * self._stripe_bytes
             return ArenaResource(source, max(1, self._limit_bytes), step_bytes=step)
-        return PoolResource(self._pinner(source) if kind == "pinned" else source)
+        if kind == "pinned":
+            self._pinned = self._pinner(source)
+            return PoolResource(self._pinned)
+        return PoolResource(source)
 
 
 def _kind(role: TensorRole, pinned: bool) -> str:

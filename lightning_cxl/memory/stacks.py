@@ -115,6 +115,11 @@ class HostMemory:
         """Whether ``Placement.pinned`` is honoured."""
         return self._pin
 
+    def notes(self) -> list[str]:
+        """Return what is not as it was asked for, for a report: memory that should be page-locked and is pageable."""
+        failures = {" and ".join(sorted(stacks.tiers)): stacks.pin_failure for stacks in self._all_stacks()}
+        return [f"memory of {tiers} is pageable, so copies wait: {why}" for tiers, why in failures.items() if why]
+
     def free_bytes(self) -> dict[str, int]:
         """Return what each tier could still hold; tiers on the same nodes each count what they share."""
         return {name: self._free(name) for name in self._pages}

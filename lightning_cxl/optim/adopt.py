@@ -4,8 +4,9 @@
 Every parameter in a group is replaced by its master (the same object where compute is master). ``torch.optim.Adam`` and
 ``AdamW`` themselves (not subclasses: those may do anything) become a `CPUAdam` of the same name (`adopted.py`), which
 shares the same group dicts; the schedulers that pointed at the old object are pointed at the new one. Any other
-optimizer keeps its object and gets a `HostStep`. Parameters added later (`add_param_group`) are adopted the same way.
-`Adoption.release` undoes what was put on optimizer objects.
+optimizer keeps its object and gets a `HostStep`. Parameters added later are adopted the same way: by `add_param_group`
+at once, and what someone puts into a group, or into new groups (``optimizer.param_groups = ...``), at the next batch or
+before a checkpoint is written or read (`adopt_joined`). `Adoption.release` undoes what was put on optimizer objects.
 """
 
 import logging
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_cxl.optim.adopted import class_in_place_of
-from lightning_cxl.optim.awaited_params import AwaitedParams
+from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.formats import MasterForm, StatePrecision
 from lightning_cxl.optim.forms import Forms
@@ -96,23 +97,14 @@ class Adoption:
         On failure `release` undoes what has been done so far.
         """
         self._adopted.append((optimizer, optimizer, None))
-        hosts: list[HostParameter] = []
-        for group in optimizer.param_groups:
-            own = [self._masters.adopt(p, self.forms.form_for(optimizer, p)) for p in group["params"]]
-            group["params"][:] = [host.master for host in own]  # in place: LBFGS has a reference of its own
-            hosts += own
-        for host in hosts:
-            _rekey(optimizer, host.compute, host.master)
-        self._options.adopted(hosts)
-        self._grads.watch(hosts)
+        self._take_in(optimizer, optimizer.param_groups)
         current = optimizer
         if self.forms.becomes_cpu_adam(optimizer):
             current = self._make_cpu_adam(optimizer)
             current.meter = self._options.meter
             if self._options.overlap is not None:
                 current.wait = self._options.overlap.wait
-                for group in current.param_groups:
-                    group["params"] = AwaitedParams(group["params"], current.wait)
+                _await(current)
         else:
             self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         self._adopted[-1] = (optimizer, current, vars(optimizer).get("step"))
@@ -122,6 +114,30 @@ class Adoption:
         if current is not optimizer:
             optimizer.step = current.step  # type: ignore[method-assign]  # a reference the user kept steps the same one
         return current
+
+    def adopt_joined(self) -> None:
+        """Adopt parameters of the model that have come into groups by another way than `add_param_group`."""
+        for _, optimizer, _ in self._adopted:
+            joined = [group for group in optimizer.param_groups if not self._knows(plain(group["params"]))]
+            self._take_in(optimizer, joined)
+            if isinstance(optimizer, CPUAdam) and self._options.overlap is not None:
+                _await(optimizer)
+
+    def _knows(self, parameters: list[torch.Tensor]) -> bool:
+        hosts = map(self._masters.find, parameters)
+        return all(host is not None and host.master is p for host, p in zip(hosts, parameters, strict=True))
+
+    def _take_in(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Put masters in the place of the model's parameters, and receive their gradients."""
+        hosts: list[HostParameter] = []
+        for group in groups:
+            own = [self._masters.adopt(p, self.forms.form_for(optimizer, p)) for p in group["params"]]
+            group["params"][:] = [host.master for host in own]  # in place: LBFGS has a reference of its own
+            hosts += own
+        for host in hosts:
+            _rekey(optimizer, host.compute, host.master)
+        self._options.adopted(hosts)
+        self._grads.watch(hosts)
 
     def release(self) -> None:
         """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
@@ -214,6 +230,7 @@ class _Hooks:
         return self._options.scope()
 
     def before_closure(self, optimizer: Optimizer) -> None:
+        self._grads.begin_step()
         overlap = self._options.overlap
         if overlap is not None and isinstance(optimizer, CPUAdam):
             overlap.begin(optimizer)
@@ -235,7 +252,8 @@ class _Hooks:
             self._options.overlap.update(optimizer)
 
     def before_update(self) -> None:
-        self._grads.finish()
+        self._grads.end_step()
+        self._masters.wait()
         self._masters.absorb_changes()
 
     def accepts(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, can_skip: bool) -> bool:
@@ -243,6 +261,8 @@ class _Hooks:
 
     def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
         self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
+        if self._options.overlap is None or not isinstance(optimizer, CPUAdam):
+            self._masters.wait()  # else whoever gets at the masters waits
         if not evaluates_closure_first(optimizer):
             self._options.place_state(optimizer)
 
@@ -251,6 +271,13 @@ def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
     """State of an optimizer is keyed by parameter: move it along."""
     if old is not new and old in optimizer.state:
         optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _await(optimizer: CPUAdam) -> None:
+    """Let whoever reads the parameters of a group wait for updates that run behind."""
+    for group in optimizer.param_groups:
+        if not isinstance(group["params"], AwaitedParams):
+            group["params"] = AwaitedParams(group["params"], optimizer.wait)
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:

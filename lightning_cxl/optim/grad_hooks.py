@@ -6,6 +6,7 @@ Hooks on the tensor itself stay, but those before the accumulation also run when
 leaf's gradient. So a parameter that stays where it is has its first hook on the node, others have both on the tensor.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ class GradientHooks:
     ) -> None:
         was_trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # autograd accepts hooks on trainable tensors only
+        self._parameter = weakref.ref(parameter)  # whose hooks are ours: no circle
         self._received = received
         self._before = before
         self._stays = stays
@@ -61,11 +63,12 @@ class GradientHooks:
         self._handles.clear()
         self._node = None
 
-    def _before_hook(self, _grad: torch.Tensor) -> None:
+    def _before_hook(self, grad: torch.Tensor) -> torch.Tensor | None:
         self._hooks[self._key] = self._hooks.pop(self._key)  # after those that have come since
-        if self._before is not None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self._before is not None:
                 self._before()
+            return _of_its_own(grad, self._parameter()) if not grad.requires_grad else None
 
     def _before_node(self, _grads: tuple[torch.Tensor, ...]) -> None:
         assert self._before is not None
@@ -75,3 +78,14 @@ class GradientHooks:
     def _after_hook(self, _parameter: torch.Tensor) -> None:
         with torch.no_grad():
             self._received()
+
+
+def _of_its_own(grad: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a copy that autograd keeps as it is, of a gradient that is not where the parameter is; else None.
+
+    A gradient that others hold as well, such as that of the output, autograd copies to where the parameter is *now*.
+    """
+    if parameter is None or grad.device == parameter.device or grad.layout is not torch.strided:
+        return None
+    copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device)
+    return copy.copy_(grad)

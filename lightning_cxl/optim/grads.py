@@ -30,45 +30,25 @@ micro-batches, backwards per step, or uses of a module.
   random bits of a sum depend on that number.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.optim.formats import mix_key
 from lightning_cxl.optim.grad_hooks import GradientHooks
+from lightning_cxl.optim.leaving import Gradient, Group, LeavingGradients
 from lightning_cxl.optim.masters import AllocateFor, HostParameter
 from lightning_cxl.optim.meter import GradientMeter
-from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.torch_private import at_end_of_backward
-from lightning_cxl.transfer.engine import Transfer, TransferEngine
+from lightning_cxl.optim.sums import AllocateAll, GradientSums, one_by_one
+from lightning_cxl.torch_private import at_end_of_backward, backward_id
+from lightning_cxl.transfer.engine import TransferEngine
 
-MAX_PENDING = 16
-"""Copies in flight at most: bounds the staging memory, and is more than a copy engine needs to stay busy."""
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class _Fold(Protocol):
-    """A gradient on its way: done when it is where it stays."""
-
-    def done(self) -> bool: ...
-    def result(self) -> None: ...
-
-
-class _OwnFold(NamedTuple):
-    """Folded by whoever asks for the result."""
-
-    transfer: Transfer
-    fold: Callable[[], None]
-
-    def done(self) -> bool:
-        return self.transfer.done()
-
-    def result(self) -> None:
-        self.fold()
+_NO_UNITS: Mapping[int, object] = {}
 
 
 class GradientSink:
@@ -79,9 +59,10 @@ class GradientSink:
         allocate: gives host memory for a role.
         meter: copies, adds and measures.
         half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
-        streamed: ids of the parameters whose weights visit the device; see [Note: Life of a gradient].
-        worker: folds what comes from the device, one after the other; None leaves it to the thread of the backward.
+        streamed: the unit of each parameter whose weights visit the device, by the parameter's id.
         bring_home: lets all of them show their home; called when gradients have arrived.
+        worker: folds what comes from the device, one after the other; None leaves it to the thread of the backward.
+        allocate_all: gives host memory for several parameters at once; None asks `allocate` for each.
     """
 
     def __init__(
@@ -91,28 +72,34 @@ class GradientSink:
         meter: GradientMeter,
         *,
         half_sums: bool = False,
-        streamed: Container[int] = frozenset(),
+        streamed: Mapping[int, object] = _NO_UNITS,
         bring_home: Callable[[], None] = lambda: None,
         worker: Executor | None = None,
+        allocate_all: AllocateAll | None = None,
     ) -> None:
         self._engine = engine
-        self._allocate = allocate
-        self._meter = meter
-        self._half_sums = half_sums
         self._streamed = streamed
         self._bring_home = bring_home
-        self._worker = worker
+        allocate_all = allocate_all or one_by_one(allocate)
+        self._sums = GradientSums(allocate_all, meter, half_sums=half_sums)
+        self._leaving = LeavingGradients(engine, allocate_all, self._sums, worker, self._num_trained)
         self.num_received = 0
         """Gradients so far: makes every stochastic rounding another one."""
         self.reserves_streamed = True
         """Whether `watch` makes sure that there is room for the gradients of all streamed parameters at once."""
+        self.is_read_next = True
+        """Whether someone may read gradients when the backward is over; else they may be on their way until a step."""
+        self.on_resident: Callable[[HostParameter], None] = _ignore
+        """Called with each parameter that does not stream when its gradient has left the device."""
         self._watched: dict[int, tuple[HostParameter, GradientHooks]] = {}  # by id of the compute parameter
-        # gradients so far, by id of the host parameter, while autograd delivers the next: state of one backward
-        self._taken: dict[int, torch.Tensor] = {}
-        # in this backward, by id of the host parameter: its gradient came from the device, or was taken away for it
+        self._units: dict[int, list[HostParameter]] = {}  # what is watched of each unit, by the unit's id
+        # of shared parameters that stay on the host: gradients so far, while autograd delivers the next
+        self._aside: dict[int, torch.Tensor] = {}
+        # since gradients were complete, by id of the host parameter: its gradient came, or was taken away for it
         self._arrived: dict[int, HostParameter] = {}
-        self._pending: dict[int, _Fold] = {}  # of these, not known to be done
-        self._handed: dict[int, _Fold | None] = {}  # of gradients that someone else takes care of
+        self._handed: dict[int, list[Group]] = {}  # of gradients that someone else takes care of
+        self._given: set[int] = set()  # ids of host parameters handed over in this step
+        self._backward: int | None = None  # that `finish` will be called for
 
     def watch(self, hosts: list[HostParameter]) -> None:
         """Receive the gradients of these parameters from now on (each is watched once).
@@ -122,50 +109,55 @@ class GradientSink:
         """
         new = [host for host in hosts if id(host.compute) not in self._watched]
         reserved = [
-            self._new_slot(host, host.grad_dtype)
-            for host in new
-            if host.compute.requires_grad and (self.reserves_streamed or id(host.compute) not in self._streamed)
+            self._sums.new(group, [host.grad_dtype for host in group])
+            for group in self._by_unit(host for host in new if host.compute.requires_grad)
         ]
         for host in new:
             half = host.master.dtype in _HALF or host.grad_dtype in _HALF
             if half:
                 _allow_any_dtype(host.master)
-            if self._visits_device(host):
-                receive, before = partial(self._receive_streamed, host), partial(self._take_away, host)
+            if self._leaves(host):
+                receive, before = partial(self._receive, host), partial(self._take_away, host)
                 hooks = GradientHooks(host.compute, receive, before, stays=False)
             elif host.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
-                taking = partial(self._take_away, host) if half else None
+                taking = partial(self._set_aside, host) if half else None
                 hooks = GradientHooks(host.compute, partial(self._receive_shared, host), taking, stays=True)
             else:
                 hooks = GradientHooks(host.compute, partial(self._receive_separate, host), stays=False)
             self._watched[id(host.compute)] = (host, hooks)
+            self._units.setdefault(id(self._unit_of(host)), []).append(host)
         del reserved  # back to the pool, which keeps the pages for the first backward
-        for host in new:
-            host.grad_address = 0  # whoever gets these bytes next, it is not a gradient of ours
 
-    def _visits_device(self, host: HostParameter) -> bool:
-        return host.is_shared and id(host.compute) in self._streamed
+    def _unit_of(self, host: HostParameter) -> object:
+        return self._streamed.get(id(host.compute))
 
-    def _new_slot(self, host: HostParameter, dtype: torch.dtype) -> torch.Tensor:
-        role = TensorRole.COMPUTE_GRADS if host.is_shared else TensorRole.MASTER_GRADS
-        slot = self._allocate(host.compute, role, dtype)
-        host.grad_address = slot.data_ptr()
-        return slot
+    def _by_unit(self, hosts: Iterable[HostParameter]) -> list[list[HostParameter]]:
+        """Return hosts in groups as their gradients leave, without those that have no room reserved."""
+        groups: dict[int, list[HostParameter]] = {}
+        for host in hosts:
+            unit = self._unit_of(host)
+            if unit is None:
+                groups[id(host)] = [host]
+            elif self.reserves_streamed:
+                groups.setdefault(id(unit), []).append(host)
+        return list(groups.values())
 
-    def _take_away(self, host: HostParameter) -> None:
+    def _num_trained(self, unit: object) -> int:
+        return sum(host.compute.requires_grad for host in self._units[id(unit)])
+
+    def _leaves(self, host: HostParameter) -> bool:
+        """Whether gradients come from the device."""
+        return id(host.compute) in self._streamed or not (host.is_shared or self._engine.computes_on_host)
+
+    def _set_aside(self, host: HostParameter) -> None:
         """Keep the gradient so far from autograd's own addition; it comes back when the new one has been added."""
-        if id(host) in self._arrived:
-            return  # a part of it has come in this backward already, of another use of the parameter
-        self._taken.pop(id(host), None)  # of a backward that failed: the user may have zeroed gradients since
+        self._aside.pop(id(host), None)  # of a backward that failed: the user may have zeroed gradients since
         grad = host.master.grad
         if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
-            self._taken[id(host)], host.master.grad = grad, None
-            if self._visits_device(host):
-                self._arrived[id(host)] = host
-                self._finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
+            self._aside[id(host)], host.master.grad = grad, None
 
     def _receive_shared(self, host: HostParameter) -> None:
-        grad, before, key = host.compute.grad, self._taken.pop(id(host), None), self._next_key()
+        grad, before, key = host.compute.grad, self._aside.pop(id(host), None), self._next_key()
         if grad is None or grad.layout is not torch.strided or grad.requires_grad:
             # nothing, sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
             if before is not None:
@@ -173,136 +165,140 @@ class GradientSink:
                     host.compute.grad = before if grad is None else before + grad
             return
         if before is not None:
-            host.compute.grad = self._add(host, before, grad, key)
-        elif grad.data_ptr() != host.grad_address:  # else autograd added it in place
-            host.compute.grad = self._first(host, grad, grad.dtype)
+            host.compute.grad = self._sums.add(host, before, grad, key)
+        elif not self._sums.is_ours(host, grad):  # else autograd added it in place
+            host.compute.grad = self._sums.first(host, grad, grad.dtype)
 
     def _receive_separate(self, host: HostParameter) -> None:
-        grad = host.compute.grad
-        host.compute.grad = None
+        grad = _taken_from(host.compute)
         if grad is None or not host.master.requires_grad:
             return
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        grad = grad.detach()
-        if self._engine.computes_on_host:
-            host.master.grad = self._folded(host, host.master.grad, grad, self._next_key())
+        before, key = host.master.grad, self._next_key()
+        if before is None:
+            host.master.grad = self._sums.first(host, grad, host.grad_dtype)
         else:
-            self._take_away(host)
-            self._fetch(host, grad)
+            host.master.grad = self._sums.add(host, before, grad, key)
 
-    def _receive_streamed(self, host: HostParameter) -> None:
-        grad, host.compute.grad = host.compute.grad, None
-        if grad is not None:
-            if grad.device != self._engine.device:
+    def _take_away(self, host: HostParameter) -> None:
+        """Let the gradient so far be added to what comes from the device; it comes back when gradients are complete."""
+        if id(host) in self._arrived:
+            return  # of an earlier backward, or of another use of the parameter: it has been taken already
+        grad = host.master.grad
+        if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
+            self._sums.so_far[id(host)], host.master.grad = grad, None
+            self._arrived[id(host)] = host
+            self._finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
+
+    def _receive(self, host: HostParameter) -> None:
+        grad = _taken_from(host.compute)
+        if grad is None or not (host.is_shared or host.master.requires_grad):
+            return
+        self._check(host, grad)
+        self._finish_at_the_end()
+        self._take_away(host)
+        is_first = id(host) not in self._arrived
+        self._arrived[id(host)] = host
+        unit = self._unit_of(host)
+        self._leaving.add(Gradient(host, grad, self._next_key(), is_first), unit)
+        if unit is None:
+            self.on_resident(host)
+
+    def _check(self, host: HostParameter, grad: torch.Tensor) -> None:
+        if grad.device != self._engine.device:
+            where = (
+                f"`{host.name}` got a gradient on `{grad.device}`, and the model computes on `{self._engine.device}`"
+            )
+            if id(host.compute) in self._streamed:
                 raise UnsupportedError(
-                    f"`{host.name}` got a gradient on `{grad.device}`: it was used outside of its unit's forward, "
-                    f"where it is on the host, and the unit computes on `{self._engine.device}`. Move that use, such "
+                    f"{where}: it was used outside of its unit's forward, where it is on the host. Move that use, such "
                     "as a penalty on weights, into the unit's forward, use weight decay, or set `stream_weights=False`"
                 )
-            self._fetch(host, (grad if grad.layout is torch.strided else grad.to_dense()).detach())
+            raise UnsupportedError(
+                f"{where}: the parameter is on `{host.compute.device}`, so it does not belong to the model, or was "
+                "moved. Register it in the module, and leave it where it is"
+            )
+        if id(host) in self._given:
+            raise UnsupportedError(
+                f"`{host.name}` got a gradient after its update had begun: it is used outside of its unit, or the step "
+                "runs several backwards. Set `overlap_step=False`, or override `on_after_backward`, so that updates "
+                "wait for the end of the backward"
+            )
 
     def _next_key(self) -> int:
         self.num_received += 1
         return mix_key(self.num_received)
 
-    def _fetch(self, host: HostParameter, grad: torch.Tensor) -> None:
-        self._finish_at_the_end()
-        is_first = id(host) not in self._taken and id(host) not in self._arrived
-        if is_first and self._visits_device(host) and grad.dtype is host.grad_dtype:
-            destination = self._new_slot(host, grad.dtype)
-        else:
-            destination = self._allocate(host.compute, TensorRole.STAGING, grad.dtype)
-        transfer = self._engine.d2h(grad, destination)
-        fold = partial(self._fold_landed, transfer, host, destination, self._next_key())
-        self._arrived[id(host)] = host
-        if id(host) in self._pending:
-            self._pending.pop(id(host)).result()
-        self._pending[id(host)] = _OwnFold(transfer, fold) if self._worker is None else self._worker.submit(fold)
-        while self._pending and (len(self._pending) > MAX_PENDING or next(iter(self._pending.values())).done()):
-            self._settle_oldest()
-
     def _finish_at_the_end(self) -> None:
         """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""
-        at_end_of_backward(self.finish)
+        backward = backward_id()
+        if backward != self._backward:
+            self._backward = backward
+            at_end_of_backward(self.finish)
 
-    def _settle_oldest(self) -> None:
-        self._pending.pop(next(iter(self._pending))).result()
+    def begin_step(self) -> None:
+        """Learn that the next backward is the last of a step: gradients are read when it is over."""
+        self.is_read_next = True
 
-    @torch.no_grad()
-    def _fold_landed(self, transfer: Transfer, host: HostParameter, landed: torch.Tensor, key: int) -> None:
-        transfer.wait_host()
-        self._taken[id(host)] = self._folded(host, self._taken.get(id(host)), landed, key)
-
-    def _folded(self, host: HostParameter, before: torch.Tensor | None, grad: torch.Tensor, key: int) -> torch.Tensor:
-        """Return the gradient so far: the first of a step is kept, others are added."""
-        if before is not None:
-            return self._add(host, before, grad, key)
-        if grad.data_ptr() != host.grad_address:
-            return self._first(host, grad, host.grad_dtype)
-        self._meter.sums([grad])
-        return grad
-
-    def _first(self, host: HostParameter, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        slot = self._new_slot(host, dtype)
-        self._meter.copy(grad, slot)
-        return slot
-
-    def _add(self, host: HostParameter, accumulator: torch.Tensor, grad: torch.Tensor, key: int) -> torch.Tensor:
-        """Add `grad` in place, or in wider memory if need be; returns the sum."""
-        keeps_half = self._half_sums and accumulator.dtype is torch.bfloat16
-        if accumulator.dtype in _HALF and not keeps_half:
-            accumulator = self._first(host, accumulator, torch.float32)
-        self._meter.accumulate(grad, accumulator, key)
-        return accumulator
+    def end_step(self) -> None:
+        """Learn that no backward of the step comes any more; return when gradients are where the optimizer reads."""
+        self._given.clear()
+        self.complete()
 
     def hand_over(self, candidates: Iterable[HostParameter]) -> list[HostParameter]:
-        """Return those of the candidates whose gradients have come from the device in this backward, as they came.
+        """Return those of the candidates whose gradients have come from the device, as they came.
 
         Who calls this takes care of these gradients, with `take`; `finish` no longer does.
         """
         own = {id(host) for host in candidates}
         hosts = [host for key, host in self._arrived.items() if key in own]
-        for host in hosts:
-            del self._arrived[id(host)]
-            self._handed[id(host)] = self._pending.pop(id(host), None)
+        own = {id(host) for host in hosts}
+        groups = self._leaving.claim(own)
+        for key in own:
+            del self._arrived[key]
+            self._handed[key] = [group for group in groups if key in group.hosts]
+        self._given |= own
         return hosts
 
     def take(self, host: HostParameter) -> torch.Tensor:
         """Return a gradient that was handed over, on the worker: after it has been folded; raises its error."""
-        fold = self._handed.pop(id(host))
-        if fold is not None:
-            fold.result()
-        return self._taken.pop(id(host))
+        for group in self._handed.pop(id(host)):
+            group.fold.result()
+        return self._sums.so_far.pop(id(host))
 
     def start_backward(self) -> None:
         """Forget what a backward that failed left behind."""
         self._bring_home()
-        self._settle()
-        self._forget()
+        self._aside.clear()
+        if self._backward is not None:
+            self._forget()
 
     def finish(self) -> None:
-        """Return when every gradient that has been produced is where the optimizer reads it."""
+        """Note that a backward is over: its gradients are complete now, or on their way if nobody reads them yet."""
         self._bring_home()
-        self._settle()
+        self._leaving.leave()
+        self._backward = None
+        if self.is_read_next:
+            self.complete()
+
+    def complete(self) -> None:
+        """Return when every gradient that has been produced is where the optimizer reads it."""
+        self._leaving.settle()
         for host in self._arrived.values():
-            host.master.grad = self._taken.pop(id(host))
+            host.master.grad = self._sums.so_far.pop(id(host))
         self._arrived.clear()
 
-    @torch.no_grad()
-    def _settle(self) -> None:
-        while self._pending:
-            self._settle_oldest()
-
     def _forget(self) -> None:
-        for key in [key for key in self._taken if key not in self._handed]:
-            self._taken.pop(key, None)
+        self._backward = None
+        self._leaving.forget()
+        self._leaving.settle()
+        for key in self._arrived:
+            self._sums.so_far.pop(key, None)
         self._arrived.clear()
 
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget the gradients of separate masters, as `zero_grad` on a module does for shared ones."""
-        self.finish()
-        self._forget()
+        self._bring_home()
+        self.complete()
         for parameter in parameters:
             host, _ = self._watched.get(id(parameter), (None, None))
             if host is not None and not host.is_shared:
@@ -310,20 +306,28 @@ class GradientSink:
 
     def close(self) -> None:
         """Stop receiving and drop the gradients that live in our memory."""
-        self._pending.clear()
-        self._arrived.clear()
-        self._handed.clear()
+        self._leaving.close()
         for host, hooks in self._watched.values():
             hooks.remove()
             grad = host.master.grad
-            ours = grad is not None and grad.layout is torch.strided and grad.data_ptr() == host.grad_address
-            if ours or id(host) in self._taken:  # the rest of a backward that failed is a part of a gradient
+            is_part = id(host) in self._aside or id(host) in self._arrived  # the rest of a backward that failed
+            if grad is not None and (is_part or self._sums.is_ours(host, grad)):
                 host.master.grad = grad = None
             if host.master.grad_dtype is None and (grad is None or grad.dtype is host.master.dtype):
                 host.master.grad_dtype = host.master.dtype
-        self._watched.clear()
-        self._taken.clear()
+        for state in (self._watched, self._units, self._aside, self._arrived, self._handed, self._sums.so_far):
+            state.clear()
+
+
+def _taken_from(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that a parameter has, dense; it has none then."""
+    grad, parameter.grad = parameter.grad, None
+    return None if grad is None else (grad if grad.layout is torch.strided else grad.to_dense()).detach()
 
 
 def _allow_any_dtype(parameter: Any) -> None:
     parameter.grad_dtype = None
+
+
+def _ignore(_host: HostParameter) -> None:
+    """Do nothing."""

@@ -66,10 +66,10 @@ class HostStep:
     """Replaces `optimizer.step` of one optimizer object.
 
     torch's optimizers evaluate the closure (forward and backward) once and first: it runs here, outside the allocation
-    scope, and only the update itself runs inside, as long as there are parameters without state. Any other optimizer,
-    and LBFGS, may evaluate it when and as often as it likes: it gets one that writes masters out before and brings
-    gradients in after, and its new state is placed after the step. Where those gradients may not be used, the step ends
-    there: nothing has happened yet as long as it has not written to a parameter.
+    scope, and only the update itself runs inside, as long as there are parameters without state; its closure returns
+    the loss. Any other optimizer, and LBFGS, may evaluate it when and as often as it likes: it gets one that writes
+    masters out before and brings gradients in after, and its new state is placed after the step. Where those gradients
+    may not be used, the step ends there: nothing has happened yet as long as it has not written to a parameter.
 
     Args:
         optimizer: the `step` it has now does the work.
@@ -85,12 +85,18 @@ class HostStep:
         self._versions: list[int] = []  # of the parameters when it began
         self._can_skip = True  # it had not written to them when it evaluated the closure
 
-    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one step; same contract as `torch.optim.Optimizer.step`."""
+    def __call__(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
+        """Run one step; same contract as the optimizer's own `step`, which gets the keywords.
+
+        Returns:
+            What the optimizer's `step` returns; the loss where the step was left out.
+        """
         optimizer = self._optimizer
+        if keywords and isinstance(optimizer, CPUAdam):
+            raise TypeError(f"{type(optimizer).__name__}.step() takes `closure` only, not {', '.join(keywords)}")
         mark_as_called(optimizer)
         if closure is not None and not evaluates_closure_first(optimizer):
-            return self._step_evaluating(closure)
+            return self._step_evaluating(closure, keywords)
         loss = None
         if closure is not None:
             self._hooks.before_closure(optimizer)
@@ -104,20 +110,27 @@ class HostStep:
         active = [p for p in _parameters(optimizer) if p.grad is not None]
         if not self._accepts(active):
             return loss
+        evaluated: dict[str, Any] = {} if closure is None else {"closure": lambda: loss}
+        result = loss
+
+        def step() -> None:
+            nonlocal result
+            result = self._step(**evaluated, **keywords)
+
         if isinstance(optimizer, CPUAdam) or all(optimizer.state.get(p) for p in active):
-            self._hooks.update(optimizer, self._step)
+            self._hooks.update(optimizer, step)
         else:
             with self._hooks.scope():
-                self._hooks.update(optimizer, self._step)
+                self._hooks.update(optimizer, step)
         self._hooks.after_update(optimizer, active)
-        return loss
+        return result
 
-    def _step_evaluating(self, closure: Callable[[], Any]) -> Any:
+    def _step_evaluating(self, closure: Callable[[], Any], keywords: dict[str, Any]) -> Any:
         """Run a step that evaluates the closure itself; given up where the closure finds gradients it may not use."""
         self._hooks.before_closure(self._optimizer)
         self._versions = self._versions_now()
         try:
-            result = self._step(_Synchronised(closure, self._before_closure, self._after_closure))
+            result = self._step(_Synchronised(closure, self._before_closure, self._after_closure), **keywords)
         except _StepLeftOut as left_out:
             return left_out.loss
         self._write_out()

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from lightning_cxl.optim.formats import MasterForm
 from lightning_cxl.optim.layout import is_flat_like
 from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.transfer.engine import HostEngine, Transfer, TransferEngine
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
 """Returns an uninitialised host tensor like a compute parameter, placed by the policy for that role."""
@@ -34,7 +35,7 @@ class HostParameter:
         grad_dtype: in which the first gradient of a step is kept.
     """
 
-    __slots__ = ("compute", "grad_address", "grad_dtype", "master", "name", "version")
+    __slots__ = ("compute", "grad_dtype", "master", "name", "version")
 
     def __init__(self, name: str, compute: Parameter, master: Parameter, grad_dtype: torch.dtype) -> None:
         self.name = name
@@ -42,7 +43,6 @@ class HostParameter:
         self.master = master
         self.grad_dtype = grad_dtype
         self.version = compute._version  # of the compute weights when they last agreed with the master
-        self.grad_address = 0  # of the last gradient memory given out: tells our own from a new gradient
 
     @property
     def is_shared(self) -> bool:
@@ -56,11 +56,14 @@ class MasterWeights:
     Args:
         names: name of every parameter of the model, keyed by the parameter's `id`.
         allocate: gives host memory for a role.
+        engine: copies to compute weights on its device; None where all of them are on the host.
     """
 
-    def __init__(self, names: dict[int, str], allocate: AllocateFor) -> None:
+    def __init__(self, names: dict[int, str], allocate: AllocateFor, engine: TransferEngine | None = None) -> None:
         self._names = names
         self._allocate = allocate
+        self._engine = HostEngine() if engine is None else engine
+        self._written: list[Transfer] = []  # not known to be done
         self._by_id: dict[int, HostParameter] = {}  # id of the compute and of the master parameter
         self.kernel_weights: dict[Parameter, torch.Tensor] = {}
         """16-bit compute weights on the host that a kernel may write itself, by float32 master."""
@@ -118,6 +121,8 @@ class MasterWeights:
     def write_back(self, masters: Iterable[torch.Tensor], *, kernel_wrote: bool = False) -> None:
         """Copy master weights into the compute weights they belong to, rounding to nearest.
 
+        What the device computes from here on sees the new weights. The host goes on: `wait` before a master changes.
+
         Args:
             masters: parameters of an optimizer that were just updated.
             kernel_wrote: a kernel has written `kernel_weights` already.
@@ -127,8 +132,25 @@ class MasterWeights:
             if host is None or host.is_shared:
                 continue
             if not (kernel_wrote and host.master in self.kernel_weights):
-                host.compute.copy_(host.master)
+                self._write(host)
             host.version = host.compute._version
+
+    def _write(self, host: HostParameter) -> None:
+        source, target = host.master.detach(), host.compute.detach()
+        if is_on_host(target):
+            target.copy_(source)
+            return
+        if source.dtype is not target.dtype:  # in pinned memory, where torch would take pageable memory
+            source = self._allocate(host.compute, TensorRole.STAGING, target.dtype).copy_(source)
+        transfer = self._engine.h2d(source, target)
+        transfer.wait()
+        self._written.append(transfer)
+
+    def wait(self) -> None:
+        """Return when nothing that `write_back` has started reads a master any more."""
+        written, self._written = self._written, []
+        for transfer in written:
+            transfer.wait_host()
 
     def compute_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the compute parameter of a master, and anything else as it is."""
@@ -136,10 +158,9 @@ class MasterWeights:
         return parameter if host is None else host.compute
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Return the model's name of an adopted parameter, a made-up one where it is not registered in the model."""
+        """Return the model's name of a parameter, a made-up one where it is not registered in the model."""
         host = self.find(parameter)
-        assert host is not None, "only adopted parameters are asked for"
-        return host.name
+        return self._names.get(id(parameter), "unnamed") if host is None else host.name
 
     def named_masters(self) -> dict[str, torch.Tensor]:
         """Return the masters that are more than compute weights or copies of them, by name: a checkpoint needs them."""

@@ -2,17 +2,19 @@
 
 [Note: Measured gradients]
 The sum of squares of a gradient serves clipping (the norm) and the overflow check (it is finite if and only if every
-element is). Whoever writes a whole gradient (`GradientSink`) measures it in the same sweep, and the number is kept on
-the tensor object together with its version counter and address. At the end of backward only these numbers are
-combined; a gradient that was written since, by autograd or by a user's hook, has another version and is measured again
-in one read. Writes through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off,
-and the number of a parameter that has hooks of the user is not used.
+element is). Whoever writes a whole gradient (`GradientSums`) measures it in the same sweep, and the number is kept on
+the tensor object together with its version counter. At the end of backward only these numbers are combined; a gradient
+that was written since, by autograd or by a user's hook, has another version and is measured again in one read. Writes
+through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off, and the number of a
+parameter that has hooks of the user is not used.
 """
 
 import math
 import sys
+import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +26,33 @@ from lightning_cxl.optim.layout import same_layout
 from lightning_cxl.torch_private import hooks_after_accumulation
 
 _NOTE = "_cxl_sum_of_squares"
+
+
+class Addition(NamedTuple):
+    """What `GradientMeter.accumulate` is given."""
+
+    source: torch.Tensor
+    accumulator: torch.Tensor
+    key: int
+
+
+class _Note:
+    """The sum of squares of one tensor, as long as it has one version. Copies and pickles of the tensor have none."""
+
+    __slots__ = ("_tensor", "_value", "_version")
+
+    def __init__(self, tensor: torch.Tensor, value: float) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version = tensor._version
+        self._value = value
+
+    def value_for(self, tensor: torch.Tensor) -> float | None:
+        """Return the sum, if it is that of `tensor` as it is now."""
+        return self._value if self._tensor() is tensor and self._version == tensor._version else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what a copy has instead."""
+        return set, ()  # which `torch.load` takes without further ado
 
 
 class GradientMeter:
@@ -42,25 +71,44 @@ class GradientMeter:
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Set `destination` to `source` and measure it; float32 takes any floating point dtype."""
-        same_or_wider = destination.dtype in (source.dtype, torch.float32)
-        if not (same_or_wider and _kernel_can_move(source, destination)):
-            destination.copy_(source)
-            return
-        spans, results = array("Q", _row(source, destination)), array("d", bytes(8))
-        _grads.copy(spans, results, self._num_threads, self._isa)
-        torch.autograd.graph.increment_version(destination)
-        _note(destination, results[0])
+        self.copy_all([(source, destination)])
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set the second of each pair to the first and measure it, in one sweep; see `copy`."""
+        rows, written = array("Q"), []
+        for source, destination in pairs:
+            same_or_wider = destination.dtype in (source.dtype, torch.float32)
+            if same_or_wider and _kernel_can_move(source, destination):
+                rows.extend(_row(source, destination))
+                written.append(destination)
+            else:
+                destination.copy_(source)
+        self._sweep(_grads.copy, rows, written)
 
     def accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, key: int) -> None:
         """Add `source` and measure the sum. A bfloat16 accumulator is rounded stochastically, depending on `key`."""
-        known = accumulator.dtype in (torch.float32, torch.bfloat16)
-        if not (known and _kernel_can_move(source, accumulator)):
-            accumulator.add_(source)
+        self.accumulate_all([Addition(source, accumulator, key)])
+
+    def accumulate_all(self, additions: Sequence[Addition]) -> None:
+        """Add up in one sweep, in different accumulators; see `accumulate`."""
+        rows, written = array("Q"), []
+        for source, accumulator, key in additions:
+            known = accumulator.dtype in (torch.float32, torch.bfloat16)
+            if known and _kernel_can_move(source, accumulator):
+                rows.extend(_row(source, accumulator, key))
+                written.append(accumulator)
+            else:
+                accumulator.add_(source)
+        self._sweep(_grads.accumulate, rows, written)
+
+    def _sweep(self, kernel: Callable[..., None], rows: "array[int]", written: Sequence[torch.Tensor]) -> None:
+        if not written:
             return
-        spans, results = array("Q", _row(source, accumulator, key)), array("d", bytes(8))
-        _grads.accumulate(spans, results, self._num_threads, self._isa)
-        torch.autograd.graph.increment_version(accumulator)
-        _note(accumulator, results[0])
+        results = array("d", bytes(8 * len(written)))
+        kernel(rows, results, self._num_threads, self._isa)
+        torch.autograd.graph.increment_version(written)
+        for grad, value in zip(written, results, strict=True):
+            _note(grad, value)
 
     def sums(self, grads: Sequence[torch.Tensor]) -> list[float]:
         """Return the sum of squares of each host gradient; of those not measured yet in one sweep over all of them."""
@@ -116,15 +164,12 @@ def _kernel_can_move(source: torch.Tensor, destination: torch.Tensor) -> bool:
 
 
 def _note(grad: torch.Tensor, value: float) -> None:
-    setattr(grad, _NOTE, (grad._version, grad.data_ptr(), value))
+    setattr(grad, _NOTE, _Note(grad, value))
 
 
 def _noted(grad: torch.Tensor) -> float | None:
     note = getattr(grad, _NOTE, None)
-    if note is None:
-        return None
-    version, address, value = note  # a copy has the note, too
-    return value if (version, address) == (grad._version, grad.data_ptr()) else None
+    return note.value_for(grad) if isinstance(note, _Note) else None
 
 
 def _sum_by_torch(grad: torch.Tensor) -> float:

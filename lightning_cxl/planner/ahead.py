@@ -72,7 +72,7 @@ class RunPlanner:
         self._config = config
         self._memory = memory
         topology = memory.topology
-        self._homes = RoleHomePolicy(topology, pin=memory.pins, cpu_computes=device.type == "cpu")
+        self._homes = RoleHomePolicy(topology, cpu_computes=device.type == "cpu")
         chosen = choose(wanted, config, topology, device)
         self._planning = chosen if isinstance(chosen, Planning) else None
         self.policy_name = "by role" if chosen is None else getattr(chosen, "name", type(chosen).__name__)
@@ -110,7 +110,7 @@ class RunPlanner:
             updates_in_backward=why_after_backward(needs_whole_step, optimizers) is None,
         )
         tiers = resolve(model.named_modules(remove_duplicate=False), self._config.tier_rules, self._memory.topology)
-        placements = ModelPlacements(model, tiers, self.placer)
+        placements = ModelPlacements(model, tiers, self.placer, pin=self._memory.pins)
         held = held_tensors(model, self._config, load, placements.asked, optimizers)
         room, together = room_for(model, self._memory)
         measured = estimate(model, self._config, load, "before the first batch")

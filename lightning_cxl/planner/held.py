@@ -1,6 +1,5 @@
 """`held_tensors`: what a run keeps in host memory, tensor by tensor, as the engine itself reserves it."""
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.optim.forms import Forms
-from lightning_cxl.optim.grads import MAX_PENDING
+from lightning_cxl.optim.leaving import MAX_STAGED
 from lightning_cxl.optim.sensitive import sensitive_parameters
 from lightning_cxl.optim.wanted import Wanted, wanted_tensors
 from lightning_cxl.placements import grouped
@@ -54,7 +53,7 @@ class Held:
 
     def all(self) -> list[Wanted]:
         """Return everything that exists at a time."""
-        return [*self.weights, *self.at_once, *_widened(self.state), *self.staged.at_once]
+        return [*self.weights, *self.at_once, *_widened(self.state, self.unit_of), *self.staged.at_once]
 
 
 def held_tensors(
@@ -110,22 +109,43 @@ def units_of(model: nn.Module, config: OffloadConfig) -> NamedUnits:
     return find_units(model, config.units) if config.activation_offload else []
 
 
-def _widened(wanted: Iterable[Wanted]) -> list[Wanted]:
-    """Return the largest first gradient of a step that is still there while its sum becomes wider (`GradientSink`)."""
-    wider = [each for each in wanted if each.role in GRADIENTS and each.nbytes > each.parameter.nbytes]
-    largest = max(wider, key=lambda each: each.parameter.nbytes, default=None)
-    return [] if largest is None else [largest._replace(nbytes=largest.parameter.nbytes)]
+def gradient_groups(wanted: Iterable[Wanted], unit_of: Mapping[int, str]) -> list[list[Wanted]]:
+    """Return what is wanted for gradients in groups as they leave the device, the largest first.
+
+    Args:
+        wanted: of any role.
+        unit_of: see `Held`.
+    """
+    groups: dict[object, list[Wanted]] = {}
+    for each in wanted:
+        if each.role in GRADIENTS:
+            groups.setdefault(unit_of.get(id(each.parameter), id(each.parameter)), []).append(each)
+    return sorted(groups.values(), key=parameter_bytes, reverse=True)
 
 
-def _staged(wanted: Iterable[Wanted], streamed: Mapping[int, str], load: Workload) -> Staged:
-    """Return what `GradientSink` lets land elsewhere: all but the first gradient of a step of what streams."""
+def parameter_bytes(group: Iterable[Wanted]) -> int:
+    """Return the bytes of the parameters themselves, each in its own type."""
+    return sum(each.parameter.nbytes for each in group)
+
+
+def _widened(wanted: Iterable[Wanted], unit_of: Mapping[int, str]) -> list[Wanted]:
+    """Return the largest first gradients of a step that are still there while sums become wider (`GradientSums`)."""
+    wider = [each for each in wanted if each.nbytes > each.parameter.nbytes]
+    largest = next(iter(gradient_groups(wider, unit_of)), [])
+    return [each._replace(nbytes=each.parameter.nbytes) for each in largest]
+
+
+def _staged(wanted: Iterable[Wanted], unit_of: Mapping[int, str], load: Workload) -> Staged:
+    """Return what `LeavingGradients` lets land elsewhere: all but the first gradient of a step, unless it widens."""
     if load.computes_on_host:
         return Staged([], 0)
     total, landing = 0, []
-    for parameter, role, _ in wanted:
+    for parameter, role, nbytes in wanted:
         if role in GRADIENTS:
-            num_landed = load.num_micro_batches - (id(parameter) in streamed)
+            is_first_kept = nbytes == parameter.nbytes or load.num_micro_batches > 1
+            num_landed = load.num_micro_batches - is_first_kept
             total += num_landed * parameter.nbytes
             if num_landed:
-                landing.append(Wanted(parameter, TensorRole.STAGING, parameter.nbytes))
-    return Staged(heapq.nlargest(MAX_PENDING, landing, key=lambda each: each.nbytes), total)
+                landing.append(Wanted(parameter, role, parameter.nbytes))
+    groups = gradient_groups(landing, unit_of)[:MAX_STAGED]
+    return Staged([each._replace(role=TensorRole.STAGING) for group in groups for each in group], total)

@@ -10,13 +10,12 @@ Device memory at the peak, or where the CPU computes, host memory that is not of
     weights and buffers that stay on the device   all but those that stream
     slots                                         NUM_SLOTS x the largest unit that streams
     activations, logits, loss                     the dry run's peak
-    gradients on their way to the host            those of the largest unit (without units, the largest that are copied)
+    gradients on their way to the host            those of the two largest units or parameters outside of units
 
 It leaves out what a dry run does not see, the driver's and CUDA libraries' own memory (about 0.5 GiB a process) and
 what the allocator has cached.
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -25,10 +24,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.optim.grads import MAX_PENDING
 from lightning_cxl.optim.wanted import Wanted
 from lightning_cxl.planner.dry_run import DryRun, dry_run
-from lightning_cxl.planner.held import GRADIENTS, Held, TierOf, held_tensors, units_of
+from lightning_cxl.planner.held import (
+    GRADIENTS,
+    Held,
+    TierOf,
+    gradient_groups,
+    held_tensors,
+    parameter_bytes,
+    units_of,
+)
 from lightning_cxl.planner.job import Job, MemoryClass, Move
 from lightning_cxl.planner.moves import Traffic, engine_moves
 from lightning_cxl.planner.workload import Workload
@@ -222,17 +228,11 @@ def _device_parts(model: nn.Module, held: Held, load: Workload, run: DryRun) -> 
     unit_bytes = [sum(piece_nbytes(module, group) for group in groups) for _, module, groups in held.pieces]
     buffers = sum(buffer.nbytes for buffer in model.buffers() if not is_lazy(buffer))
     rest = sum(p.nbytes for p in _known(model) if id(p) not in in_units)
-    grads = [each.parameter for each in held.state if each.role in GRADIENTS]
-    by_unit: dict[str, int] = {}
-    for parameter in grads:
-        if id(parameter) in in_units:
-            unit = in_units[id(parameter)]
-            by_unit[unit] = by_unit.get(unit, 0) + parameter.nbytes
-    leaving = max(by_unit.values(), default=sum(heapq.nlargest(MAX_PENDING, (p.nbytes for p in grads))))
+    leaving = gradient_groups(held.state, in_units)[:2]  # one is copied, one is computed
     parts = {
         "weights that stay on the device": 0 if load.computes_on_host else rest + buffers,
         f"{NUM_SLOTS} slots for weights that stream": NUM_SLOTS * max(unit_bytes, default=0),
         "activations, logits and loss at their peak": run.device_peak_bytes,
-        "gradients on their way to the host": 0 if load.computes_on_host else leaving,
+        "gradients on their way to the host": 0 if load.computes_on_host else sum(map(parameter_bytes, leaving)),
     }
     return {name: nbytes for name, nbytes in parts.items() if nbytes}

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.caches import KeptCache, cached_tensors, can_replace, is_cache, replaced
+from lightning_cxl.streaming.comparisons import Comparisons
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
 from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
@@ -63,6 +64,7 @@ class ActivationOffload:
         self._latest: Callable[[], _UnitCall | None] = _no_call
         self._attached: list[UnitForward] = []
         self.own_checkpointing = OwnCheckpointing()
+        self.comparisons = Comparisons(engine, allocate)
 
     def attach(self, units: Iterable[tuple[str, nn.Module]], model: nn.Module | None = None) -> None:
         """Wrap the forward of each unit.
@@ -198,7 +200,7 @@ class _UnitCall:
 
     def _settle(self) -> None:
         """The forward has returned: learn what it changed and let go of what a recompute does not need."""
-        self._state.settle()
+        self._state.settle(self._unit.offload.comparisons, self._unit.name)
         changed = [position for position, each in enumerate(self._inputs) if each.observe()]
         self._unit.changed_inputs.update(changed)
         self._unit.is_observed = True

@@ -9,7 +9,8 @@ shallow copies of plain list, dict and set attributes, all other attributes by r
 the live objects are never written, so no version counter moves and no graph that has saved one of them is disturbed.
 
 Versions do not tell whether a forward changed a buffer (`native_batch_norm` and ``.data`` do not count), so small
-tensors are always copied, and large ones (causal masks) are compared by value after the forward and let go when equal.
+tensors are always copied, and large ones (causal masks) are compared by value after the forward; their copies are let
+go when it is known that they are equal, which on a device is a little later (`Comparisons`).
 Parameters are not copied: one that was changed in place between forward and recompute is an error, as in autograd;
 their `requires_grad` is shown as it was, since it decides what a forward saves.
 Not seen: state outside the unit's modules, in objects behind an attribute, or in containers inside containers.
@@ -17,7 +18,7 @@ Not seen: state outside the unit's modules, in objects behind an attribute, or i
 
 import collections
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,23 +26,12 @@ import torch
 from torch import nn
 
 from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.streaming.comparisons import Comparisons
+from lightning_cxl.streaming.versions import stale_error, version_of
 
 _SMALL_NUMEL = 1 << 14
 _INTERNAL = (frozenset(nn.Module().__dict__) - {"training"}) | {"forward"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Return the tensor's version counter; None for an inference tensor, which has none."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def stale_error(what: str, version: int | None, expected: int | None) -> RuntimeError:
-    """Return the error for a tensor that changed between forward and recompute; autograd has the same."""
-    return RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
-        f"version {version}, the forward saw version {expected}. Run backward before changing it, or change a clone."
-    )
 
 
 class ModuleState:
@@ -58,14 +48,27 @@ class ModuleState:
             (module, _keep(_attributes(module), kept), _keep(module._buffers, kept)) for module in unit.modules()
         ]
         self._unsettled = list(kept.values())
+        self._compared: list[_Kept] = []  # in the order in which they were asked for
         self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
 
-    def settle(self) -> None:
-        """Let go of what the forward did not change and note which parameters it used."""
-        for kept in self._unsettled:
-            kept.settle()
+    def settle(self, comparisons: Comparisons, name: str) -> None:
+        """Let go of what the forward did not change, as soon as that is known; note which parameters it used.
+
+        Args:
+            comparisons: finds out.
+            name: of the unit.
+        """
+        self._compared = [kept for kept in self._unsettled if kept.settle()]
         self._unsettled = []
+        if self._compared:
+            comparisons.ask(self, [kept.versus() for kept in self._compared], name)
         self._parameters = [(each, version_of(each), each.requires_grad) for each in peek(self._unit)]
+
+    def take_answer(self, is_same: Sequence[bool]) -> None:
+        """Keep of each large tensor either itself, as the forward did not change it, or its copy."""
+        for kept, same in zip(self._compared, is_same, strict=True):
+            kept.keep_one(original=same)
+        self._compared = []
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -109,11 +112,24 @@ class _Kept:
         self._copy: Any = _copy_of(original)
         self._version: int | None = None
 
-    def settle(self) -> None:
-        """Keep either the copy, or the original where copying again is dear and it has not changed."""
-        original = self._original
-        if isinstance(original, torch.Tensor) and original.numel() > _SMALL_NUMEL and _same(original, self._copy):
-            self._copy, self._version = None, version_of(original)
+    def settle(self) -> bool:
+        """Keep the copy alone; or return that both are to be compared, as it is dear and may be superfluous."""
+        original, copied = self._original, self._copy
+        is_large = isinstance(original, torch.Tensor) and original.numel() > _SMALL_NUMEL
+        if is_large and original.shape == copied.shape:
+            self._version = version_of(original)
+            return True
+        self._original = None
+        return False
+
+    def versus(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the original, which may have changed, and the copy."""
+        return self._original.detach(), self._copy
+
+    def keep_one(self, *, original: bool) -> None:
+        """Let go of the copy, or of the original."""
+        if original:
+            self._copy = None
         else:
             self._original = None
 
@@ -157,10 +173,6 @@ def _copy_of(value: Any) -> Any:
         with torch.no_grad():
             return value.clone()
     return copy.copy(value)
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.shape == right.shape and torch.equal(left, right)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.streaming.module_state import stale_error, version_of
+from lightning_cxl.streaming.versions import stale_error, version_of
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _ALIGNMENT = 64  # bytes; what torch's own allocations and ours start at

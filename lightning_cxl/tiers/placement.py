@@ -17,6 +17,11 @@ class TensorRole(enum.Enum):
     ACTIVATIONS = "activations"
     STAGING = "staging"
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether a device with memory of its own copies it; masters and moments are for the CPU alone."""
+        return self not in (TensorRole.MASTER_WEIGHTS, TensorRole.MOMENTUM, TensorRole.VARIANCE)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -25,7 +30,8 @@ class Placement:
     tiers: tuple[str, ...]
     """Tier names, first choice first; the others are where it may spill."""
     pinned: bool = False
-    """Page-locked and registered with the device driver (only when a CUDA device is in use)."""
+    """Page-locked and registered with the device's driver. A policy may leave it: what a device copies of a model is
+    page-locked anyway (`is_copied`), and with ``pin_memory=False``, or without such a device, nothing is."""
     reason: str = ""
     """Why, in a few words: shown by the report."""
     shares: tuple[float, ...] = ()

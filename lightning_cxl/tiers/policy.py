@@ -22,16 +22,6 @@ _HOMES: Mapping[TensorRole, tuple[TierKind, ...]] = {
     TensorRole.ACTIVATIONS: _CXL_FIRST,
     TensorRole.STAGING: _DRAM_FIRST,
 }
-# only the CPU touches masters and moments; the rest is copied to or from a device
-_PINNED_ROLES = frozenset(
-    {
-        TensorRole.COMPUTE_WEIGHTS,
-        TensorRole.COMPUTE_GRADS,
-        TensorRole.MASTER_GRADS,
-        TensorRole.ACTIVATIONS,
-        TensorRole.STAGING,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +60,11 @@ class RoleHomePolicy:
 
     Args:
         topology: the tiers there are.
-        pin: a device copies to and from host memory: page-lock what it touches (never masters and moments).
         cpu_computes: the CPU is the accelerator, so it reads the weights all the time: they are at home in DRAM then.
     """
 
-    def __init__(self, topology: Topology, *, pin: bool = False, cpu_computes: bool = False) -> None:
+    def __init__(self, topology: Topology, *, cpu_computes: bool = False) -> None:
         self._topology = topology
-        self._pin = pin
         self._homes = {**_HOMES, TensorRole.COMPUTE_WEIGHTS: _DRAM_FIRST} if cpu_computes else _HOMES
 
     def place(self, request: PlacementRequest, free: Mapping[str, int]) -> Placement:
@@ -95,7 +83,7 @@ class RoleHomePolicy:
         if free.get(first, request.nbytes) < request.nbytes:
             reason += f"; {first} has {format_bytes(free[first])} free of {format_bytes(request.nbytes)} needed"
         others.sort(key=lambda name: free.get(name, request.nbytes) < request.nbytes)
-        return Placement((first, *others), self._pin and request.role in _PINNED_ROLES, reason)
+        return Placement((first, *others), reason=reason)
 
     def _by_kind(self, kinds: tuple[TierKind, ...]) -> list[str]:
         """Return all tier names, those of the given kinds first and in that order."""

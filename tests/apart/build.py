@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 from lightning_cxl.cache import cache_folder
 
 SOURCES = Path(__file__).parent / "csrc"
+UNITS = ("backend", "operators", "runtime")  # the slowest first
 # C++20 is what the headers of torch need since 2.12; older ones take it
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden")
 
@@ -27,7 +27,8 @@ class BuildError(Exception):
 
 def compiler() -> str | None:
     """Return the C++ compiler: $CXX, else g++, else c++; None without one."""
-    return next((found for name in (os.environ.get("CXX"), "g++", "c++") if name and (found := shutil.which(name))), None)
+    names = [name for name in (os.environ.get("CXX"), "g++", "c++") if name]
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def why_unavailable() -> str | None:
@@ -44,15 +45,16 @@ def why_unavailable() -> str | None:
 def library() -> Path:
     """Return the built library, building it if there is none for this torch and these sources.
 
-    Objects are kept one by one, each under the hash of what it was made of, so that a changed file alone is compiled.
+    A folder of sources is compiled as one unit, for most of the time goes into torch's headers. Objects are kept under
+    the hash of what they were made of, so that a change compiles the units concerned alone.
 
     Raises:
         BuildError: the compiler refuses the sources.
     """
     folder = cache_folder() / "apart"
     folder.mkdir(parents=True, exist_ok=True)
-    common = _digest(torch.__version__, sys.platform, _compiler_version(), *FLAGS, *_texts("*.h"))
-    objects = {source: folder / f"{source.stem}-{_digest(common, source.read_text())}.o" for source in sorted(SOURCES.glob("*.cpp"))}
+    common = _digest(torch.__version__, _compiler_version(), *FLAGS, *_texts("*/*.h"))
+    objects = {unit: folder / f"{unit}-{_digest(common, *_texts(f'{unit}/*.cpp'))}.o" for unit in UNITS}
     built = folder / f"apart-{_digest(*(o.name for o in objects.values()))}.so"
     if not built.exists():
         with _lock(folder / "lock"):
@@ -61,14 +63,19 @@ def library() -> Path:
     return built
 
 
-def _build(objects: dict[Path, Path], built: Path) -> None:
-    todo = [source for source in objects if not objects[source].exists()]
-    todo.sort(key=lambda source: source.name != "autocast.cpp")  # it takes longest
-    includes = [f"-isystem{path}" for path in include_paths()]
+def _build(objects: dict[str, Path], built: Path) -> None:
+    todo = [unit for unit in objects if not objects[unit].exists()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source: _make(objects[source], *FLAGS, *includes, "-c", source), todo))
+        list(pool.map(lambda unit: _compile(unit, objects[unit]), todo))
     libraries = [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu", "-lc10"]
     _make(built, "-shared", *objects.values(), *libraries)
+
+
+def _compile(unit: str, target: Path) -> None:
+    together = "".join(f'#include "{path.relative_to(SOURCES)}"\n' for path in sorted(SOURCES.glob(f"{unit}/*.cpp")))
+    text = target.with_suffix(".cpp")
+    text.write_text(together)
+    _make(target, *FLAGS, f"-I{SOURCES}", *(f"-isystem{path}" for path in include_paths()), "-c", text)
 
 
 def _make(target: Path, *arguments: object) -> None:
@@ -87,7 +94,7 @@ def _compiler_version() -> str:
 
 
 def _texts(pattern: str) -> list[str]:
-    return [path.name + path.read_text() for path in sorted(SOURCES.glob(pattern))]
+    return [f"{path.relative_to(SOURCES)}\n{path.read_text()}" for path in sorted(SOURCES.glob(pattern))]
 
 
 def _digest(*texts: str) -> str:

@@ -1,14 +1,17 @@
 """What tests turn, and what they look at."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 _ops = torch.ops.apart
-_KERNEL, _H2D, _D2H = 0, 1, 2  # the kinds of csrc/streams.h
+_KERNEL, _H2D, _D2H = 0, 1, 2  # the kinds of csrc/runtime/streams.h
 _CAPACITY = 8 << 30
+_NEVER, _BEFORE, _HALFWAY = 0, 1, 2  # its pauses
+_BYTES = ("h2d_bytes", "d2h_bytes")
+_COUNTERS = ("async_kernels", "sync_kernels", *_BYTES, "h2d_async", "d2h_async", "h2d_staged", "no_meta")
 
 
 class HostUsage(NamedTuple):
@@ -32,11 +35,24 @@ def set_delay(kernel: float = 0.0, h2d: float = 0.0, d2h: float = 0.0, copy: flo
 @contextlib.contextmanager
 def paused(stream: torch.Stream) -> Iterator[None]:
     """Nothing that is queued on the stream starts inside."""
-    _ops.pause(stream.device_index, stream.stream_id, True)
+    _ops.pause(stream.device_index, stream.stream_id, _BEFORE)
     try:
         yield
     finally:
-        _ops.pause(stream.device_index, stream.stream_id, False)
+        _ops.pause(stream.device_index, stream.stream_id, _NEVER)
+
+
+@contextlib.contextmanager
+def halfway(stream: torch.Stream) -> Iterator[Callable[[], None]]:
+    """Let the next kernel or copy of the stream start inside, and end only behind the block.
+
+    Gives a function that waits until one is there.
+    """
+    _ops.pause(stream.device_index, stream.stream_id, _HALFWAY)
+    try:
+        yield lambda: _ops.wait_halfway(stream.device_index, stream.stream_id)
+    finally:
+        _ops.pause(stream.device_index, stream.stream_id, _NEVER)
 
 
 def set_poison(yes: bool) -> None:
@@ -70,13 +86,12 @@ def reset() -> None:
 
 
 def counters() -> dict[str, int]:
-    """Return what the host has asked of the devices since the process began; csrc/counters.h says what the names mean."""
-    names = ("async_kernels", "sync_kernels", "h2d_bytes", "d2h_bytes", "h2d_async", "d2h_async", "h2d_staged", "no_meta")
-    return dict(zip(names, _ops.counters(), strict=True))
+    """Return what the host has asked of the devices since the process began; csrc/operators/counters.h explains the names."""
+    return dict(zip(_COUNTERS, _ops.counters(), strict=True))
 
 
 def violations() -> list[str]:
-    """Return the races that were seen, one text each; [Note: Watched copies] in csrc/transfers.h says which are."""
+    """Return the races that were seen, one text each; [Note: Watched copies] in csrc/runtime/transfers.h says which are."""
     return _ops.violations()
 
 

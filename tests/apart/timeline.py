@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 
 _ops = torch.ops.apart
-_KINDS = ("kernel", "h2d", "d2h")  # of csrc/streams.h
+_KINDS = ("kernel", "h2d", "d2h")  # of csrc/runtime/streams.h
 
 
 class Entry(NamedTuple):
-    """A kernel or a copy. Times are seconds of ``time.perf_counter()``; the delay of its kind lies within start and end."""
+    """A kernel or a copy. Times are seconds of ``time.perf_counter()``; its delay lies within start and end."""
 
     device: int
     stream: int

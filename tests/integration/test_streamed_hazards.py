@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lightning_cxl import updates
-from lightning_cxl.optim.grads import GradientSink
+from lightning_cxl.optim.sums import GradientSums
 from lightning_cxl.streaming import params
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
@@ -176,16 +176,15 @@ def test_a_skipped_block_whose_update_is_late(monkeypatch):
 
 
 def test_the_real_error_of_a_gradient_is_raised(monkeypatch):
-    folded, seen = GradientSink._folded, []
+    fold = GradientSums.fold
 
-    def fails(self, host, *args):
-        seen.append(host.name)
-        if sum("blocks.1" in name for name in seen) == 3:
+    def fails(self, landed):
+        if any("blocks.1" in each.host.name for each in landed):
             raise RuntimeError("the real reason")
         time.sleep(0.002)
-        return folded(self, host, *args)
+        fold(self, landed)
 
-    monkeypatch.setattr(GradientSink, "_folded", fails)
+    monkeypatch.setattr(GradientSums, "fold", fails)
     with pytest.raises(RuntimeError, match="the real reason"):
         fit(IGNORE)
 

@@ -77,9 +77,10 @@ class DuringBackward:
 
     def begin(self) -> None:
         self._updates.begin(self._optimizer)
+        self._updates.begin_backward()
 
     def finish(self) -> None:
-        self._sink.finish()
+        self._sink.end_step()
         self._updates.update(self._optimizer)
         self._updates.wait()
         self._optimizer.zero_grad()

@@ -105,12 +105,20 @@ def test_float32_parameters_are_added_by_autograd_itself():
     assert sink.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)] * 2, "reserved, and the first gradient"
 
 
-def test_memory_that_was_only_reserved_is_not_taken_for_a_gradient_of_ours():
-    """The allocator may give the reserved bytes to autograd: its gradient must still move into our memory."""
+def test_a_gradient_at_the_address_of_an_old_one_of_ours_is_not_taken_for_it():
+    """The allocator may give memory that was only reserved, or has been given back, to autograd."""
     sink = Sink((7,), dtype=torch.float32)
-    assert [host.grad_address for host in sink.hosts] == [0]
-    sink.backward(0)
-    assert [host.grad_address for host in sink.hosts] == [p.grad.data_ptr() for p in sink.params]
+    (host,) = sink.hosts
+    for step in range(2):
+        ours = sink.sink._sums.new([host], [torch.float32])[0] if step == 0 else host.master.grad
+        same_memory = ours.detach()
+        del ours
+        host.master.grad = None
+        sink.asked.clear()
+        host.compute.grad = same_memory
+        sink.sink._receive_shared(host)
+        assert sink.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)]
+        assert host.master.grad is not same_memory and host.master.grad.data_ptr() != same_memory.data_ptr()
 
 
 def test_another_optimizers_gradients_are_float32():
@@ -163,11 +171,11 @@ def test_a_backward_that_fails_adds_nothing_to_a_later_one():
     (p,) = sink.params
     sink.backward(0)
     for clears in (False, True):
-        sink.sink._take_away(sink.hosts[0])  # autograd is about to add, and fails
+        sink.sink._set_aside(sink.hosts[0])  # autograd is about to add, and fails
         assert p.grad is None, "what `zero_grad` leaves, too"
         if clears:
             sink.sink.start_backward()
-            assert not sink.sink._taken
+            assert not sink.sink._aside
         new = sink.backward(1)[0]
         assert torch.equal(p.grad, new)
 
@@ -183,7 +191,7 @@ def test_hooks_the_user_had_before_see_the_sum():
 def test_close_gives_up_what_a_failed_backward_left():
     sink = Sink((5,))
     sink.backward(0)
-    sink.sink._take_away(sink.hosts[0])
+    sink.sink._set_aside(sink.hosts[0])
     sink.params[0].grad = torch.ones_like(sink.params[0])  # autograd's, alone
     sink.sink.close()
     assert sink.params[0].grad is None and sink.params[0].grad_dtype == torch.bfloat16

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.optim.grads import MAX_PENDING
+from lightning_cxl.optim.leaving import MAX_STAGED
 from lightning_cxl.planner.footprint import ModelShape, split_masters
 from lightning_cxl.planner.model_job import job_of, measure, model_job
 from lightning_cxl.planner.moves import Traffic, engine_moves
@@ -107,7 +107,7 @@ def test_a_device_apart_keeps_what_does_not_stream_and_its_masters_are_on_the_ho
     assert roles["compute_weights"] == roles["compute_grads"] == in_units
     assert roles["master_grads"] == rest
     assert roles["master_weights"] == in_units + 2 * rest  # lower halves of all, upper halves of what is not here
-    assert roles["staging"] == rest
+    assert "staging" not in roles  # the only gradient of a step lands where it stays
     parts = plan.device_parts
     assert parts["weights that stay on the device"] == pytest.approx(rest, rel=0.01)  # and rotary frequencies
     assert parts["3 slots for weights that stream"] == in_units
@@ -115,10 +115,13 @@ def test_a_device_apart_keeps_what_does_not_stream_and_its_masters_are_on_the_ho
     assert plan.job.overlap == "forward"
 
 
-def test_staging_is_for_a_few_copies_at_a_time():
+def test_staging_is_for_a_few_units_or_other_parameters_at_a_time():
     plan = planned("bf16-true", 128, {}, computes_on_host=False, num_layers=8, accumulate=2)
-    sizes = sorted((p.nbytes for p in llama(8).bfloat16().parameters()), reverse=True)
-    assert roles_of(plan.job)["staging"] == sum(sizes[:MAX_PENDING])
+    model = llama(8).bfloat16().model
+    units = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
+    sizes = sorted([*units, model.embed_tokens.weight.nbytes, model.embed_tokens.weight.nbytes], reverse=True)
+    assert roles_of(plan.job)["staging"] == sum(sizes[:MAX_STAGED])
+    assert plan.device_parts["gradients on their way to the host"] == sum(sizes[:2])
 
 
 def test_without_streaming_everything_is_on_the_device_and_copied_masters_are_on_the_host():
@@ -201,7 +204,7 @@ def test_several_devices_each_keep_activations():
             "llama",
             model,
             OffloadConfig(),
-            Workload(batch=BATCH, sequence=128, num_devices=count),
+            Workload(batch=BATCH, sequence=128, num_devices=count, num_micro_batches=2),
             lambda: model(input_ids=ids, labels=ids, use_cache=True).loss,
         )
         for count in (1, 4)

@@ -52,7 +52,7 @@ def test_names_that_are_no_policy(name, message):
 
 def decided(splits, tiers=("dram", "cxl")):
     topology = Topology.fake(["1GiB"], ["1GiB"])
-    return DecidedPolicy(Decision(splits, {R.MOMENTUM: "because"}), tiers, RoleHomePolicy(topology, pin=True))
+    return DecidedPolicy(Decision(splits, {R.MOMENTUM: "because"}), tiers, RoleHomePolicy(topology))
 
 
 def test_a_decided_split_is_placed_with_its_reason():
@@ -62,7 +62,7 @@ def test_a_decided_split_is_placed_with_its_reason():
 
 def test_a_decided_tier_has_the_others_to_spill_to():
     placement = decided({R.COMPUTE_GRADS: {"cxl": 1.0}}).place(PlacementRequest(R.COMPUTE_GRADS, 100), {})
-    assert placement == Placement(("cxl", "dram"), True)
+    assert placement == Placement(("cxl", "dram"))
 
 
 def test_what_a_rule_asks_for_or_nobody_decided_is_left_to_the_rest():

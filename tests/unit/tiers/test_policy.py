@@ -10,7 +10,6 @@ from lightning_cxl.tiers.topology import Node, Tier, TierKind, Topology
 TOPOLOGY = Topology.fake(("8GiB",), ("8GiB",))
 FREE = {"dram": 8 << 30, "cxl": 8 << 30}
 CXL_HOMES = {TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS}
-UNPINNED = {TensorRole.MASTER_WEIGHTS, TensorRole.MOMENTUM, TensorRole.VARIANCE}
 
 
 @pytest.mark.parametrize("role", list(TensorRole))
@@ -25,12 +24,6 @@ def test_weights_are_at_home_where_the_cpu_computes():
     policy = RoleHomePolicy(TOPOLOGY, cpu_computes=True)
     assert policy.place(PlacementRequest(TensorRole.COMPUTE_WEIGHTS, 1), FREE).tiers == ("dram", "cxl")
     assert policy.place(PlacementRequest(TensorRole.ACTIVATIONS, 1), FREE).tiers == ("cxl", "dram")
-
-
-@pytest.mark.parametrize("role", list(TensorRole))
-def test_masters_and_moments_are_never_pinned(role):
-    placement = RoleHomePolicy(TOPOLOGY, pin=True).place(PlacementRequest(role, 1024), FREE)
-    assert placement.pinned is (role not in UNPINNED)
 
 
 def test_explicit_tier_goes_first():

@@ -1,0 +1,125 @@
+"""Memory of the device is apart: no host access gets to it, and what is free there holds NaN when asked to."""
+
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import apart
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+TOUCH = """
+import ctypes, torch
+from tests import apart
+apart.load()
+torch.set_num_threads(1)
+t = torch.ones(4, device="apart")
+torch.accelerator.synchronize()
+print("ready", flush=True)
+ctypes.memmove({to}, {source}, 16)
+print("survived", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("to", "source"),
+    [("ctypes.create_string_buffer(16)", "t.data_ptr()"), ("t.data_ptr()", "bytes(16)")],
+    ids=["read", "write"],
+)
+def test_a_host_access_kills_the_process(to, source):
+    script = TOUCH.format(to=to, source=source)
+    root = Path(__file__).parents[2]
+    child = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True
+    )
+    assert (child.returncode, child.stdout) == (-signal.SIGSEGV, b"ready\n"), child.stderr.decode()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_kernel_finds_no_memory_at_a_data_ptr(index):
+    tensor = torch.ones(4, device=f"apart:{index}")
+    torch.accelerator.synchronize(index)
+    read, write = os.pipe()
+    try:
+        assert libc.write(write, ctypes.c_void_p(tensor.data_ptr()), 16) == -1
+        assert ctypes.get_errno() == errno.EFAULT
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_a_view_shares_memory_and_a_copy_does_not():
+    tensor = torch.zeros(4, device="apart")
+    view, copy = tensor[1:3], tensor.clone()
+    view.fill_(1)
+    assert tensor.tolist() == [0, 1, 1, 0]
+    assert copy.tolist() == [0, 0, 0, 0]
+
+
+def test_a_storage_grows_and_keeps_its_bytes():
+    tensor = torch.arange(4.0, device="apart")
+    tensor.resize_(1000)
+    assert tensor[:4].tolist() == [0, 1, 2, 3]
+    tensor.untyped_storage().resize_(0)
+    assert torch.apart.memory_allocated() == 0
+
+
+def test_fresh_and_freed_memory_is_poisoned():
+    apart.set_poison(True)
+    tensor = torch.empty(100_003, device="apart")
+    assert tensor.isnan().all()
+    tensor.zero_()
+    where = tensor.data_ptr()
+    del tensor
+    again = torch.empty(100_003, device="apart")
+    assert again.data_ptr() == where
+    assert again.isnan().all()
+
+
+def test_without_poison_freed_memory_keeps_its_bytes():
+    tensor = torch.ones(1000, device="apart")
+    where = tensor.data_ptr()
+    del tensor
+    again = torch.empty(1000, device="apart")
+    assert again.data_ptr() == where
+    assert again.eq(1).all()
+
+
+def test_poison_comes_in_the_order_of_the_stream():
+    apart.set_poison(True)
+    with apart.paused(torch.accelerator.current_stream()):
+        tensor = torch.ones(1000, device="apart")
+        doubled = tensor * 2
+        del tensor
+    assert doubled.eq(2).all()
+
+
+def test_there_are_two_devices():
+    assert torch.accelerator.device_count() == torch.apart.device_count() == 2
+    first, second = (torch.ones(2, device=f"apart:{i}") for i in (0, 1))
+    assert (first.device.index, second.device.index) == (0, 1)
+    assert second.to("apart:0").add(first).tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*apart:0 and apart:1"):
+        first + second
+    with pytest.raises(RuntimeError, match="no device"):
+        torch.ones(2, device="apart:2")
+
+
+def test_what_is_known_of_a_device():
+    apart.set_capacity(1 << 20, device=1)
+    assert torch.apart.get_device_properties(1) == ("a device apart, number 1", 1 << 20)
+    torch.accelerator.empty_cache()
+    assert torch.apart.mem_get_info(1) == (1 << 20, 1 << 20)
+    kept = torch.ones(1, device="apart:1")
+    assert torch.apart.mem_get_info(1) == ((1 << 20) - 512, 1 << 20)
+    assert torch.apart.memory_reserved(1) == torch.apart.memory_allocated(1) == kept.untyped_storage().nbytes() + 508
+    with torch.apart.device(1):
+        assert torch.apart.current_device() == torch.ones(1, device="apart").device.index == 1
+    assert torch.apart.current_device() == 0

@@ -1,0 +1,194 @@
+"""Pinned and registered host memory, as CUDA treats it."""
+
+import ctypes
+
+import pytest
+import torch
+
+from tests import apart
+
+
+def bytes_of(tensor):
+    return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+
+
+@pytest.fixture
+def registered():
+    """Host memory that its owner has registered."""
+    tensor = torch.zeros(1000)
+    assert apart.host_register(*bytes_of(tensor)) == 0
+    yield tensor
+    torch.accelerator.synchronize()
+    assert apart.host_unregister(tensor.data_ptr()) == 0
+
+
+@pytest.fixture(params=["pinned", "registered"])
+def host(request):
+    """Memory that copies use asynchronously."""
+    if request.param == "registered":
+        yield request.getfixturevalue("registered")
+        return
+    tensor = torch.zeros(1000, pin_memory=True)
+    yield tensor
+    torch.accelerator.synchronize()
+    tensor.set_()  # pytest keeps the tensor for a while
+
+
+def test_only_pinned_memory_is_pinned(host):
+    assert host.is_pinned() and host[10:].is_pinned()
+    assert not torch.zeros(4).is_pinned()
+
+
+def test_the_host_runs_ahead_of_copies_to_the_device(host, side):
+    host.fill_(3)
+    with apart.paused(side):
+        with side:
+            there = host.to("apart", non_blocking=True)
+        assert not side.query()
+    side.synchronize()
+    assert there.eq(3).all()
+
+
+def test_the_host_runs_ahead_of_copies_from_the_device(host, side):
+    there = torch.full((1000,), 5.0, device="apart")
+    side.wait_stream(torch.accelerator.current_stream())
+    with apart.paused(side):
+        with side:
+            host.copy_(there, non_blocking=True)
+        assert host.eq(0).all()
+    side.synchronize()
+    assert host.eq(5).all()
+
+
+def test_pageable_memory_is_read_at_the_call(side):
+    host = torch.ones(1000)
+    with apart.paused(side):
+        with side:
+            there = host.to("apart", non_blocking=True)
+        host.fill_(2)
+    side.synchronize()
+    assert there.eq(1).all()
+
+
+def test_a_copy_to_pageable_memory_is_waited_for():
+    apart.set_delay(d2h=0.05)
+    host = torch.zeros(1000)
+    host.copy_(torch.ones(1000, device="apart"), non_blocking=True)
+    assert host.eq(1).all()
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_without_non_blocking_the_host_waits(host, to_device):
+    apart.set_delay(copy=0.05)
+    there = torch.ones(1000, device="apart")
+    there.copy_(host) if to_device else host.copy_(there)
+    assert torch.accelerator.current_stream().query()
+    assert there.eq(0).all() if to_device else host.eq(1).all()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_copies_convert_and_reorder(pinned, non_blocking):
+    host = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    source = host.pin_memory() if pinned else host
+    for there in (torch.zeros(3, 4, dtype=torch.bfloat16, device="apart"), torch.zeros(4, 3, device="apart").t()):
+        there.copy_(source, non_blocking=non_blocking)
+        back = torch.zeros(4, 3, dtype=torch.float64, pin_memory=pinned).t()
+        back.copy_(there, non_blocking=non_blocking)
+        torch.accelerator.synchronize()
+        assert torch.equal(back, host.double())
+
+
+def test_codes_of_registering():
+    tensor = torch.zeros(1000)
+    start, size = bytes_of(tensor)
+    assert apart.host_register(start, 0) == apart.host_register(0, size) == 1
+    assert apart.host_unregister(start) == 713
+    assert apart.host_register(start, size) == 0
+    assert apart.host_usage()[:2] == (1, size)
+    assert (
+        apart.host_register(start, size)
+        == apart.host_register(start + 8, 8)
+        == apart.host_register(start - 8, 16)
+        == 712
+    )
+    assert apart.host_unregister(start + 8) == 713
+    assert apart.host_unregister(start) == 0
+    assert apart.host_usage() == (0, 0, 0, 0, 0)
+    assert not tensor.is_pinned()
+
+
+def test_memory_of_the_allocator_cannot_be_unregistered():
+    tensor = torch.zeros(1000, pin_memory=True)
+    assert apart.host_unregister(tensor.data_ptr()) == 713
+    assert apart.host_register(*bytes_of(tensor)) == 712
+
+
+def test_a_freed_pinned_block_waits_for_its_copies(side):
+    host = torch.ones(1000, pin_memory=True)
+    where = host.data_ptr()
+    with apart.paused(side):
+        with side:
+            there = host[100:].to("apart", non_blocking=True)
+        del host
+        assert apart.host_usage().waiting_blocks == 1
+        assert torch.empty(1000, pin_memory=True).data_ptr() != where
+    side.synchronize()
+    assert apart.host_usage().waiting_blocks == 0
+    assert torch.empty(1000, pin_memory=True).data_ptr() == where
+    assert there.eq(1).all()
+
+
+def test_freed_pinned_memory_is_poisoned():
+    apart.set_poison(True)
+    host = torch.ones(1000, pin_memory=True)
+    where = host.data_ptr()
+    del host
+    again = torch.empty(1000, pin_memory=True)
+    assert again.data_ptr() == where
+    assert again.isnan().all()
+
+
+def test_who_reads_before_the_copy_is_done_sees_poison(host, side):
+    apart.set_poison(True)
+    there = torch.ones(1000, device="apart")
+    side.wait_stream(torch.accelerator.current_stream())
+    with apart.paused(side):
+        with side:
+            host.copy_(there, non_blocking=True)
+        assert host.isnan().all()
+    side.synchronize()
+    assert host.eq(1).all()
+
+
+def test_poison_by_hand():
+    host = torch.ones(100)
+    apart.poison(host[10:20])
+    assert host.isnan().all()
+    buffer = (ctypes.c_float * 4)()
+    apart.poison_host(ctypes.addressof(buffer), 8)
+    assert [x == x for x in buffer] == [False, False, True, True]
+
+
+def test_the_cache_of_pinned_memory_is_emptied():
+    apart.empty_host_cache()
+    host = torch.zeros(1003, pin_memory=True)
+    where = host.data_ptr()
+    del host
+    apart.empty_host_cache()
+    other = torch.zeros(1003)  # as likely as not at the same address, but not pinned
+    assert apart.host_register(where, 4012) == 0  # for nothing is known of it
+    assert apart.host_unregister(where) == 0
+    assert not other.is_pinned()
+
+
+def test_counters_of_copies(side):
+    before = apart.counters()
+    host = torch.zeros(256, pin_memory=True)
+    there = host.to("apart", non_blocking=True)
+    host.copy_(there, non_blocking=True)
+    torch.zeros(256).to("apart", non_blocking=True)
+    there.cpu()
+    torch.accelerator.synchronize()
+    grown = {name: count - before[name] for name, count in apart.counters().items() if count != before[name]}
+    assert grown == {"h2d_bytes": 2048, "d2h_bytes": 2048, "h2d_async": 1, "d2h_async": 1, "h2d_staged": 1}

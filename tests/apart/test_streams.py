@@ -1,0 +1,185 @@
+"""Streams run behind the host, each in its own order; events and waits tie them together."""
+
+import threading
+
+import pytest
+import torch
+
+from tests import apart
+
+
+def test_the_host_runs_ahead_of_kernels():
+    stream = torch.accelerator.current_stream()
+    x = torch.ones(4, device="apart")
+    with apart.paused(stream):
+        y = x * 3
+        assert not stream.query()
+    stream.synchronize()
+    assert stream.query()
+    assert y.tolist() == [3, 3, 3, 3]
+
+
+def test_a_stream_is_first_in_first_out():
+    x = torch.zeros(1, device="apart")
+    with apart.paused(torch.accelerator.current_stream()):
+        for _ in range(50):
+            x.mul_(2).add_(1).remainder_(1009)
+    expected = 0
+    for _ in range(50):
+        expected = (expected * 2 + 1) % 1009
+    assert x.item() == expected
+
+
+def test_streams_do_not_wait_for_each_other(side):
+    x = torch.zeros(4, device="apart")
+    torch.accelerator.synchronize()
+    with apart.paused(torch.accelerator.current_stream()):
+        x.add_(1)
+        with side:
+            seen = x.to("cpu")
+    assert seen.tolist() == [0, 0, 0, 0]
+
+
+def test_with_a_stream_its_work_goes_there(side):
+    default = torch.accelerator.current_stream()
+    with apart.paused(side):
+        with side:
+            assert torch.accelerator.current_stream() == side
+            torch.ones(4, device="apart")
+        assert torch.accelerator.current_stream() == default
+        default.synchronize()
+        assert not side.query()
+
+
+def test_a_stream_waits_for_a_stream(side):
+    x = torch.zeros(4, device="apart")
+    with apart.paused(torch.accelerator.current_stream()):
+        x.add_(1)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            y = x * 1
+        assert not side.query()
+    side.synchronize()
+    assert y.tolist() == [1, 1, 1, 1]
+
+
+def test_a_wait_takes_the_record_there_is(side):
+    default = torch.accelerator.current_stream()
+    event = torch.Event(device="apart")
+    default.record_event(event)
+    event.synchronize()
+    side.wait_event(event)
+    with apart.paused(default):
+        default.record_event(event)  # later than the wait
+        assert not event.query()
+        side.synchronize()  # does not hang
+    event.synchronize()
+    assert event.query()
+
+
+def test_an_event_without_a_record_is_reached(side):
+    event = torch.Event(device="apart")
+    assert event.query()
+    event.synchronize()
+    side.wait_event(event)
+    side.synchronize()
+
+
+def test_elapsed_time_is_that_of_the_device():
+    apart.set_delay(kernel=0.05)
+    x = torch.ones(1, device="apart")
+    first, second = (torch.Event(device="apart", enable_timing=True) for _ in range(2))
+    first.record()
+    x.add_(1)
+    second.record()
+    second.synchronize()
+    assert 50 <= first.elapsed_time(second) < 5000
+
+
+def test_elapsed_time_needs_timing():
+    first, second = (torch.Event(device="apart") for _ in range(2))
+    first.record()
+    second.record()
+    torch.accelerator.synchronize()
+    with pytest.raises((RuntimeError, ValueError), match="enable_timing=True"):
+        first.elapsed_time(second)
+
+
+def test_a_number_of_the_host_is_read_at_the_call():
+    number = torch.tensor(2.0)
+    x = torch.ones(4, device="apart")
+    with apart.paused(torch.accelerator.current_stream()):
+        y = x * number
+        number.fill_(7)
+    assert y.tolist() == [2, 2, 2, 2]
+
+
+def test_an_error_of_a_kernel_is_heard_at_the_next_wait():
+    table = torch.ones(4, 2, device="apart")
+    wrong = torch.tensor([9], device="apart")
+    rows = torch.nn.functional.embedding(wrong, table)
+    with pytest.raises(IndexError, match="out of range"):
+        torch.accelerator.synchronize()
+    torch.accelerator.synchronize()  # once
+    assert rows.shape == (1, 2)
+
+
+def test_a_wait_lets_other_threads_of_python_run():
+    stream = torch.accelerator.current_stream()
+    ready, went_on = threading.Event(), threading.Event()
+
+    def unpause():
+        ready.wait()
+        went_on.set()
+        torch.ops.apart.pause(stream.device_index, stream.stream_id, 0)
+
+    thread = threading.Thread(target=unpause)
+    thread.start()
+    with apart.paused(stream):
+        torch.ones(4, device="apart")
+        ready.set()
+        stream.synchronize()
+    thread.join()
+    assert went_on.is_set()
+
+
+def test_devices_have_streams_of_their_own():
+    with apart.paused(torch.accelerator.current_stream(0)):
+        torch.ones(4, device="apart:0")
+        y = torch.ones(4, device="apart:1") * 2
+        assert y.tolist() == [2, 2, 2, 2]
+
+
+def test_a_copy_between_devices_waits_for_both(side):
+    source = torch.zeros(4, device="apart:0")
+    target = torch.zeros(4, device="apart:1")
+    torch.accelerator.synchronize(1)
+    with apart.paused(torch.accelerator.current_stream(0)):
+        source.add_(1)
+        target.copy_(source, non_blocking=True)
+        target.add_(1)
+        assert not torch.accelerator.current_stream(1).query()
+    assert target.tolist() == [2, 2, 2, 2]
+
+
+def test_backward_runs_on_the_devices_thread_and_on_the_stream_of_forward(side):
+    threads = []
+    weight = torch.ones(4, device="apart", requires_grad=True)
+    weight.register_hook(lambda grad: threads.append(threading.get_ident()))
+    torch.accelerator.synchronize()
+    with side:
+        loss = (weight * 3).sum()
+    loss.backward()
+    assert weight.grad.tolist() == [3, 3, 3, 3]
+    assert threads and threads[0] != threading.get_ident()
+
+
+def test_halfway_a_task_has_begun_and_not_ended():
+    stream = torch.accelerator.current_stream()
+    x = torch.ones(4, device="apart")
+    stream.synchronize()
+    with apart.halfway(stream) as reached:
+        x.add_(1)
+        reached()
+        assert not stream.query()
+    assert x.tolist() == [2, 2, 2, 2]

@@ -1,0 +1,167 @@
+"""Each race that the device records, provoked; and the same done right, which is none."""
+
+import ctypes
+
+import pytest
+import torch
+
+from tests import apart
+
+N = 1000
+
+
+@pytest.fixture
+def there():
+    tensor = torch.ones(N, device="apart")
+    torch.accelerator.synchronize()
+    return tensor
+
+
+def expect_one(text):
+    torch.accelerator.synchronize()
+    (seen,) = apart.clear_violations()
+    assert text in seen
+
+
+def test_the_source_of_a_d2h_is_written(there, side):
+    host = torch.zeros(N, pin_memory=True)
+    with apart.halfway(side) as reached:
+        with side:
+            host.copy_(there, non_blocking=True)
+        reached()
+        there.add_(1)  # on the default stream
+        torch.accelerator.current_stream().synchronize()
+    expect_one(
+        f"d2h of {4 * N} bytes on stream {side.stream_id} of device 0, host memory at {hex(host.data_ptr())}: its source changed"
+    )
+
+
+def test_the_source_of_a_d2h_is_freed_and_poisoned(there, side):
+    apart.set_poison(True)
+    host = torch.zeros(N, pin_memory=True)
+    with apart.halfway(side) as reached:
+        with side:
+            host.copy_(there, non_blocking=True)
+        reached()
+        storage = there.untyped_storage()
+        storage.resize_(0)  # gives the block back, without record_stream
+        torch.accelerator.current_stream().synchronize()
+    expect_one("its source changed while it was copied")
+
+
+def test_the_destination_of_a_d2h_is_written(there, side):
+    host = torch.zeros(N, pin_memory=True)
+    with apart.halfway(side) as reached:
+        with side:
+            host.copy_(there, non_blocking=True)
+        reached()
+        host[-1] = 7
+    expect_one("d2h of 4000 bytes")
+
+
+def test_the_source_of_an_h2d_is_written_before_its_turn(side):
+    host = torch.zeros(N, pin_memory=True)
+    with apart.paused(side):
+        with side:
+            host.to("apart", non_blocking=True)
+        host[500] = 7
+    expect_one("its source changed between the call and the copy's turn")
+
+
+def test_the_source_of_an_h2d_is_written_while_it_is_copied(side):
+    host = torch.zeros(N, pin_memory=True)
+    with apart.halfway(side) as reached:
+        with side:
+            there = host.to("apart", non_blocking=True)
+        reached()
+        host[500] = 7
+    expect_one("its source changed while it was copied")
+    assert there.shape == (N,)
+
+
+def test_the_destination_of_an_h2d_is_written(there, side):
+    host = torch.zeros(N, pin_memory=True)
+    with apart.halfway(side) as reached:
+        with side:
+            there.copy_(host, non_blocking=True)
+        reached()
+        there.add_(1)
+        torch.accelerator.current_stream().synchronize()
+    expect_one("its destination changed while it was copied")
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_memory_in_use_is_unregistered(there, side, to_device):
+    host = torch.zeros(N)
+    assert apart.host_register(host.data_ptr(), host.nbytes) == 0
+    with apart.paused(side):
+        with side:
+            there.copy_(host, non_blocking=True) if to_device else host.copy_(there, non_blocking=True)
+        assert apart.host_unregister(host.data_ptr()) == 0
+    expect_one(f"({4 * N} bytes) was unregistered while it is used: {'h2d' if to_device else 'd2h'}")
+
+
+def test_pinned_memory_is_freed_while_an_alias_is_copied(side):
+    host = torch.zeros(N, pin_memory=True)
+    alias = torch.frombuffer((ctypes.c_float * (N - 10)).from_address(host.data_ptr() + 40), dtype=torch.float32)
+    with apart.paused(side):
+        with side:
+            alias.to("apart", non_blocking=True)
+        del host
+    expect_one("was freed while it is used: h2d")
+
+
+def test_memory_in_use_is_poisoned_by_hand(there, side):
+    host = torch.zeros(N, pin_memory=True)
+    with apart.paused(side):
+        with side:
+            host.copy_(there, non_blocking=True)
+        apart.poison(host)
+    expect_one("was poisoned while it is used: d2h")
+
+
+def test_there_and_back_again_in_order_is_none(there, side):
+    host = torch.zeros(N, pin_memory=True)
+    with apart.paused(side), side:
+        for _ in range(3):
+            host.copy_(there, non_blocking=True)
+            back = host.to("apart", non_blocking=True)
+            back.add_(1)
+            there = back
+    side.synchronize()
+    assert there.eq(4).all()
+    assert host.eq(3).all()
+
+
+def test_a_write_behind_an_event_is_none(there, side):
+    host = torch.zeros(N, pin_memory=True)
+    apart.set_delay(copy=0.01)
+    with apart.paused(side):
+        with side:
+            host.copy_(there, non_blocking=True)
+        done = side.record_event()
+        torch.accelerator.current_stream().wait_event(done)
+        there.add_(1)
+    done.synchronize()
+    host.add_(1)
+    assert apart.host_register(host.data_ptr(), 1) == 712
+    assert host.eq(2).all()
+
+
+def test_a_freed_block_that_its_allocator_keeps_is_none(there, side):
+    host = torch.zeros(N, pin_memory=True)
+    with apart.paused(side):
+        with side:
+            host.copy_(there, non_blocking=True)
+        del host
+    side.synchronize()
+
+
+def test_other_bytes_of_the_same_memory_are_free(there, side):
+    host = torch.zeros(2 * N, pin_memory=True)
+    with apart.paused(side):
+        with side:
+            host[:N].copy_(there, non_blocking=True)
+        host[N:] = 3
+    side.synchronize()
+    assert host.tolist() == [1] * N + [3] * N

@@ -1,0 +1,117 @@
+"""Run what depends on torch most with the oldest and the newest torch that are declared.
+
+    python tests/compat.py [--torch 2.11 2.15] [--python python3.12] [--keep] [-- PYTEST_ARGUMENT ...]
+
+Each version gets an environment of its own, and a copy of the project below ``build/compat``, because compiled modules
+lie beside the sources. The other dependencies have their newest versions. Both are removed afterwards. Each takes 6 GB
+of disk and 2.5 GB from the package index. Output of pip and pytest goes to ``build/compat/VERSION.log``.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "compat"
+INTEGRATION = (
+    *("checkpoint", "compiled", "lifecycle", "lightning", "overlapped_step", "own_checkpointing", "parity", "peft"),
+    *("quantised", "streamed_hazards", "streamed_training"),
+)
+TESTS = (
+    *("tests/contract", "tests/unit/streaming", "tests/unit/test_torch_private.py"),
+    *(f"tests/integration/test_{name}.py" for name in INTEGRATION),
+)
+
+
+def declared_versions() -> list[str]:
+    """Return the oldest and the newest torch of `pyproject.toml`, without their last number."""
+    text = (ROOT / "pyproject.toml").read_text()
+    oldest, after = re.findall(r'"torch>=(\d+\.\d+),<(\d+\.\d+)"', text)[0]
+    major, minor = after.split(".")
+    return [oldest, f"{major}.{int(minor) - 1}"]
+
+
+def copy_project(target: Path) -> None:
+    """Copy what git knows of, or would add."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def run_one(version: str, python: str, arguments: list[str], *, keep: bool) -> str:
+    """Return one line about the tests with one version of torch."""
+    place, log = BUILD / version, BUILD / f"{version}.log"
+    shutil.rmtree(place, ignore_errors=True)
+    tree, environment, results = place / "tree", place / "venv", place / "results.xml"
+    own_python = environment / "bin" / "python"
+    pip = [own_python, "-m", "pip", "install", "--disable-pip-version-check"]
+    steps = (
+        [python, "-m", "venv", environment],
+        [*pip, f"torch=={version}.*"],  # first: with it installed, nothing else pulls another one
+        [*pip, "-e", f"{tree}[test]"],
+        [own_python, "-m", "pytest", "-ra", f"--junit-xml={results}", *TESTS, *arguments],
+    )
+    copy_project(tree)
+    began = time.monotonic()
+    try:
+        with log.open("w") as output:
+            for step in steps:
+                output.write(f"$ {' '.join(map(str, step))}\n")
+                output.flush()
+                env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+                code = subprocess.run(step, cwd=tree, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
+                if code and "pytest" not in step:
+                    return f"torch {version}: no environment, `{step[-1]}` ended with {code}; see {log}"
+        installed = subprocess.run([own_python, "-c", ABOUT], cwd=tree, capture_output=True, text=True).stdout.strip()
+        return f"{installed}: {summary(results)}, exit status {code}, {(time.monotonic() - began) / 60:.0f} min"
+    finally:
+        if not keep:
+            shutil.rmtree(place)
+
+
+ABOUT = """
+import platform, importlib.metadata as m
+names = ("torch", "lightning", "transformers", "peft")
+print(f"Python {platform.python_version()}", *(f"{name} {m.version(name)}" for name in names), sep=", ")
+"""
+
+
+def summary(results: Path) -> str:
+    """Return how many tests passed, failed and were skipped, from pytest's file."""
+    if not results.exists():
+        return "no results"
+    suites = ElementTree.parse(results).getroot().iter("testsuite")
+    counts = [
+        {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")} for suite in suites
+    ]
+    total = {name: sum(each[name] for each in counts) for name in counts[0]}
+    failed = total["failures"] + total["errors"]
+    return f"{total['tests'] - failed - total['skipped']} passed, {failed} failed, {total['skipped']} skipped"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("tests/compat.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("--torch", nargs="+", default=declared_versions(), metavar="VERSION", help="such as 2.13")
+    parser.add_argument("--python", default=sys.executable, help="what makes the environments")
+    parser.add_argument("--keep", action="store_true", help="leave copies and environments in build/compat")
+    parser.add_argument("pytest", nargs="*", help="after --: more arguments of pytest")
+    options = parser.parse_args()
+    BUILD.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for version in options.torch:
+        lines.append(run_one(version, options.python, options.pytest, keep=options.keep))
+        print(lines[-1], flush=True)
+    return 0 if all(" 0 failed" in line and "exit status 0" in line for line in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

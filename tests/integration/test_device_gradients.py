@@ -1,0 +1,323 @@
+"""Gradients that come from a device: all of them, once, at the right place, whatever the host does meanwhile."""
+
+import itertools
+import threading
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import nn
+
+from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
+from lightning_cxl.optim.adam_step import AdamStep
+from lightning_cxl.optim.leaving import LeavingGradients
+from lightning_cxl.optim.sums import GradientSums
+from lightning_cxl.placed_memory import PlacedMemory
+from lightning_cxl.transfer.engine import DeviceEngine
+from tests import training_device
+from tests.integration.training import EXACT, make_trainer, offload
+from tests.models import Block, Task, TinyTransformer, token_data
+
+IGNORE = {"on_overflow": "ignore"}  # updates run behind the backward
+
+
+def fit(
+    strategy,
+    *,
+    make_model=lambda: TinyTransformer(dropout=0.0),
+    task=Task,
+    steps=4,
+    optimizer="adamw",
+    batch=2,
+    **kwargs,
+):
+    """Train; returns the module and the weights after it."""
+    seed_everything(5, verbose=False)
+    module = task(make_model(), optimizer)
+    make_trainer(strategy, max_steps=steps, **kwargs).fit(module, token_data(batch=batch))
+    return module, {name: value.cpu().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same(one, other):
+    assert one[0].losses == other[0].losses and len(set(one[0].losses)) > 1
+    for name, value in other[1].items():
+        assert torch.equal(one[1][name], value), name
+
+
+# -- a buffer at the address of an old gradient ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_bfloat16_weights_under_torchs_own_optimizers(optimizer, accumulate):
+    """Gradients of 16 bits land in staging memory, which may be where an old float32 gradient was."""
+    arguments = {"optimizer": optimizer, "precision": "bf16-true", "accumulate_grad_batches": accumulate, "steps": 6}
+    assert_same(fit(offload(**EXACT), **arguments), fit(offload(stream_weights=False, **EXACT), **arguments))
+
+
+# -- gradients that come before their unit -----------------------------------------------------------------------------
+
+
+class AddsLast(nn.Module):
+    """The gradient of `shift` needs nothing that is recomputed: it comes before the unit is entered in backward."""
+
+    def __init__(self, width, length):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.shift = nn.Parameter(torch.zeros(length, width))
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) + self.shift
+
+
+class Shifted(TinyTransformer):
+    def __init__(self, length=12):
+        super().__init__(dropout=0.0)
+        self.blocks = nn.ModuleList(AddsLast(32, length) for _ in range(4))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)[0]  # without a batch, so that the gradient of `shift` is that of the output itself
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("options", [EXACT, {}, IGNORE], ids=str)
+def test_a_parameter_that_is_added_last(options, accumulate):
+    arguments = {"make_model": Shifted, "accumulate_grad_batches": accumulate, "batch": 1}
+    ours = fit(offload(**options), **arguments)
+    assert_same(ours, fit("auto" if options is EXACT else offload(stream_weights=False), **arguments))
+
+
+class Penalised(Task):
+    def loss(self, batch):
+        penalty = self.model.blocks[1].qkv.weight.square().sum()
+        return super().loss(batch) + 1e-3 * penalty.to(self.device)
+
+
+def test_a_penalty_on_streamed_weights_is_refused_in_words():
+    with pytest.raises(
+        UnsupportedError, match=r"blocks.1.qkv.weight` got a gradient on `cpu`.*into the unit's forward"
+    ):
+        fit(offload(), task=Penalised)
+
+
+class Outside(Task):
+    """Trains a parameter that is not registered, so that nobody has moved it to the device."""
+
+    def __init__(self, *args):
+        super().__init__(*args, scheduler=False)
+        self.hidden = [nn.Parameter(torch.zeros(37, dtype=torch.bfloat16))]
+
+    def loss(self, batch):
+        x, y = batch
+        logits = self.model(x) + self.hidden[0].to(self.device)
+        return nn.functional.cross_entropy(logits.flatten(0, -2).float(), y.flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), *self.hidden], lr=0.1)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_parameter_that_the_model_does_not_have_is_refused_in_words():
+    if training_device.current.type == "cpu":
+        pytest.skip("there the parameter is where the model computes")
+    with pytest.raises(UnsupportedError, match=r"unnamed.* got a gradient on `cpu`.*Register it in the module"):
+        fit(offload(), task=Outside)
+
+
+# -- as few pieces as possible -----------------------------------------------------------------------------------------
+
+
+def of_units(landed):
+    return [each.host.name.split(".")[2] for each in landed if ".blocks." in each.host.name]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("options", [{}, IGNORE], ids=str)
+def test_one_piece_one_event_and_one_fold_for_each_unit(options, accumulate, monkeypatch):
+    num_copies, pieces, folded = [], [], []
+    d2h_all, fold, like_all = DeviceEngine.d2h_all, GradientSums.fold, PlacedMemory.like_all
+
+    def counts(self, copies, **kwargs):
+        num_copies.append(len(copies))
+        return d2h_all(self, copies, **kwargs)
+
+    def folds(self, landed):
+        folded.append(of_units(landed))
+        fold(self, landed)
+
+    def gives(self, wanted, role):
+        given = like_all(self, wanted, role)
+        ends = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in given)
+        pieces.append(all(0 <= b - a - size < 64 for (a, size), (b, _) in itertools.pairwise(ends)))
+        return given
+
+    monkeypatch.setattr(DeviceEngine, "d2h_all", counts)
+    monkeypatch.setattr(GradientSums, "fold", folds)
+    monkeypatch.setattr(PlacedMemory, "like_all", gives)
+    module, _ = fit(offload(**options), steps=2, accumulate_grad_batches=accumulate)
+    num_parameters = len(list(module.model.blocks[0].parameters()))
+    units = [unit for unit in folded if unit]
+    assert units == [[name] * num_parameters for name in ("2", "1", "0")] * 2 * accumulate
+    assert num_copies.count(num_parameters) == len(units)
+    assert pieces and all(pieces)
+
+
+@pytest.mark.parametrize("late", ["to the host"], indirect=True)
+def test_the_device_holds_gradients_of_few_units_though_the_host_is_far_ahead(late):
+    def peak(depth):
+        device = training_device.current
+        torch.accelerator.reset_peak_memory_stats(device)
+        fit(offload(), make_model=lambda: TinyTransformer(width=64, depth=depth, dropout=0.0), steps=2)
+        return torch.accelerator.max_memory_allocated(device)
+
+    if training_device.current.type == "cpu":
+        pytest.skip("needs a device with memory of its own")
+    unit = sum(p.nbytes for p in TinyTransformer(width=64).blocks[0].parameters())
+    assert peak(10) - peak(5) < unit
+
+
+# -- when they are complete --------------------------------------------------------------------------------------------
+
+
+class Reads(Task):
+    def on_after_backward(self):
+        grads = [p.grad for group in self.optimizers().param_groups for p in group["params"]]
+        self.norms = [*getattr(self, "norms", ()), [float(grad.norm()) for grad in grads if grad is not None]]
+
+
+@pytest.mark.parametrize("late", ["to the host"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}], ids=str)
+def test_gradients_are_waited_for_at_the_step_only(options, late, monkeypatch):
+    settled, settle = [], LeavingGradients.settle
+    monkeypatch.setattr(LeavingGradients, "settle", lambda self: (settled.append(bool(self._left)), settle(self))[1])
+    arguments = {"accumulate_grad_batches": 4, "steps": 3, **options}
+    ours = fit(offload(**EXACT), **arguments)
+    assert settled.count(True) == 3
+    assert_same(ours, fit("auto", **arguments))
+
+
+@pytest.mark.parametrize("late", ["to the host"], indirect=True)
+@pytest.mark.parametrize("options", [EXACT, IGNORE], ids=str)
+def test_whoever_reads_after_a_backward_finds_them_complete(options, late):
+    arguments = {"accumulate_grad_batches": 2, "steps": 3, "task": Reads}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LightningCXLWarning)
+        ours, plain = fit(offload(**options), **arguments)[0], fit("auto", **arguments)[0]
+    assert len(ours.norms) == 6 and all(len(norms) == 40 for norms in ours.norms)
+    for one, other in zip(ours.norms, plain.norms, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+class FailsOnce(Task):
+    """A backward that fails in the middle, is caught, and adds nothing to the next step."""
+
+    automatic_optimization = False
+    fails = True
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        if self.fails and batch_idx == 1:
+            self.model.fails = True
+            with pytest.raises(ZeroDivisionError):
+                self.manual_backward(loss)
+            self.model.fails = False
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+        self.record(loss)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Failing(TinyTransformer):
+    fails = False
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.blocks[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0 if self.fails else None)
+
+
+@pytest.mark.parametrize("options", [EXACT, {}], ids=str)
+def test_a_backward_that_fails_in_the_middle_adds_nothing(options):
+    class Works(FailsOnce):
+        fails = False
+
+    arguments = {"make_model": Failing, "precision": "bf16-true"}
+    ours = fit(offload(**options), task=FailsOnce, **arguments)
+    assert_same(ours, fit(offload(**options), task=Works, **arguments))
+
+
+# -- what stays on the device ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_masters_of_what_stays_on_the_device_are_updated_when_their_gradients_come(precision, monkeypatch):
+    at_the_step, apply = [], AdamStep.apply
+
+    def notes(step, work, scale):
+        if threading.current_thread() is threading.main_thread():
+            at_the_step.append(len(work))
+        apply(step, work, scale)
+
+    monkeypatch.setattr(AdamStep, "apply", notes)
+    arguments = {"precision": precision, "accumulate_grad_batches": 2}
+    ours = fit(offload(**IGNORE), **arguments)
+    assert at_the_step == [0] * 4
+    monkeypatch.undo()
+    assert_same(ours, fit(offload(overlap_step=False), **arguments))
+
+
+class LooksAtTheHead(TinyTransformer):
+    """A unit that reads weights which stay on the device, also when it is recomputed, after their gradient has come."""
+
+    def forward(self, tokens):
+        for block in self.blocks:
+            block.beside = [self.head.weight]
+        return super().forward(tokens)
+
+
+def reading_the_head(monkeypatch):
+    forward = Block.forward
+    monkeypatch.setattr(
+        Block, "forward", lambda self, x, **kwargs: forward(self, x, **kwargs) * (1 + self.beside[0].detach().mean())
+    )
+
+
+def test_weights_that_stay_are_as_they_were_until_the_backward_is_over(monkeypatch):
+    reading_the_head(monkeypatch)
+    arguments = {"make_model": lambda: LooksAtTheHead(dropout=0.0), "optimizer": "adam"}
+    assert_same(fit(offload(**IGNORE), **arguments), fit(offload(overlap_step=False), **arguments))
+
+
+class BackwardBefore(Task):
+    """A backward of its own in the training step, before the one that Lightning runs."""
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.loss(batch).backward()
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_zero_grad(self, *_):
+        pass
+
+
+def test_a_backward_before_lightnings_own_is_part_of_the_step():
+    assert_same(fit(offload(**IGNORE), task=BackwardBefore), fit(offload(overlap_step=False), task=BackwardBefore))
+
+
+def test_masters_that_are_copied_to_the_device_are_page_locked():
+    class Looks(Task):
+        def on_train_end(self):
+            masters = self.trainer.strategy.runtime.masters
+            self.pinned = {
+                host.name: host.master.is_pinned()
+                for host in masters
+                if not host.is_shared and "unused" not in host.name
+            }
+
+    module, _ = fit(offload(), task=Looks)
+    assert len(module.pinned) == 4 and all(module.pinned.values()), module.pinned

@@ -1,0 +1,160 @@
+"""What the device copies is page-locked: once, whatever a policy says, and not again in every step."""
+
+import random
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from torch.utils.data import DataLoader
+
+from lightning_cxl.devices.device_type import device_type_of
+from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
+from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.tiers.placement import Placement, TensorRole
+from tests import training_device
+from tests.integration.training import make_trainer, offload
+from tests.models import Task, TinyTransformer
+
+SLAB_BYTES = 64 * 1024
+"""Tiny models: what counts as large must be small."""
+
+
+class Registrations:
+    """Ranges that the driver has page-locked, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []  # bytes
+        self.ranges: dict[int, int] = {}
+
+    def cover(self, tensor: torch.Tensor) -> bool:
+        address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(start <= address and end <= start + nbytes for start, nbytes in self.ranges.items())
+
+
+@pytest.fixture
+def registrations(monkeypatch):
+    if training_device.current.type == "cpu":
+        pytest.skip("needs a device with memory of its own")
+    monkeypatch.setattr(PoolResource.__init__, "__defaults__", (SLAB_BYTES,))
+    kind, seen = device_type_of(training_device.current), Registrations()
+    register, unregister = kind.register, kind.unregister
+
+    def noted(address: int, nbytes: int) -> None:
+        register(address, nbytes)
+        seen.calls.append(nbytes)
+        seen.ranges[address] = nbytes
+
+    def forgotten(address: int) -> None:
+        unregister(address)
+        del seen.ranges[address]
+
+    monkeypatch.setattr(kind, "register", noted)
+    monkeypatch.setattr(kind, "unregister", forgotten)
+    return seen
+
+
+class CallsByStep(Callback):
+    def __init__(self, registrations: Registrations) -> None:
+        self.seen = registrations
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, *_):
+        self.before = len(self.seen.calls)
+
+    def on_train_batch_end(self, *_):
+        self.counts.append(len(self.seen.calls) - self.before)
+
+
+def batches(lengths):
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 37, (2, length + 1), generator=generator) for length in lengths]
+    return DataLoader([(each[:, :-1], each[:, 1:]) for each in tokens], batch_size=None)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "ignore"}, {"cpu_adam": False}], ids=str)
+def test_lengths_that_change_register_nothing_after_warm_up(options, registrations):
+    draw = random.Random(3)
+    lengths = [256, 256, *(draw.choice(range(96, 257, 16)) for _ in range(20))]
+    steps = CallsByStep(registrations)
+    seed_everything(11, verbose=False)
+    module = Task(TinyTransformer(width=64, depth=6, dropout=0.0), "adamw")
+
+    make_trainer(offload(**options), max_steps=len(lengths), callbacks=[steps]).fit(module, batches(lengths))
+
+    assert steps.counts[0] > 0  # the inputs of units are large enough to need slabs of their own
+    assert steps.counts[4:] == [0] * (len(lengths) - 4)
+
+
+class LateTask(Task):
+    """Makes its model when the strategy says where weights are created."""
+
+    def __init__(self, registrations: Registrations) -> None:
+        super().__init__(torch.nn.Identity(), "adamw")
+        self.registrations = registrations
+
+    def configure_model(self):
+        self.model = TinyTransformer(width=64, depth=6, dropout=0.0)
+        self.created = len(self.registrations.calls)
+
+
+def test_weights_are_page_locked_once_where_they_stay(registrations):
+    module = LateTask(registrations)
+    at_start = []
+
+    class Start(Callback):
+        def on_train_start(self, trainer, *_):
+            roles = trainer.strategy.report()["roles"]
+            at_start.append((sum(registrations.ranges.values()), sum(registrations.calls), roles))
+
+    make_trainer(offload(), max_steps=1, callbacks=[Start()]).fit(module, batches([8]))
+
+    assert module.created == 0
+    ((held, registered, roles),) = at_start
+    weights = sum(roles[TensorRole.COMPUTE_WEIGHTS.value].values())
+    assert weights > 0
+    assert registered - held < weights // 4  # nothing that large was page-locked and let go
+    streamed = [p for name, p in module.model.named_parameters() if name.startswith("blocks")]
+    assert all(registrations.cover(parameter) for parameter in streamed)
+
+
+class WithoutAWord:
+    """A policy that says nothing about pinning."""
+
+    def place(self, request, free):
+        return Placement(("dram",))
+
+
+@pytest.mark.parametrize("pin_memory", ["auto", False])
+def test_what_the_device_copies_is_page_locked_whatever_the_policy_says(pin_memory, registrations):
+    module = Task(TinyTransformer(width=64, depth=2, dropout=0.0), "adamw")
+    strategy = offload(policy=WithoutAWord(), pin_memory=pin_memory)
+    seen = {}
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            block = module.model.blocks[0].qkv.weight
+            seen.update(weight=registrations.cover(block), gradient=registrations.cover(block.grad))
+            if optimizer.state[block]:  # from the second step on
+                seen["moment"] = registrations.cover(optimizer.state[block]["exp_avg"])
+
+    make_trainer(strategy, max_steps=2, callbacks=[Look()]).fit(module, batches([64, 64]))
+
+    locked = pin_memory == "auto"
+    assert seen == {"weight": locked, "gradient": locked, "moment": False}
+    assert bool(registrations.calls) is locked
+
+
+def test_memory_that_cannot_be_page_locked_is_said_once_and_in_the_report(registrations, monkeypatch):
+    def refuse(address, nbytes):
+        raise PinnedMemoryError("the driver says 2")
+
+    monkeypatch.setattr(device_type_of(training_device.current), "register", refuse)
+    module = Task(TinyTransformer(width=64, depth=2, dropout=0.0), "adamw")
+    strategy = offload(policy=WithoutAWord())
+
+    with pytest.warns(LightningCXLWarning, match=r"cannot page-lock.*the driver says 2.*stays pageable") as caught:
+        make_trainer(strategy, max_steps=2).fit(module, batches([64, 64]))
+
+    assert sum("stays pageable" in str(each.message) for each in caught) == 1
+    (note,) = [note for note in strategy.report()["notes"] if "pageable" in note]
+    assert "dram" in note and "the driver says 2" in note

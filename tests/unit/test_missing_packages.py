@@ -1,0 +1,70 @@
+"""What the main job alone needs may be missing: everything else works, and commands say what they need."""
+
+import subprocess
+import sys
+
+import pytest
+
+MISSING = ("bitsandbytes", "datasets", "jsonargparse", "peft", "matplotlib")
+WITHOUT = """
+import importlib.metadata as metadata, sys
+from importlib.machinery import PathFinder
+
+class Hides(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else PathFinder.find_spec(name, path, target)
+
+def from_name(name, known=metadata.Distribution.from_name):
+    if name in hidden:
+        raise metadata.PackageNotFoundError(name)
+    return known(name)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hides
+metadata.Distribution.from_name = from_name
+"""
+TRAIN = """
+import lightning.pytorch as pl, torch, warnings
+import lightning_cxl
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def training_step(self, batch, index):
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+trainer = pl.Trainer(strategy="cxl_offload", accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
+                     enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 4)))
+print("steps", trainer.global_step)
+"""
+COMMAND = """
+from lightning_cxl.__main__ import main
+sys.argv = ["lightning_cxl", "fit", "--help"]
+main()
+"""
+
+
+def run(code: str, hidden: tuple[str, ...] = MISSING) -> subprocess.CompletedProcess[str]:
+    code = f"hidden = {hidden}\n{WITHOUT}{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_a_module_trains_without_packages_of_the_main_job():
+    result = run(TRAIN)
+    assert result.stdout.strip().endswith("steps 2"), result.stderr
+
+
+@pytest.mark.parametrize("hidden, needs", [(MISSING, "pip install datasets"), (("jsonargparse",), "jsonargparse")])
+def test_the_main_job_says_what_it_needs(hidden, needs):
+    result = run(COMMAND, hidden)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("`python -m lightning_cxl fit` needs ")
+    assert needs in result.stderr
