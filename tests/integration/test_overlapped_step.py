@@ -222,7 +222,7 @@ def test_updates_run_behind_the_backward(monkeypatch):
             gate.is_open.set()
 
     fit(IGNORE, make_model=Opens, steps=1)
-    assert gate.is_open.is_set() and gate.num_waiting == 3
+    assert gate.is_open.is_set() and gate.num_waiting >= 3
 
 
 def test_gradients_of_a_few_units_exist_at_a_time():
