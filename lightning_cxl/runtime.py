@@ -316,7 +316,7 @@ class OffloadRuntime:
             if self._worker is not None:
                 cleanup.callback(self._worker.shutdown)
             if self._updates is not None:
-                cleanup.callback(self._updates.wait)
+                cleanup.callback(self._updates.close)
             if self._model is not None:
                 cleanup.callback(detach_zero_grad, self._model)
 

@@ -26,6 +26,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -179,6 +180,18 @@ class UnitUpdates:
             unit.wait()
         wait([update for _, update in self._residents])  # an error is raised by the step
         self._masters.wait()
+
+    def close(self) -> None:
+        """Return when every update is done, and keep none: an error that stays behind keeps what its frames hold.
+
+        Raises:
+            BaseException: the error of an update, where nobody has seen it.
+        """
+        self.give_up()
+        self._started.clear()
+        with ExitStack() as waits:
+            for unit in self._units:
+                waits.callback(unit.wait)
 
     def at_most(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Return what is wanted without the gradients that are updates' before others come."""

@@ -69,6 +69,7 @@ def on_chosen() -> Iterator[torch.device]:
     if unavailable is not None:
         pytest.skip(unavailable)
     current = chosen
+    before = _held()  # of tests that failed
     try:
         if current.type == "apart":
             _apart_devices.are_there = True
@@ -76,14 +77,14 @@ def on_chosen() -> Iterator[torch.device]:
             apart.set_poison(True)
         yield current
         races = _races()
-        left = _left()
+        left = _left(before)
     finally:
         current = CPU
         _apart_devices.are_there = False
         if chosen.type == "apart":
             apart.reset()
     assert not races, "\n".join(races)
-    assert not any(left.values()), f"left behind: {left}"
+    assert not left, f"left behind: {left}"
 
 
 def _races() -> list[str]:
@@ -102,13 +103,12 @@ def forget_races() -> None:
         apart.clear_violations()
 
 
-def _left() -> dict[str, int]:
-    """Return what is still held; garbage is collected only if something is."""
-    left = _held()
-    if any(left.values()):
-        gc.collect()
-        left = _held()
-    return left
+def _left(before: dict[str, int]) -> dict[str, int]:
+    """Return what is held and was not before; garbage is collected only if something is."""
+    for _ in range(3):  # what has a finaliser of its own goes one round later
+        if _held() != before:
+            gc.collect()
+    return {name: held - before[name] for name, held in _held().items() if held > before[name]}
 
 
 def _held() -> dict[str, int]:

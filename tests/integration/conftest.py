@@ -3,6 +3,7 @@
 Their models are tiny: without the first fixture none of their activations would be worth a move.
 """
 
+import signal
 import threading
 import time
 
@@ -21,6 +22,9 @@ def _offload_small_activations(monkeypatch):
 def _device(request):
     if not request.node.get_closest_marker("on_cpu"):
         request.getfixturevalue("on_device")
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)  # after an exception Lightning's stays, and holds the Trainer
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ import lightning_cxl
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
-pytestmark = pytest.mark.on_cpu
-
 
 def no_dropout():
     return TinyTransformer(dropout=0.0)  # Lightning does not restore the random state: dropout would differ
@@ -21,7 +19,8 @@ class Sequential(Task):
     """Continues a resumed run with the batch that comes next: the data order is the step's."""
 
     def training_step(self, batch, batch_idx):
-        return super().training_step(self.batches()[self.global_step % 20], batch_idx)
+        batch = [each.to(self.device) for each in self.batches()[self.global_step % 20]]
+        return super().training_step(batch, batch_idx)
 
     def batches(self):
         if not hasattr(self, "_batches"):
@@ -40,7 +39,7 @@ def fit(strategy, steps, *, task=None, ckpt_path=None, save=None, **trainer_args
 
 
 def weights(module):
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
 
 @pytest.mark.parametrize(

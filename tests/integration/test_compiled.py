@@ -5,14 +5,11 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
-from tests.integration.devices import device_apart  # noqa: F401
 from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 
 pytestmark = [
-    pytest.mark.on_cpu,
-    pytest.mark.usefixtures("device_apart"),
     # torch's own, when its compiler looks at a block's input
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
@@ -163,6 +160,7 @@ def test_evaluation_is_compiled_too():
 
 
 @pytest.mark.slow
+@pytest.mark.on_cpu  # of the devices of these tests inductor knows this one
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_inductor():
     def inductor(model, **_):

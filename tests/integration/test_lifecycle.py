@@ -13,8 +13,6 @@ import torch
 from tests.integration.training import make_trainer
 from tests.models import Task, TinyTransformer, token_data
 
-pytestmark = pytest.mark.on_cpu
-
 
 class Failing(Task):
     def training_step(self, batch, batch_idx):
@@ -101,6 +99,7 @@ class Holding(Task):
         self.memory = self.trainer.strategy.runtime.memory
 
 
+@pytest.mark.on_cpu
 def test_what_the_run_held_goes_back_at_teardown():
     module = Holding(big_model())
     make_trainer("cxl_offload", max_steps=2).fit(module, token_data())

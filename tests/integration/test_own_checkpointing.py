@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.integration.devices import device_apart  # noqa: F401
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, offload, train
 from tests.models import TinyTransformer
-
-pytestmark = [pytest.mark.on_cpu, pytest.mark.usefixtures("device_apart")]
 
 
 def enable(model, use_reentrant):

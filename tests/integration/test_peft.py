@@ -4,7 +4,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from tests.integration.devices import device_apart  # noqa: F401
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, offload, train
@@ -12,8 +11,7 @@ from tests.integration.training import EXACT, offload, train
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = [
-    pytest.mark.on_cpu,
-    pytest.mark.usefixtures("device_apart"),
+    pytest.mark.usefixtures("late_copies"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
