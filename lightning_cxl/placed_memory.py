@@ -77,9 +77,9 @@ class PlacedMemory:
         for placement, indices in by_placement.items():
             parts = [wanted[index] for index in indices]
             sizes = [parameter.numel() * dtype.itemsize for parameter, dtype in parts]
-            ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-            piece = self.memory.allocate(ends[-1], placement, role)
-            for index, (parameter, dtype), start, size in zip(indices, parts, [0, *ends], sizes, strict=False):
+            starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1])]
+            piece = self.memory.allocate(starts[-1] + sizes[-1], placement, role)
+            for index, (parameter, dtype), start, size in zip(indices, parts, starts, sizes, strict=True):
                 flat = piece.slice(start, size).tensor((parameter.numel(),), dtype)
                 tensors[index] = laid_out_as(flat, parameter)
         return [tensors[index] for index in range(len(wanted))]

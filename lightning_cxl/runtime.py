@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,8 +92,7 @@ class OffloadRuntime:
         """Whether several micro-batches are added up before a step: what is planned then holds their sums."""
         self.needs_whole_step: str | None = None
         """What may call a step off, or look at gradients, once its closure runs."""
-        self.gradients_are_read = True
-        """Whether someone may read gradients between the micro-batches of a step."""
+        self.gradients_are_read = True  # by someone, between the micro-batches of a step
         self.weights_may_change_unseen = False  # between steps, in a way that leaves no trace
         self.plan = Plan()
         self.units: tuple[str, ...] = ()
@@ -141,25 +140,22 @@ class OffloadRuntime:
             ConfigError: rules or decorators that cannot be honoured.
             TierFullError: the weights do not fit.
         """
-        placements = self._placements or self.plan_ahead(model, [])
-        units = find_units(model, self.config.units) if self.config.activation_offload else []
-        if self.config.activation_offload and not units:
+        config, placements = self.config, self._placements or self.plan_ahead(model, [])
+        units = find_units(model, config.units) if config.activation_offload else []
+        if config.activation_offload and not units:
             log.info(
                 "no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some"
             )
         self._model = model
         self._heap = HeapTrimmer() if units else None
-        names = [name for name, _ in units]
-        self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap, names)
+        self.units = tuple(name for name, _ in units)
+        self._placed = PlacedMemory(self.memory, placements, self.plan, config.on_tier_full, self._heap, self.units)
         self._masters = MasterWeights(placements.names, self._placed.like, self.engine)
-        on_overflow, most = self.config.on_overflow, self.config.max_overflows
-        self.guard = OverflowGuard(on_overflow, most, self._masters.name_of, self.meter)
+        self.guard = OverflowGuard(config.on_overflow, config.max_overflows, self._masters.name_of, self.meter)
         self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
         placements.read(model)  # some modules make new parameters when they move
         if self._residence.units and self.config.overlaps_step(self.engine.computes_on_host):
-            self._worker = ThreadPoolExecutor(
-                max_workers=1, thread_name_prefix="lightning_cxl", initializer=self.engine.use_in_this_thread
-            )
+            self._worker = ThreadPoolExecutor(1, "lightning_cxl", self.engine.use_in_this_thread)
         self._grads = GradientSink(
             self.engine,
             self._placed.like,
@@ -180,19 +176,15 @@ class OffloadRuntime:
 
     def _attach(self, units: NamedUnits) -> None:
         assert self._placed is not None and self._residence is not None and self._grads is not None
-        self.units = tuple(name for name, _ in units)
-        self._activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
-        streamer = self._residence.stream(self._phase)
-        self._activations.attach(units, self._model)
+        activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
+        self._activations = activations
+        streamer = self._residence.stream(lambda: activations.phase)
+        activations.attach(units, self._model)
         if streamer is not None and self._worker is not None:
             self._updates = UnitUpdates(
                 self._residence.units, self._worker, self.masters, self._grads, streamer.fetch_ahead
             )
             streamer.on_left = self._updates.unit_is_over
-            self._grads.on_resident = self._updates.resident_has_come
-
-    def _phase(self) -> Literal["forward", "recompute"] | None:
-        return None if self._activations is None else self._activations.phase
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption].
@@ -340,9 +332,8 @@ class OffloadRuntime:
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
         parameters = [] if self._model is None else [p for p in self._model.parameters() if not is_lazy(p)]
-        notes = [*self.topology.notes, *self.memory.notes()]
-        if self._residence is not None and (kept := self._residence.unplaced):
-            notes.append(f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)")
+        kept = () if self._residence is None else self._residence.unplaced
+        note = f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)" if kept else None
         return {
             "state": state,
             "device": str(self.device),
@@ -355,5 +346,5 @@ class OffloadRuntime:
             "units": list(self.units),
             "streamed": {} if self._residence is None else self._residence.stats(),
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
-            "notes": notes,
+            "notes": [*self.topology.notes, *self.memory.notes(), *filter(None, [note])],
         }

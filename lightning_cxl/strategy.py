@@ -4,8 +4,9 @@
 ``tensor_init_context`` (configure_model: weights land on their tiers) -> ``setup`` (the user's optimizers made, the
 run planned, weights placed, units wrapped, optimizers adopted: [Note: Planning a run]) -> weights of a checkpoint were
 loaded before ``setup``, optimizer state and masters after it -> per step: ``training_step``, ``backward`` (hooks
-collect gradients; ``post_backward`` waits for them), clipping and ``on_before_optimizer_step`` (they read ``.grad`` of
-the optimizer's parameters: host gradients), ``optimizer.step`` -> ``teardown``, also after an exception or Ctrl-C.
+collect gradients; ``post_backward`` waits for them if they may be read next), clipping and
+``on_before_optimizer_step`` (they read ``.grad`` of the optimizer's parameters: host gradients), ``optimizer.step`` ->
+``teardown``, also after an exception or Ctrl-C.
 """
 
 from collections.abc import Generator, Mapping
