@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test compat test-numa sanitize lint format clean
+.PHONY: demo test gpu compat test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# everything that only a machine with a GPU can show, with the Python and the packages it has, into gpu.json; 10 minutes
+gpu:
+	$(PYTHON) -m tests.gpu --json gpu.json
 
 # what depends on torch most, with the oldest and the newest torch that are declared; each in an environment of its own
 compat:

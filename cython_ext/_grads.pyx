@@ -1,8 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, embedsignature=True
 """Gradients over many spans in one call: measured, copied or accumulated, always in one sweep over memory."""
 
-from cython.parallel cimport parallel, prange
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from lightning_cxl import _cpu
@@ -25,8 +24,11 @@ cdef extern from "grads_isa.h" nogil:
     double grads_piece(grads_isa isa, int operation, int source_format, int destination_format, const char* source,
                        char* destination, int64_t n, uint64_t random_key, uint64_t offset) noexcept
     double grads_result(double total) noexcept
-    uint32_t cxl_float_mode() noexcept
-    void cxl_set_float_mode(uint32_t mode) noexcept
+
+cdef extern from "threads.h" nogil:
+    ctypedef void (*cxl_work)(void* job, int thread) noexcept
+    void cxl_run_threads(int num_threads, cxl_work work, void* job) noexcept
+    int64_t cxl_take(int64_t* next) noexcept
 
 SPAN_FIELDS = 6
 
@@ -160,6 +162,18 @@ cdef inline int64_t _num_pieces(const uint64_t* span) noexcept nogil:
     return <int64_t> (span[2] + GRADS_PIECE - 1) // GRADS_PIECE
 
 
+cdef struct sweep_job:
+    const uint64_t* spans
+    int64_t num_spans
+    int operation
+    grads_isa isa
+    int64_t* starts
+    int64_t* firsts
+    double* sums
+    int64_t num_shares
+    int64_t next_share
+
+
 cdef void _sweep(const uint64_t* spans, int64_t num_spans, int operation, grads_isa isa, int num_threads,
                  int64_t* starts, int64_t* firsts, double* sums, double* results) noexcept nogil:
     """Lay all spans end to end and let the threads take, share after share of this line, the pieces that begin there.
@@ -167,9 +181,9 @@ cdef void _sweep(const uint64_t* spans, int64_t num_spans, int operation, grads_
     Shares are handed out as threads become free, because spans on different tiers take different time. The sums of
     pieces are added in their order, so that a result does not depend on who computed them.
     """
-    cdef int64_t i, k, share, num_shares
+    cdef int64_t i, k, num_shares
     cdef double total
-    cdef uint32_t mode = cxl_float_mode(), own_mode = mode
+    cdef sweep_job job
     starts[0] = firsts[0] = 0
     for i in range(num_spans):
         starts[i + 1] = starts[i] + (<int64_t> spans[i * FIELDS + 2] + SHARE - 1) // SHARE * SHARE
@@ -177,17 +191,24 @@ cdef void _sweep(const uint64_t* spans, int64_t num_spans, int operation, grads_
     num_shares = (starts[num_spans] + GRADS_PIECE - 1) // GRADS_PIECE
     if num_shares < num_threads:
         num_threads = <int> num_shares if num_shares else 1
-    with parallel(num_threads=num_threads):
-        own_mode = cxl_float_mode()
-        cxl_set_float_mode(mode)
-        for share in prange(num_shares, schedule="dynamic", chunksize=1):
-            _sweep_share(spans, num_spans, operation, isa, starts, firsts, sums, share * GRADS_PIECE)
-        cxl_set_float_mode(own_mode)
+    job.spans, job.num_spans, job.operation, job.isa = spans, num_spans, operation, isa
+    job.starts, job.firsts, job.sums = starts, firsts, sums
+    job.num_shares, job.next_share = num_shares, 0
+    cxl_run_threads(num_threads, _take_shares, &job)
     for i in range(num_spans):
         total = 0
         for k in range(firsts[i], firsts[i + 1]):
             total = total + sums[k]
         results[i] = grads_result(total)
+
+
+cdef void _take_shares(void* argument, int thread) noexcept nogil:
+    cdef sweep_job* job = <sweep_job*> argument
+    cdef int64_t share = cxl_take(&job.next_share)
+    while share < job.num_shares:
+        _sweep_share(job.spans, job.num_spans, job.operation, job.isa, job.starts, job.firsts, job.sums,
+                     share * GRADS_PIECE)
+        share = cxl_take(&job.next_share)
 
 
 cdef void _sweep_share(const uint64_t* spans, int64_t num_spans, int operation, grads_isa isa, const int64_t* starts,

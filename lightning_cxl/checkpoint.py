@@ -5,10 +5,12 @@ Under the key ``lightning_cxl`` lies what only we need: parameter names of the o
 parameter when their order changed, and master weights where they are not the model's weights themselves.
 """
 
+import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,38 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.formats import split
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.plain_state import decoded, joined, without_remainder
 from lightning_cxl.optim.slot import REMAINDER
 
+log = logging.getLogger(__name__)
+
 KEY = "lightning_cxl"
+
+
+class LoadedCheckpoint(dict[str, Any]):
+    """A checkpoint as plain Lightning reads it, for hooks that look at it; our entry is beside it.
+
+    A copy or a pickle is without our entry, in a class that ``torch.load`` trusts.
+
+    Args:
+        loaded: what the file holds.
+    """
+
+    def __init__(self, loaded: Mapping[str, Any]) -> None:
+        super().__init__(loaded)
+        self.own: dict[str, Any] = self.pop(KEY, None) or {}
+
+    def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[dict[str, Any]]]:
+        """Copy and pickle as a dict of Python's own."""
+        return OrderedDict, ({**self},)
+
+
+def own_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our entry of a checkpoint; empty where another strategy wrote it."""
+    return checkpoint.own if isinstance(checkpoint, LoadedCheckpoint) else checkpoint.get(KEY) or {}
 
 
 def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
@@ -55,7 +83,7 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
         FileNotFoundError: there is no such file.
     """
     if not path.exists():
-        raise FileNotFoundError(f"checkpoint file not found: {path}")
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
     mmap = zipfile.is_zipfile(path)  # files of torch before 1.6 are not
     try:
         loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=weights_only)
@@ -80,6 +108,41 @@ def describe_optimizers(optimizers: Iterable[Optimizer], masters: MasterWeights)
 def _are_different(groups: list[list[str]]) -> bool:
     names = [name for group in groups for name in group]
     return len(names) == len(set(names))
+
+
+def load_optimizers(
+    optimizers: Sequence[Optimizer],
+    states: Collection[Mapping[str, Any]],
+    own: Mapping[str, Any],
+    name_of: Callable[[torch.Tensor], str],
+) -> None:
+    """Load states into optimizers, by parameter name where names are known.
+
+    Args:
+        optimizers: of the run, or the user's own.
+        states: of as many optimizers in torch's format; empty where a checkpoint was written without them, which leaves
+            the optimizers as they are.
+        own: our entry of the checkpoint.
+        name_of: names of parameters now.
+
+    Raises:
+        CheckpointError: it has states of other optimizers.
+    """
+    if not states:
+        log.info("the checkpoint has no optimizer states: the optimizers go on with what they have")
+        return
+    if len(states) != len(optimizers):
+        raise CheckpointError(
+            f"the checkpoint has state of {len(states)} optimizers, `configure_optimizers` made {len(optimizers)}"
+        )
+    saved_names = own.get("optimizer_param_names") or [None] * len(states)
+    for optimizer, state, names in zip(optimizers, states, saved_names, strict=True):
+        current = [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        ordered = by_name(state, names, current)
+        if isinstance(optimizer, CPUAdam):
+            optimizer.load_state_dict(ordered)
+        else:
+            load_plain(optimizer, ordered, current)
 
 
 def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: list[list[str]]) -> dict[str, Any]:
@@ -155,7 +218,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one.
     """
-    own = checkpoint.get(KEY) or {}
+    own = own_entry(checkpoint)
     weights = {**checkpoint["state_dict"]}
     weights.update((name, value) for name, value in (own.get("master_weights") or {}).items() if name in weights)
     states = checkpoint.get("optimizer_states", [])

@@ -17,7 +17,7 @@ class CXLCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write `checkpoint` to `path`. See `lightning_cxl.checkpoint.save_file`."""
         if storage_options is not None or _is_remote(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         else:
             save_file(checkpoint, Path(path))
 

@@ -66,7 +66,8 @@ class OffloadConfig:
     max_overflows: int = 20
     """Steps left out in a row after which the run stops. A loss scaler needs up to about 16 at the start."""
     num_threads: int | None = None
-    """Threads of the optimizer's kernels; None uses every CPU that this process may use."""
+    """Threads of the optimizer's kernels. None: every CPU that this process may use; two fewer, at least one, where
+    they run behind what a device does, for the threads that keep it busy."""
     on_missing_tier: Literal["fallback", "error"] = "fallback"
     """Without CXL memory in the machine: back tier ``cxl`` by DRAM with one warning, or refuse."""
     on_tier_full: OnTierFull = "spill"

@@ -13,6 +13,7 @@ from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.host_tensors import is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.wanted import Wanted
 from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.report import Plan, check_fits
@@ -77,9 +78,9 @@ class PlacedMemory:
         for placement, indices in by_placement.items():
             parts = [wanted[index] for index in indices]
             sizes = [parameter.numel() * dtype.itemsize for parameter, dtype in parts]
-            ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-            piece = self.memory.allocate(ends[-1], placement, role)
-            for index, (parameter, dtype), start, size in zip(indices, parts, [0, *ends], sizes, strict=False):
+            starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1])]
+            piece = self.memory.allocate(starts[-1] + sizes[-1], placement, role)
+            for index, (parameter, dtype), start, size in zip(indices, parts, starts, sizes, strict=True):
                 flat = piece.slice(start, size).tensor((parameter.numel(),), dtype)
                 tensors[index] = laid_out_as(flat, parameter)
         return [tensors[index] for index in range(len(wanted))]
@@ -147,6 +148,8 @@ class PlacedMemory:
             optimizer: holds master weights. INOUT.
             compute_of: the model's parameter of a master.
         """
+        if isinstance(optimizer, CPUAdam):
+            return  # keeps to the memory it was given
         role = TensorRole.MOMENTUM
         for parameter, state in optimizer.state.items():
             for key, value in state.items():

@@ -76,6 +76,11 @@ class Residence:
         """Return what streams, see `ParamStreamer.stats`; nothing if nothing does."""
         return {} if self._streamer is None else self._streamer.stats()
 
+    def notes(self) -> list[str]:
+        """Return what a user should know about where weights are."""
+        kept = self.unplaced
+        return [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
+
     def forget_copies(self) -> None:
         """Let weights be copied to the device again when they are needed next."""
         if self._streamer is not None:
@@ -104,6 +109,15 @@ class Residence:
             for attributes, parameters in before:
                 moved = attributes["_parameters"]
                 attributes["_parameters"] = {name: moved.get(name, each) for name, each in parameters.items()}
+
+
+def count_parameters(model: nn.Module | None) -> dict[str, int]:
+    """Return the elements of a model's parameters, of all and of those that are trained."""
+    parameters = [] if model is None else [p for p in model.parameters() if not is_lazy(p)]
+    return {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+    }
 
 
 def wanted_weights(model: nn.Module, pieces: Sequence[Pieces], *, computes_on_host: bool) -> list[Wanted]:

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
@@ -26,11 +25,10 @@ from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.adopt import Adoption, AdoptionOptions, describe_optimizer
-from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.grads import GradientSink
 from lightning_cxl.optim.idle_options import warn_of_idle_options
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
-from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.optim.meter import meter_of_run
 from lightning_cxl.optim.overflow import OverflowGuard
 from lightning_cxl.optim.sensitive import sensitive_parameters
 from lightning_cxl.optim.wanted import wanted_tensors
@@ -40,7 +38,7 @@ from lightning_cxl.placements import ModelPlacements
 from lightning_cxl.planner.ahead import RunPlanner
 from lightning_cxl.planner.report import Plan
 from lightning_cxl.policies.api import PlanningPolicy
-from lightning_cxl.residence import Residence
+from lightning_cxl.residence import Residence, count_parameters
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.units import NamedUnits, find_units
 from lightning_cxl.tiers.placement import TensorRole
@@ -87,13 +85,12 @@ class OffloadRuntime:
         self._planner = RunPlanner(config, device, self.memory, policy, self._owners)
         self.placer = self._planner.placer
         self.engine = make_engine(device) if engine is None else engine
-        self.meter = GradientMeter(config.num_threads)
+        self.meter = meter_of_run(config, self.engine.computes_on_host)
         self.accumulates = False
         """Whether several micro-batches are added up before a step: what is planned then holds their sums."""
         self.needs_whole_step: str | None = None
         """What may call a step off, or look at gradients, once its closure runs."""
-        self.gradients_are_read = True
-        """Whether someone may read gradients between the micro-batches of a step."""
+        self.gradients_are_read = True  # by someone, between the micro-batches of a step
         self.weights_may_change_unseen = False  # between steps, in a way that leaves no trace
         self.plan = Plan()
         self.units: tuple[str, ...] = ()
@@ -141,25 +138,22 @@ class OffloadRuntime:
             ConfigError: rules or decorators that cannot be honoured.
             TierFullError: the weights do not fit.
         """
-        placements = self._placements or self.plan_ahead(model, [])
-        units = find_units(model, self.config.units) if self.config.activation_offload else []
-        if self.config.activation_offload and not units:
+        config, placements = self.config, self._placements or self.plan_ahead(model, [])
+        units = find_units(model, config.units) if config.activation_offload else []
+        if config.activation_offload and not units:
             log.info(
                 "no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some"
             )
         self._model = model
         self._heap = HeapTrimmer() if units else None
-        names = [name for name, _ in units]
-        self._placed = PlacedMemory(self.memory, placements, self.plan, self.config.on_tier_full, self._heap, names)
+        self.units = tuple(name for name, _ in units)
+        self._placed = PlacedMemory(self.memory, placements, self.plan, config.on_tier_full, self._heap, self.units)
         self._masters = MasterWeights(placements.names, self._placed.like, self.engine)
-        on_overflow, most = self.config.on_overflow, self.config.max_overflows
-        self.guard = OverflowGuard(on_overflow, most, self._masters.name_of, self.meter)
+        self.guard = OverflowGuard(config.on_overflow, config.max_overflows, self._masters.name_of, self.meter)
         self._residence = Residence(model, self._placed, self.engine, units if self.streams_weights else [])
         placements.read(model)  # some modules make new parameters when they move
         if self._residence.units and self.config.overlaps_step(self.engine.computes_on_host):
-            self._worker = ThreadPoolExecutor(
-                max_workers=1, thread_name_prefix="lightning_cxl", initializer=self.engine.use_in_this_thread
-            )
+            self._worker = ThreadPoolExecutor(1, "lightning_cxl", self.engine.use_in_this_thread)
         self._grads = GradientSink(
             self.engine,
             self._placed.like,
@@ -180,19 +174,15 @@ class OffloadRuntime:
 
     def _attach(self, units: NamedUnits) -> None:
         assert self._placed is not None and self._residence is not None and self._grads is not None
-        self.units = tuple(name for name, _ in units)
-        self._activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
-        streamer = self._residence.stream(self._phase)
-        self._activations.attach(units, self._model)
+        activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
+        self._activations = activations
+        streamer = self._residence.stream(lambda: activations.phase)
+        activations.attach(units, self._model)
         if streamer is not None and self._worker is not None:
             self._updates = UnitUpdates(
                 self._residence.units, self._worker, self.masters, self._grads, streamer.fetch_ahead
             )
             streamer.on_left = self._updates.unit_is_over
-            self._grads.on_resident = self._updates.resident_has_come
-
-    def _phase(self) -> Literal["forward", "recompute"] | None:
-        return None if self._activations is None else self._activations.phase
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption].
@@ -208,7 +198,7 @@ class OffloadRuntime:
             self._grads,
             AdoptionOptions(
                 use_cpu_adam=self.config.cpu_adam,
-                num_threads=self.config.num_threads,
+                num_threads=self.meter.num_threads,
                 state=self.config.state,
                 master=self.config.master,
                 is_sensitive=sensitive_parameters(self._model).__contains__,
@@ -233,7 +223,7 @@ class OffloadRuntime:
             self._adoption.release()
             raise
         warn_of_idle_options(self.optimizers, self._masters, self.config)
-        if self.has_separate_masters:
+        if self._masters.has_separate:
             attach_zero_grad(self._model, self._grads)
         return self.optimizers
 
@@ -242,11 +232,6 @@ class OffloadRuntime:
         if self._adoption is not None:
             self._adoption.adopt_joined()
 
-    @property
-    def has_separate_masters(self) -> bool:
-        """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
-        return self._masters is not None and any(not host.is_shared for host in self._masters)
-
     def _adopted(self, hosts: list[HostParameter]) -> None:
         assert self._placed is not None
         for host in hosts:
@@ -254,8 +239,6 @@ class OffloadRuntime:
 
     def rehome_state(self, optimizer: Optimizer) -> None:
         """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
-        if isinstance(optimizer, CPUAdam):
-            return  # keeps to the memory it was given
         assert self._placed is not None
         self._placed.rehome(optimizer, self.masters.compute_of)
 
@@ -339,10 +322,7 @@ class OffloadRuntime:
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
-        parameters = [] if self._model is None else [p for p in self._model.parameters() if not is_lazy(p)]
-        notes = [*self.topology.notes, *self.memory.notes()]
-        if self._residence is not None and (kept := self._residence.unplaced):
-            notes.append(f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)")
+        residence = self._residence
         return {
             "state": state,
             "device": str(self.device),
@@ -350,10 +330,9 @@ class OffloadRuntime:
             "policy": self._planner.policy_name,
             "planned_roles": self.plan.roles(),
             "reasons": self.plan.reasons(),
-            "num_parameters": sum(p.numel() for p in parameters),
-            "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            **count_parameters(self._model),
             "units": list(self.units),
-            "streamed": {} if self._residence is None else self._residence.stats(),
+            "streamed": {} if residence is None else residence.stats(),
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
-            "notes": notes,
+            "notes": [*self.topology.notes, *self.memory.notes(), *(() if residence is None else residence.notes())],
         }

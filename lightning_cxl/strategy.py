@@ -4,8 +4,9 @@
 ``tensor_init_context`` (configure_model: weights land on their tiers) -> ``setup`` (the user's optimizers made, the
 run planned, weights placed, units wrapped, optimizers adopted: [Note: Planning a run]) -> weights of a checkpoint were
 loaded before ``setup``, optimizer state and masters after it -> per step: ``training_step``, ``backward`` (hooks
-collect gradients; ``post_backward`` waits for them), clipping and ``on_before_optimizer_step`` (they read ``.grad`` of
-the optimizer's parameters: host gradients), ``optimizer.step`` -> ``teardown``, also after an exception or Ctrl-C.
+collect gradients; ``post_backward`` waits for them if they may be read next), clipping and
+``on_before_optimizer_step`` (they read ``.grad`` of the optimizer's parameters: host gradients), ``optimizer.step`` ->
+``teardown``, also after an exception or Ctrl-C.
 """
 
 from collections.abc import Generator, Mapping
@@ -19,10 +20,8 @@ from lightning_cxl import checkpoint as ckpt
 from lightning_cxl._lightning import Accelerator, CheckpointIO, Precision, Trainer
 from lightning_cxl.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.config import OffloadConfig, with_option_fields
-from lightning_cxl.errors import CheckpointError
 from lightning_cxl.one_process import OneProcessStrategy
 from lightning_cxl.optim.adopt import repoint_scheduler
-from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planner.report import format_report
 from lightning_cxl.policies.registry import check_policy
@@ -152,7 +151,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
                 repoint_scheduler(config.scheduler, old, new)
                 self._active.callback(repoint_scheduler, config.scheduler, new, old)
         self.optimizers = adopted
-        if self.runtime.has_separate_masters:
+        if self._masters.has_separate:
             check_masters_are_found(trainer)
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -200,30 +199,35 @@ class CXLOffloadStrategy(OneProcessStrategy):
     def _num_received(self) -> int:
         return self._last_num_received if self._runtime is None else self._runtime.num_received
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it."""
+        return ckpt.LoadedCheckpoint(super().load_checkpoint(*args, **kwargs))
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer state into the host memory it has, by parameter name, then the master weights."""
-        assert self._masters is not None
-        if self._runtime is not None:
-            self._runtime.adopt_joined()
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise CheckpointError(
-                f"the checkpoint has state of {len(states)} optimizers, "
-                f"`configure_optimizers` made {len(self.optimizers)}"
-            )
-        own = checkpoint.get(ckpt.KEY) or {}
-        saved_names = own.get("optimizer_param_names") or [None] * len(states)
-        for optimizer, state, names in zip(self.optimizers, states, saved_names, strict=True):
-            target = unwrap(optimizer)
-            current = [[self._masters.name_of(p) for p in group["params"]] for group in target.param_groups]
-            ordered = ckpt.by_name(state, names, current)
-            if isinstance(target, CPUAdam):
-                target.load_state_dict(ordered)
-            else:
-                ckpt.load_plain(target, ordered, current)
-                self.runtime.rehome_state(target)
-        self.runtime.num_received = own.get("num_gradients", 0)
-        ckpt.restore_masters(own.get("master_weights"), self._masters, map(unwrap, self.optimizers))
+        """Load optimizer state into the host memory it has, by parameter name, then the master weights.
+
+        Where no run is going on it goes into what the last one left, or into the optimizers as the user made them.
+        """
+        assert self.lightning_module is not None
+        own, masters = ckpt.own_entry(checkpoint), self._masters
+        running = self._runtime if self._runtime is not None and self._runtime.optimizers else None
+        if running is not None:
+            running.adopt_joined()
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
+
+        def name_of(parameter: Tensor) -> str:
+            return names.get(parameter) or ("unnamed" if masters is None else masters.name_of(parameter))
+
+        optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
+        ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of)
+        if running is None:
+            self._last_num_received = own.get("num_gradients", 0)
+        else:
+            running.num_received = own.get("num_gradients", 0)
+            for optimizer in optimizers:
+                running.rehome_state(optimizer)
+        if masters is not None:
+            ckpt.restore_masters(own.get("master_weights"), masters, optimizers)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -249,6 +253,10 @@ class CXLOffloadStrategy(OneProcessStrategy):
                 self._last_report = runtime.report(state="finished")
             finally:
                 runtime.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the run that is going on: it belongs to this process, and a new run makes its own."""
+        return {**super().__getstate__(), "_runtime": None, "_masters": None, "_active": ExitStack()}
 
     # -- what it did -------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class UnitUpdates:
         units: streamed ones, in the order of the forward.
         worker: one thread; the sink folds gradients on it, too.
         masters: of the run.
-        grads: hands gradients over.
+        grads: hands gradients over, and says when some come of what does not stream.
         fetch_ahead: called when a unit's weights are new.
     """
 
@@ -74,6 +74,7 @@ class UnitUpdates:
         self._worker = worker
         self._masters = masters
         self._grads = grads
+        grads.on_resident = self._resident_has_come
         self._fetch_ahead = fetch_ahead
         self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
         self._step: AdamStep | None = None  # of that closure, once a unit has been updated
@@ -127,15 +128,14 @@ class UnitUpdates:
         while len(self._started) > MAX_UNITS_IN_FLIGHT:
             wait([self._started.popleft()])  # an error is raised by the unit
 
-    def resident_has_come(self, host: HostParameter) -> None:
+    def _resident_has_come(self, host: HostParameter) -> None:
         """Start the update of a master whose compute weights stay on the device, if it may start now.
 
         They get the new values at the end of the step: a recompute may read them until then.
         """
         if self._optimizer is None or not self._is_last_backward or host.version != host.compute._version:
             return
-        self._masters.wait()
-        self._grads.hand_over([host])
+        self._grads.hand_over([host])  # a gradient that has landed was computed with what the master was copied to
         update: Future[None] = Future()
         torch.autograd.graph.increment_version([host.master])
         self._residents.append((host, update))

@@ -13,11 +13,11 @@
 #ifndef LIGHTNING_CXL_ADAM_THREADS_H
 #define LIGHTNING_CXL_ADAM_THREADS_H
 
-#include <omp.h>
 #include <sched.h>
 #include <stdlib.h>
 
 #include "adam_isa.h"
+#include "threads.h"
 
 enum { ADAM_CHUNK = 65536, ADAM_ALIGN = BLOCKWISE_SIZE };
 
@@ -113,8 +113,9 @@ static void adam_chunk(const struct adam_job *job, const struct adam_line *line,
     }
 }
 
-static void adam_work(struct adam_job *job, const int thread)
+static void adam_work(void *argument, const int thread)
 {
+    struct adam_job *job = argument;
     int64_t home = 0;
     for (int before = 0; home < job->num_lines - 1; home++) {
         before += job->lines[home].num_threads;
@@ -130,7 +131,7 @@ static void adam_work(struct adam_job *job, const int thread)
     for (int64_t i = 0; i < job->num_lines; i++) {
         struct adam_line *line = &job->lines[(home + i) % job->num_lines];
         int64_t turn;
-        while ((turn = __atomic_fetch_add(&line->next_turn, 1, __ATOMIC_RELAXED)) < line->num_chunks)
+        while ((turn = cxl_take(&line->next_turn)) < line->num_chunks)
             adam_chunk(job, line, turn * line->stride % line->num_chunks);
     }
     if (moved)
@@ -154,15 +155,7 @@ static int adam_run(
     for (int64_t i = 0; i < num_cpus; i++)
         CPU_SET((size_t)cpus[2 * i + 1], &job.lines[cpus[2 * i]].cpus);
     adam_lay_out(&job, num_spans);
-    num_threads = adam_divide_threads(&job, num_threads);
-    const uint32_t mode = cxl_float_mode();
-#pragma omp parallel num_threads(num_threads)
-    {
-        const uint32_t own_mode = cxl_float_mode();
-        cxl_set_float_mode(mode);
-        adam_work(&job, omp_get_thread_num());
-        cxl_set_float_mode(own_mode);
-    }
+    cxl_run_threads(adam_divide_threads(&job, num_threads), adam_work, &job);
     free(job.lines);
     free(job.order);
     return 0;

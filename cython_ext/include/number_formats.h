@@ -64,8 +64,4 @@ struct cxl_random_key {
 /* How far the key moves every 2^32 elements: neighbouring keys would give related numbers. */
 #define CXL_FAR 0x9e3779b9u
 
-/* Rounding and denormal mode of this thread (torch.set_flush_denormal): pool threads take over the caller's. */
-static inline uint32_t cxl_float_mode(void) { return __builtin_ia32_stmxcsr(); }
-static inline void cxl_set_float_mode(const uint32_t mode) { __builtin_ia32_ldmxcsr(mode); }
-
 #endif

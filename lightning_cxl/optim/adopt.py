@@ -119,7 +119,8 @@ class Adoption:
         """Adopt parameters of the model that have come into groups by another way than `add_param_group`."""
         for _, optimizer, _ in self._adopted:
             joined = [group for group in optimizer.param_groups if not self._knows(plain(group["params"]))]
-            self._take_in(optimizer, joined)
+            if joined:
+                self._take_in(optimizer, joined)
             if isinstance(optimizer, CPUAdam) and self._options.overlap is not None:
                 _await(optimizer)
 

@@ -8,9 +8,10 @@ import torch
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.host_unscale import HostUnscale
 from lightning_cxl.optim.overflow import OverflowGuard
+from lightning_cxl.optim.stand_in import StandIn
 
 
-class HostClip:
+class HostClip(StandIn):
     """`clip_grad_by_norm` of a precision plugin: for `CPUAdam` only the factor is computed, the step applies it.
 
     The norm comes from the sums that were taken as gradients arrived. ``.grad`` keeps the values from before clipping.
@@ -31,7 +32,7 @@ class HostClip:
         guard: OverflowGuard,
         unscale: HostUnscale | None,
     ) -> None:
-        self._plain = plain
+        super().__init__(plain)
         self._unwrap = unwrap
         self._defers = defers
         self._guard = guard

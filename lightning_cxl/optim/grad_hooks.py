@@ -4,6 +4,11 @@
 Autograd's node of a leaf is made anew whenever the leaf's data changes its device, and hooks on the old node are lost.
 Hooks on the tensor itself stay, but those before the accumulation also run when `torch.autograd.grad` asks for the
 leaf's gradient. So a parameter that stays where it is has its first hook on the node, others have both on the tensor.
+
+The gradient of such another parameter may come while it is not where it was used: that of a bias that is added last
+needs nothing that is recomputed, so it comes before the unit is entered. Autograd takes it as it is, but copies one
+that others hold as well, such as the gradient of the output itself, to where the parameter is then. So the hook before
+gives it one of its own.
 """
 
 import weakref
@@ -81,10 +86,7 @@ class GradientHooks:
 
 
 def _of_its_own(grad: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy that autograd keeps as it is, of a gradient that is not where the parameter is; else None.
-
-    A gradient that others hold as well, such as that of the output, autograd copies to where the parameter is *now*.
-    """
+    """Return a copy that autograd keeps as it is, of a gradient that is not where the parameter is; else None."""
     if parameter is None or grad.device == parameter.device or grad.layout is not torch.strided:
         return None
     copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device)

@@ -1,33 +1,40 @@
-"""Gradients on the host: each parameter's gradient lands in memory that the policy placed.
+"""`GradientSink`: every gradient that autograd delivers passes here, and ends up on the host, as ``.grad``.
 
 [Note: Life of a gradient]
-A post-accumulate hook runs after autograd has added everything it had to add to ``compute.grad``: once per parameter
-and backward, or once per use of a parameter whose data changed its device between uses ([Note: Which hooks stay]).
-Every gradient that ever reaches a parameter passes here, so none is counted twice or lost, whatever the number of
-micro-batches, backwards per step, or uses of a module.
+Autograd adds what it has computed for a parameter to ``p.grad`` and then calls our hook: once per backward, or once per
+use of a parameter that has changed its device between uses ([Note: Which hooks stay]). What the hook does depends on
+where the parameter and its master are ([Note: Compute and master weights]):
 
-* Shared parameter (compute is master): the first gradient of a step moves into host memory of ours, which becomes
-  ``p.grad``; later ones are added to it: by autograd, in place, when it is float32 or wider, and by us when it has 16
-  bits, since autograd would round every sum to nearest and lose small ones. For that a hook before the accumulation
-  takes ``p.grad`` away, so that autograd delivers the new gradient alone. ``p.grad`` alone says whether a step is
-  accumulating, so ``zero_grad``, ``p.grad = None`` and user code that edits gradients all keep their meaning.
-* Separate master: the gradient is copied into host memory that becomes ``master.grad``, or added to it, and
-  ``compute.grad`` is dropped. ``master.grad`` alone says whether a step is accumulating; it is None between the arrival
-  of a gradient from a device and the end of that backward. A master whose ``requires_grad`` was turned off
-  (Lightning's `toggle_optimizer`) takes no gradient.
-* Streamed parameter (compute is master, but visits the device): autograd finds ``p.grad`` None, as the one so far is on
-  the host, and delivers on the device. The gradient is copied to the host, the first of a step to where it stays,
-  others to be added to the one so far, and becomes ``p.grad`` at the end of the backward, when the parameter is home;
-  or it is handed over to an update that runs behind, and never becomes ``p.grad`` ([Note: Overlapped updates]).
-* For `CPUAdam` a 16-bit gradient stays 16-bit: its kernel reads it as it is. What is added up becomes float32 at the
-  second gradient, or stays bfloat16, stochastically rounded (``accumulate="bf16"``). Other optimizers get float32.
+======================================  ========================================================================
+parameter                               its gradient
+======================================  ========================================================================
+shared, always on the host              moves into memory of ours, which becomes ``p.grad``; autograd itself adds
+                                        later ones to it in float32, we do in 16 bits (*set aside*)
+separate master, the host computes      is moved or added at once, and becomes ``master.grad``
+streamed, or master of what is on the   *leaves* the device with those of its unit, is *folded* into the sum so far,
+device                                  and becomes ``master.grad`` when gradients are *complete*
+======================================  ========================================================================
+
+* Whether a step is accumulating, ``.grad`` of the master alone says: None means that the next gradient is the first. So
+  ``zero_grad``, ``p.grad = None`` and user code that edits gradients keep their meaning.
+* Set aside: 16-bit sums by autograd would be rounded to nearest every time and lose small gradients. So a hook before
+  the accumulation takes ``p.grad`` away, autograd delivers the new one alone, and we add it in float32.
+* Leave: ([Note: Leaving gradients]). The parameter shows its home again before the copy is done; ``.grad`` so far is
+  taken away meanwhile, as it is on the host. A gradient that no longer is in ``.grad`` is in exactly one place: in
+  `LeavingGradients`, or in `GradientSums.so_far`.
+* Fold: the first gradient of a step is kept where it landed, others are added: a second 16-bit one makes the sum
+  float32, or stays bfloat16, rounded stochastically (``accumulate="bf16"``). `CPUAdam` reads 16-bit gradients as they
+  are, other optimizers get float32. All are measured meanwhile ([Note: Measured gradients]).
+* Complete: at the end of a backward, which autograd tells us, if somebody may read gradients then (`is_read_next`);
+  between the micro-batches of a step nobody does, and they may be on their way until the last one. A backward that
+  fails does not come to its end: what it has left behind is dropped when the next one starts.
+* Handed over: an update that runs behind the backward takes gradients before that, and they never become ``.grad``
+  ([Note: Overlapped updates]). More gradients for such a parameter, in the same step, are refused: they would be lost.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
-  and ``zero_grad`` gives the bytes back to the pool, whose pages stay warm for the next step.
-* Copies from a device are started by the hook, and folded in order, measured where they landed or added: by the worker,
-  if there is one, else by the hooks that follow. `finish`, which autograd itself calls at the end of that backward,
-  waits for them: nobody reads a gradient too early.
-* Gradients are numbered as they come, in the order of autograd, which does not depend on when copies are done: the
-  random bits of a sum depend on that number.
+  and ``zero_grad`` gives the bytes back to the pool. What is ours is known by the tensor itself: memory that was given
+  back may be anybody's.
+* Gradients are numbered as autograd delivers them, which does not depend on when copies are done. The random bits of a
+  sum depend on that number.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,6 +1,7 @@
 """A loss scaler, perhaps on a device, and gradients on the host."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.meter import gradients
 from lightning_cxl.optim.overflow import OverflowGuard
+from lightning_cxl.optim.stand_in import StandIn
 from lightning_cxl.torch_private import unscale
 
 
-class HostUnscale:
+class HostUnscale(StandIn):
     """`GradScaler._unscale_grads_` for gradients on the host.
 
     A scaler on a device copies its scale to the gradients' device without waiting, which is a race when that is the
@@ -33,7 +35,7 @@ class HostUnscale:
         defers: Callable[[torch.optim.Optimizer], bool],
         guard: OverflowGuard,
     ) -> None:
-        self._scaler = scaler
+        super().__init__(partial(unscale, scaler))
         self._unwrap = unwrap
         self._defers = defers
         self._guard = guard
@@ -50,7 +52,7 @@ class HostUnscale:
             self._guard.refuse(target, bad, expected=True)
         self.factor = 1.0
         if not (isinstance(target, CPUAdam) and self._defers(target)):
-            result = unscale(self._scaler, optimizer, host_scale, found, allow_fp16)
+            result = self._plain(optimizer, host_scale, found, allow_fp16)
             torch.autograd.graph.increment_version(gradients(parameters))  # torch's kernel leaves versions as they are
             return result
         # set, not multiplied: the step that would have used the factor of before may have been left out

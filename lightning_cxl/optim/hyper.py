@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_cxl import _cpu
+from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.optim.reference import AdamScalars
+
+_LAUNCHING_THREADS = 2
 
 
 def scalars_of(group: Mapping[str, Any], step: float, grad_scale: float) -> AdamScalars:
@@ -78,3 +81,14 @@ def chosen_isa(isa: str | None) -> str:
     if isa is not None and isa not in _cpu.supported_isas():
         raise ConfigError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(_cpu.supported_isas())}")
     return _cpu.best_isa() if isa is None else isa
+
+
+def kernel_threads(config: OffloadConfig, computes_on_host: bool) -> int:
+    """Return how many threads the kernels of a run take: what the user asks for, else what the process may use.
+
+    Where they run behind what a device does, two cores are left to those who keep it busy: the thread that queues the
+    forward, and autograd's, which queues the backward.
+    """
+    if config.num_threads is not None or computes_on_host or not config.overlaps_step(computes_on_host):
+        return thread_count(config.num_threads)
+    return max(1, thread_count(None) - _LAUNCHING_THREADS)

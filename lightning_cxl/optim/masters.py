@@ -72,6 +72,11 @@ class MasterWeights:
         """Every adopted parameter once, in order of adoption."""
         return iter({id(host): host for host in self._by_id.values()}.values())
 
+    @property
+    def has_separate(self) -> bool:
+        """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
+        return any(not host.is_shared for host in self)
+
     def find(self, parameter: torch.Tensor) -> HostParameter | None:
         """Return the record of a compute or master parameter, or None when no optimizer owns it."""
         return self._by_id.get(id(parameter))

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_cxl import _cpu, _grads
+from lightning_cxl.config import OffloadConfig
 from lightning_cxl.memory.host_tensors import is_dense, is_ordinary
 from lightning_cxl.optim.formats import GRAD_FORMATS
 from lightning_cxl.optim.grad_hooks import GradientHooks
+from lightning_cxl.optim.hyper import kernel_threads
 from lightning_cxl.optim.layout import same_layout
 from lightning_cxl.torch_private import hooks_after_accumulation
 
@@ -64,7 +66,7 @@ class GradientMeter:
     """
 
     def __init__(self, num_threads: int | None = None, isa: str | None = None) -> None:
-        self._num_threads = _cpu.available_threads() if num_threads is None else num_threads
+        self.num_threads = _cpu.available_threads() if num_threads is None else num_threads
         self._isa = _cpu.best_isa() if isa is None else isa
         self.trusts_versions = True
         """Whether a gradient of the same version is taken to be unchanged. See [Note: Measured gradients]."""
@@ -105,7 +107,7 @@ class GradientMeter:
         if not written:
             return
         results = array("d", bytes(8 * len(written)))
-        kernel(rows, results, self._num_threads, self._isa)
+        kernel(rows, results, self.num_threads, self._isa)
         torch.autograd.graph.increment_version(written)
         for grad, value in zip(written, results, strict=True):
             _note(grad, value)
@@ -118,7 +120,7 @@ class GradientMeter:
         if rows:
             spans = array("Q", [number for index in rows for number in _row(grads[index])])
             results = array("d", bytes(8 * len(rows)))
-            _grads.measure(spans, results, self._num_threads, self._isa)
+            _grads.measure(spans, results, self.num_threads, self._isa)
             for index, value in zip(rows, results, strict=True):
                 sums[index] = value
                 _note(grads[index], value)
@@ -131,6 +133,11 @@ class GradientMeter:
             if parameter.grad is not None:
                 _forget_where_hooks_run(parameter)
         return self.sums(gradients(parameters))
+
+
+def meter_of_run(config: OffloadConfig, computes_on_host: bool) -> GradientMeter:
+    """Return the meter of a run; its number of threads is that of all kernels of the run, see `kernel_threads`."""
+    return GradientMeter(kernel_threads(config, computes_on_host))
 
 
 def _forget_where_hooks_run(parameter: torch.Tensor) -> None:

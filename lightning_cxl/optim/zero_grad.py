@@ -1,21 +1,16 @@
 """`zero_grad` of modules whose gradients live on separate masters."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
 
 from lightning_cxl.optim.grads import GradientSink
+from lightning_cxl.optim.stand_in import StandIn
 
 
-class ModuleZeroGrad:
-    """Stands in for one module's `zero_grad`: clears the masters' gradients, too.
-
-    A copy of the module (deepcopy, pickle) gets the plain method instead: it has no masters.
-    """
+class ModuleZeroGrad(StandIn):
+    """Stands in for one module's `zero_grad`: clears the masters' gradients, too. A copy of the module has none."""
 
     def __init__(self, module: nn.Module, grads: GradientSink) -> None:
-        self._plain = module.zero_grad
+        super().__init__(module.zero_grad)
         self._module = module
         self._grads = grads
 
@@ -23,10 +18,6 @@ class ModuleZeroGrad:
         """Clear the gradients; see `torch.nn.Module.zero_grad`."""
         self._grads.zero(self._module.parameters())
         self._plain(set_to_none)
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copy and pickle as the plain method."""
-        return _same_object, (self._plain,)
 
 
 def attach_zero_grad(model: nn.Module, grads: GradientSink) -> None:
@@ -40,7 +31,3 @@ def detach_zero_grad(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module.__dict__.get("zero_grad"), ModuleZeroGrad):
             del module.__dict__["zero_grad"]
-
-
-def _same_object(value: Any) -> Any:
-    return value

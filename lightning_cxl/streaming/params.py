@@ -15,9 +15,9 @@ find the weights on the host, and only the home is ever written.
   [Note: Copies and streams]), so the host need not wait.
 * In backward the recompute of an offloaded unit enters it again, and it stays entered, because its gradients are
   computed from views of the slot, until the recompute of another unit starts or `release` is called.
-* Ahead: while a unit computes, those that came after it the last time are fetched, as many as there are slots. A wrong
-  guess costs a copy, never a result. A unit whose update still runs is fetched when that is done, by the thread that
-  ran it ([Note: Overlapped updates]); whoever enters it before waits.
+* Ahead: while a unit computes, those that came after it the last time are fetched, as many as there are slots: all of
+  them between steps, when none is taken. A wrong guess costs a copy, never a result. A unit whose update still runs is
+  fetched when that is done, by the thread that ran it ([Note: Overlapped updates]); whoever enters it before waits.
 * A slot that an entered unit shows is busy and is not taken away. With all of them busy a unit cannot be entered.
 
 A unit whose forward must be differentiated without a recompute keeps views of the slot in its graph, which would show
@@ -72,9 +72,10 @@ class ParamStreamer:
         """Copies started; and those of them that were not asked for before their unit was entered."""
         self._engine = engine
         self._units = list(units)
-        self._num_ahead = num_slots - 1
+        self._num_slots = num_slots
         self._ring = SlotRing(engine, num_slots, max(unit.nbytes for unit in units))
-        self._lock = threading.Lock()  # guards the ring and all below; nobody waits for anything while holding it
+        # guards the ring and all below; held while copies are started, which takes long from pageable memory only
+        self._lock = threading.Lock()
         self._entered: dict[int, tuple[UnitWeights, Slot]] = {}  # by id of the unit
         self._next: dict[_Visit, _Visit] = {}  # what followed what
         self._latest: _Visit | None = None
@@ -200,12 +201,12 @@ class ParamStreamer:
         return slot
 
     def _expected(self) -> Iterator[UnitWeights]:
-        """Yield different units that came after the latest one, the next first."""
+        """Yield different units that came after the latest one, the next first: as many as there are slots at most."""
         seen: set[int] = set()
         visit = self._latest
-        for _ in range(2 * self._num_ahead):  # a unit may come twice, at the turn from forward to backward
+        for _ in range(2 * self._num_slots):  # a unit may come twice, at the turn from forward to backward
             visit = None if visit is None else self._next.get(visit)
-            if visit is None or len(seen) == self._num_ahead:
+            if visit is None or len(seen) == self._num_slots:
                 return
             if id(visit.unit) not in seen:
                 seen.add(id(visit.unit))

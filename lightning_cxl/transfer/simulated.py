@@ -13,6 +13,8 @@ machine do not add up.
 * The CPU computes at once, so `wait` blocks like `wait_host`. The rest is as in [Note: Copies and streams]: jobs hold
   the memory of both sides until the bytes have landed. The version of a destination goes up when its copy is asked
   for, not when it lands, so that versions do not depend on time.
+* What the device has been given it has computed, so a `mark` is done at once, and a copy begins when it is asked for,
+  behind its lane and `after`. It is late by as much as it was asked for late, say behind an update that took long.
 * Work of the host's CPUs on the tiers (`host_work`) is a flow on a lane of its own. Whoever does it moves the bytes,
   and is held until the flow has ended.
 """

@@ -86,12 +86,12 @@ def reset() -> None:
 
 
 def counters() -> dict[str, int]:
-    """Return what the host has asked of the devices since the process began; csrc/operators/counters.h explains the names."""
+    """Return what the host has asked of the devices since the process began: csrc/operators/counters.h."""
     return dict(zip(_COUNTERS, _ops.counters(), strict=True))
 
 
 def violations() -> list[str]:
-    """Return the races that were seen, one text each; [Note: Watched copies] in csrc/runtime/transfers.h says which are."""
+    """Return the races that were seen, one text each: [Note: Watched copies] in csrc/runtime/transfers.h."""
     return _ops.violations()
 
 

@@ -2,11 +2,10 @@
 
 import ctypes
 import errno
+import faulthandler
 import os
+import resource
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,31 +14,19 @@ from tests import apart
 
 libc = ctypes.CDLL(None, use_errno=True)
 
-TOUCH = """
-import ctypes, torch
-from tests import apart
-apart.load()
-torch.set_num_threads(1)
-t = torch.ones(4, device="apart")
-torch.accelerator.synchronize()
-print("ready", flush=True)
-ctypes.memmove({to}, {source}, 16)
-print("survived", flush=True)
-"""
 
-
-@pytest.mark.parametrize(
-    ("to", "source"),
-    [("ctypes.create_string_buffer(16)", "t.data_ptr()"), ("t.data_ptr()", "bytes(16)")],
-    ids=["read", "write"],
-)
-def test_a_host_access_kills_the_process(to, source):
-    script = TOUCH.format(to=to, source=source)
-    root = Path(__file__).parents[2]
-    child = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True
-    )
-    assert (child.returncode, child.stdout) == (-signal.SIGSEGV, b"ready\n"), child.stderr.decode()
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("write", [False, True])
+def test_a_host_access_kills_the_process(write):
+    tensor = torch.ones(4, device="apart")
+    torch.accelerator.synchronize()
+    host = ctypes.create_string_buffer(16)
+    if not (child := os.fork()):
+        faulthandler.disable()  # it would tell of the death
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        ctypes.memmove(*((tensor.data_ptr(), host) if write else (host, tensor.data_ptr())), 16)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -71,6 +58,15 @@ def test_a_storage_grows_and_keeps_its_bytes():
     assert torch.apart.memory_allocated() == 0
 
 
+def test_a_tensor_is_set_to_other_memory_or_none():
+    tensor, other = torch.ones(4, device="apart"), torch.zeros(4, device="apart")
+    assert tensor.set_(other).is_set_to(other)
+    tensor.set_()
+    assert (tensor.shape, tensor.device.type) == ((0,), "apart")
+    del other
+    assert torch.apart.memory_allocated() == 0
+
+
 def test_fresh_and_freed_memory_is_poisoned():
     apart.set_poison(True)
     tensor = torch.empty(100_003, device="apart")
@@ -81,6 +77,17 @@ def test_fresh_and_freed_memory_is_poisoned():
     again = torch.empty(100_003, device="apart")
     assert again.data_ptr() == where
     assert again.isnan().all()
+
+
+def test_fresh_memory_is_poisoned_before_any_stream_has_it(side):
+    apart.set_poison(True)
+    with apart.paused(torch.accelerator.current_stream()):
+        tensor = torch.empty(100_019, device="apart")
+        with side:
+            tensor.zero_()
+        side.synchronize()
+    torch.accelerator.synchronize()
+    assert tensor.eq(0).all()
 
 
 def test_without_poison_freed_memory_keeps_its_bytes():

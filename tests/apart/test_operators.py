@@ -163,9 +163,7 @@ def test_host_tensors_that_cuda_takes(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_host_tensors_that_cuda_refuses(name):
-    with pytest.raises(
-        RuntimeError, match="same device|should be either on cpu or on the same device|device type for generator"
-    ):
+    with pytest.raises(RuntimeError, match=r"same device|device type for generator"):
         REFUSED[name](device_tensor())
 
 

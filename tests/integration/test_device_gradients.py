@@ -309,6 +309,49 @@ def test_a_backward_before_lightnings_own_is_part_of_the_step():
     assert_same(fit(offload(**IGNORE), task=BackwardBefore), fit(offload(overlap_step=False), task=BackwardBefore))
 
 
+class BackwardTwice(Task):
+    """A hook runs the backward that Lightning is about to run, when a step's updates may begin already."""
+
+    def on_before_backward(self, loss):
+        loss.backward(retain_graph=True)
+
+
+def test_a_gradient_that_comes_after_its_update_is_refused_and_not_lost():
+    with pytest.raises(UnsupportedError, match=r"got a gradient after its update had begun.*overlap_step=False"):
+        fit(offload(**IGNORE), task=BackwardTwice)
+    assert_same(fit(offload(), task=BackwardTwice), fit(offload(stream_weights=False), task=BackwardTwice))
+
+
+@pytest.mark.parametrize("late", ["to the device", "kernels"], indirect=True)
+@pytest.mark.parametrize("options", [{}, IGNORE, EXACT], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_new_weights_are_on_the_device_before_they_are_read_and_masters_stay_until_then(options, precision, late):
+    arguments = {"precision": precision, "steps": 5, "make_model": lambda: TinyTransformer(depth=1, dropout=0.0)}
+    ours = fit(offload(**options), **arguments)
+    training_device.make_late("nothing")
+    assert_same(ours, fit(offload(**options, overlap_step=False), **arguments))
+
+
+class StepsTwice(Task):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        self.record(loss)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("late", ["to the device"], indirect=True)
+@pytest.mark.parametrize("options", [{}, EXACT], ids=str)
+def test_a_second_step_waits_for_the_copies_of_the_first(options, late):
+    ours = fit(offload(**options), task=StepsTwice)
+    training_device.make_late("nothing")
+    assert_same(ours, fit(offload(**options, stream_weights=False), task=StepsTwice))
+
+
 def test_masters_that_are_copied_to_the_device_are_page_locked():
     class Looks(Task):
         def on_train_end(self):

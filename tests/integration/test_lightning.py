@@ -269,6 +269,8 @@ def test_print_and_report():
     ],
 )
 def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
+    pytest.importorskip("jsonargparse")
+
     class Cli(LightningModule):
         def __init__(self, width: int = 32):
             super().__init__()
@@ -299,6 +301,7 @@ def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
 
 @pytest.mark.parametrize("bad", ["tiers: {dram: lots}", "num_threads: 0", "no_such_option: 1", "on_tier_full: maybe"])
 def test_malformed_yaml_is_refused(tmp_path, monkeypatch, bad, capsys):
+    pytest.importorskip("jsonargparse")
     config = tmp_path / "config.yaml"
     config.write_text(
         "seed_everything: 1\ntrainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n"

@@ -81,7 +81,7 @@ def test_lengths_that_change_register_nothing_after_warm_up(options, registratio
 
     make_trainer(offload(**options), max_steps=len(lengths), callbacks=[steps]).fit(module, batches(lengths))
 
-    assert steps.counts[0] > 0  # the inputs of units are large enough to need slabs of their own
+    assert registrations.calls
     assert steps.counts[4:] == [0] * (len(lengths) - 4)
 
 

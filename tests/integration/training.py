@@ -19,6 +19,7 @@ def make_trainer(strategy="auto", *, precision=None, plugins=(), **kwargs):
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "max_epochs": -1,
+        "devices": 1,
     }
     device = training_device.current
     if device.type == "apart":  # which Lightning takes for a kind of CPU with CUDA's autocast
@@ -27,7 +28,7 @@ def make_trainer(strategy="auto", *, precision=None, plugins=(), **kwargs):
         if precision in ("16-mixed", "bf16-mixed"):
             plugins, precision = [*plugins, MixedPrecision(precision, device.type)], None
     return Trainer(
-        accelerator=training_device.accelerator(), devices=1, strategy=strategy, precision=precision,
+        accelerator=training_device.accelerator(), strategy=strategy, precision=precision,
         plugins=list(plugins), **{**quiet, **kwargs},
     )  # fmt: skip
 

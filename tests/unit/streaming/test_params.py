@@ -223,6 +223,22 @@ def test_slots_hold_as_much_as_the_ring_says_and_backward_reuses_the_last_ones(d
     streamed.close()
 
 
+def test_between_steps_every_slot_is_filled_for_the_next_forward(engine):
+    streamed = Streamed(engine, make(5), num_slots=3)
+    streamed.train(2)
+    for unit in streamed.units:  # as an update does, of whom nobody expects that they look around
+        for place in unit.places:
+            torch.autograd.graph.increment_version(place.parameter)
+    fetches, late = streamed.streamer.num_fetches, streamed.streamer.num_late
+    for unit in streamed.units:
+        unit.forget_looks()
+    streamed.streamer.fetch_ahead()
+    assert streamed.streamer.num_fetches - fetches == 3
+    streamed.train(1)
+    assert streamed.streamer.num_late == late
+    streamed.close()
+
+
 def test_weights_that_changed_are_fetched_again(engine):
     model = make(1)
     streamed = Streamed(engine, model)

@@ -3,7 +3,6 @@ import inspect
 import pickle
 import threading
 
-import jsonargparse
 import pytest
 import torch
 from torch import nn
@@ -279,6 +278,7 @@ def test_lightning_cli_reads_the_arguments_of_decorated_classes_and_subclasses()
         def __init__(self, depth: int, **kwargs) -> None:
             super().__init__(**kwargs)
 
+    jsonargparse = pytest.importorskip("jsonargparse")
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(Sub, "model")
     arguments = parser.parse_args(["--model.depth=3", "--model.width=2"])

@@ -26,7 +26,7 @@ std::vector<int64_t> read_counters() {  // in the order of Counters
 
 void poison_host(int64_t address, int64_t bytes) {
   auto* p = reinterpret_cast<void*>(address);
-  leave_alone(p, bytes, "poisoned");
+  leave_alone(p, bytes, "poisoned", false);
   std::memset(p, 0xff, bytes);
 }
 

@@ -68,6 +68,11 @@ const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<a
   return self;
 }
 
+Tensor& set_to_nothing(Tensor& self) {
+  c10::Storage nothing(c10::Storage::use_byte_size_t(), 0, allocate_on(self.device().index(), 0), &device_allocator(), true);
+  return at::native::set_storage_cpu_(self, nothing, 0, {0}, {});
+}
+
 Tensor view(const Tensor& self, c10::IntArrayRef size) { return at::native::view(self, size); }
 
 bool is_set_to(const Tensor& a, const Tensor& b) {
@@ -94,6 +99,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("is_set_to", is_set_to);
+  m.impl("set_", set_to_nothing);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, at::Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);

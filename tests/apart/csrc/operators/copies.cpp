@@ -87,6 +87,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar);
 }
 
+// Copies resolve conjugates and negatives themselves; else torch would make a copy of the source first, for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 }  // namespace
 
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {

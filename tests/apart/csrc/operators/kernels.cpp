@@ -64,11 +64,13 @@ void Call::check_devices() {
   }
 }
 
-size_t Call::bytes(const Values& outputs) const {  // read and written, roughly: every argument and result once
+size_t Call::bytes(const Values& outputs) const {  // every argument and every new result once
   if (!listening()) return 0;
   size_t sum = 0;
-  for (auto* values : {&args, &outputs}) {
-    for (auto& value : *values) visit_tensors(value, [&](const Tensor& t) { sum += t.nbytes(); });
+  auto add = [&](const Tensor& t) { sum += t.nbytes(); };
+  for (auto& value : args) visit_tensors(value, add);
+  for (size_t i = 0; i < outputs.size(); i++) {
+    if (info.alias[i] < 0) visit_tensors(outputs[i], add);
   }
   return sum;
 }

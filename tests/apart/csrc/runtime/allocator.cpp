@@ -96,7 +96,7 @@ struct Pool {
     return offset;
   }
 
-  size_t take_fresh(DeviceIndex d, int64_t stream, size_t size) {
+  size_t take_fresh(DeviceIndex d, size_t size) {
     auto gap = std::find_if(gaps.begin(), gaps.end(), [&](auto& g) { return g.second >= size; });
     TORCH_CHECK(gap != gaps.end(), "apart: no ", size, " addresses in a row are left on device ", int(d));
     size_t offset = gap->first, rest = gap->second - size;
@@ -104,7 +104,7 @@ struct Pool {
     if (rest) gaps[offset + size] = rest;
     reserved += size;
     stats.reserved_bytes[0].increase(size);
-    fill_with_poison(d, stream, offset, size);
+    if (poison_on) std::memset(Arena::get().back(d, offset), 0xff, size);  // at once: no stream has it, and any may be first
     return offset;
   }
 
@@ -159,7 +159,7 @@ class Allocator final : public c10::DeviceAllocator {
         TORCH_CHECK_WITH(OutOfMemoryError, false, "apart out of memory. Tried to allocate ", bytes, " bytes on device ", int(d), "; ",
                          pool.reserved, " of ", pool.capacity, " bytes are in use.");
       }
-      offset = pool.take_fresh(d, stream, size);
+      offset = pool.take_fresh(d, size);
     }
     auto* b = new Block{d, offset, size, stream, {}};
     pool.count(*b, true);

@@ -12,7 +12,6 @@ char* reserve(int protection) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* p = mmap(nullptr, kSpan * kDevices, protection, flags, -1, 0);
   TORCH_CHECK(p != MAP_FAILED, "apart: cannot reserve ", kSpan * kDevices, " bytes of address space");
-  madvise(p, kSpan * kDevices, MADV_DONTFORK);  // a child has no device
   return static_cast<char*>(p);
 }
 
@@ -23,7 +22,9 @@ Arena& Arena::get() {
   return *arena;
 }
 
-Arena::Arena() : front_(reserve(PROT_NONE)), back_(reserve(PROT_READ | PROT_WRITE)) {}
+Arena::Arena() : front_(reserve(PROT_NONE)), back_(reserve(PROT_READ | PROT_WRITE)) {
+  madvise(back_, kSpan * kDevices, MADV_DONTFORK);  // a child has no device
+}
 
 bool Arena::has(const void* front) const {
   auto* p = static_cast<const char*>(front);

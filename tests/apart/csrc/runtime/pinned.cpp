@@ -83,7 +83,7 @@ class HostAllocator final : public at::HostAllocator {
     if (!p || forked()) return;
     std::lock_guard<std::mutex> lock(mutex_);
     auto& range = ranges_.at(p);
-    leave_alone(p, range.bytes, "freed");
+    leave_alone(p, range.bytes, "freed", true);
     range.in_use = false;
     waiting_.push_back(p);
     take_back_waiting();
@@ -106,7 +106,7 @@ class HostAllocator final : public at::HostAllocator {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = ranges_.find(p);
     if (it == ranges_.end() || !it->second.registered) return 713;
-    leave_alone(p, it->second.bytes, "unregistered");
+    leave_alone(p, it->second.bytes, "unregistered", false);
     ranges_.erase(it);
     return 0;
   }

@@ -86,11 +86,11 @@ uint64_t queue_plain(Queue& queue, Transfer t, std::shared_ptr<void> held) {
   return queue.push({kind_of(t), "copy_", t.bytes, std::move(run), {}});
 }
 
-void leave_alone(const void* host, size_t bytes, const char* event) {
+void leave_alone(const void* host, size_t bytes, const char* event, bool owner_waits) {
   std::string text;
   {
     std::lock_guard<std::mutex> lock(under_way_mutex);
-    auto* user = find_under_way(host, bytes, [](const Transfer& t) { return !t.known_to_owner; });
+    auto* user = find_under_way(host, bytes, [&](const Transfer& t) { return !(owner_waits && t.known_to_owner); });
     if (!user) return;
     text = c10::str("host memory at ", host, " (", bytes, " bytes) was ", event, " while it is used: ", user->name());
   }

@@ -32,7 +32,8 @@ void queue_watched(Queue& queue, Transfer transfer);
 // A copy that the host waits for, or whose host memory `held` keeps alive and to itself.
 uint64_t queue_plain(Queue& queue, Transfer transfer, std::shared_ptr<void> held);
 
-// Records a violation if a copy that the owner does not know of is using the range. `event`: what happens to the range.
-void leave_alone(const void* host, size_t bytes, const char* event);
+// Records a violation if a copy is using the range. `event`: what happens to it. `owner_waits`: copies that the owner
+// knows of are none, for it waits for them.
+void leave_alone(const void* host, size_t bytes, const char* event, bool owner_waits);
 
 }  // namespace apart

@@ -1,0 +1,170 @@
+"""Everything that only a machine with a GPU can show, in one command and one file: `make gpu`.
+
+    python -m tests.gpu [--device cuda] [--json gpu.json] [--minutes 10] [--only NAME ...]
+
+Takes the Python, the torch and the packages that are there, needs no network, and installs nothing: the compiled
+modules are built in place. Each part is a process of its own with a time of its own; one that fails or hangs does not
+keep the others from running, and the file is written again after each. `--device apart` rehearses all of it on a
+machine without a GPU: its figures mean nothing.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILED = ("_numa", "_cpu", "_adam", "_grads", "_membench")
+CONTRACT = ("tests/contract",)
+TRAINING = tuple(
+    f"tests/integration/test_{name}.py"
+    for name in (
+        "parity", "pinned_memory", "streamed_training", "overlapped_step", "device_gradients", "streamed_hazards",
+        "lifecycle", "clipping",
+    )
+)  # fmt: skip
+CHECKS = {"bit_identical": 60, "peak_of_depth": 60, "overlap": 40, "lengths": 40, "second_device": 30,
+          "out_of_memory": 60}  # fmt: skip
+"""Seconds that each may take; see `tests.gpu.checks`."""
+TAIL_CHARS = 4000
+
+Part = dict[str, Any]
+
+
+def run(command: Sequence[str], limit_s: float, **environment: str) -> Part:
+    """Run a process group; return how it ended, and the ends of what it printed."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    timed_out = False
+    try:
+        output, errors = process.communicate(timeout=max(1.0, limit_s))
+    except subprocess.TimeoutExpired:
+        timed_out = True
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+    state = "timeout" if timed_out else "passed" if process.returncode == 0 else "failed"
+    part = {"state": state, "seconds": round(time.monotonic() - start, 2), "output": output}
+    if state != "passed":
+        part["error"] = f"exit status {process.returncode}\n{output[-TAIL_CHARS:]}\n{errors[-TAIL_CHARS:]}"
+    return part
+
+
+def with_figures(part: Part) -> Part:
+    """Take the figures from the last line of a part's output that is JSON."""
+    lines = [line for line in part.pop("output").splitlines() if line.startswith("{")]
+    if lines:
+        figures = json.loads(lines[-1])
+        part["state"] = figures.pop("state", part["state"])
+        part["figures"] = figures
+    elif part["state"] == "passed":
+        part |= {"state": "failed", "error": "printed no figures"}
+    return part
+
+
+def build(limit_s: float) -> Part:
+    """Compile the native modules in place, with the setuptools and Cython that are there."""
+    command = "from setuptools import setup; setup()"
+    jobs = str(min(len(COMPILED), os.cpu_count() or 1))
+    part = run([sys.executable, "-c", command, "build_ext", "--inplace", "--parallel", jobs], limit_s)
+    part.pop("output")
+    names = ", ".join(f"lightning_cxl.{name}" for name in COMPILED)
+    loaded = run([sys.executable, "-c", f"import {names}"], 60)
+    loaded.pop("output")
+    if loaded["state"] == "passed":
+        return {**part, "state": "passed"}  # built just now, or before
+    hint = "needs setuptools, Cython>=3.1 and a C compiler, each as it is installed here"
+    return {**part, "state": "failed", "error": f"{hint}\n{part.get('error', '')}\n{loaded['error']}"}
+
+
+def pytest(paths: Sequence[str], device: str, limit_s: float) -> Part:
+    """Run tests; those that have ended are counted even where the time is up."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "tests.jsonl"
+        command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.plugin", "-W", "default", "--device", device]
+        command += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "--no-header", *paths]
+        part = run(command, limit_s, LIGHTNING_CXL_TEST_LOG=str(log))
+        tests = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    part.pop("output")
+    counts = {state: sum(each["state"] == state for each in tests) for state in ("passed", "failed", "skipped")}
+    part["figures"] = {
+        **counts,
+        "failures": [each for each in tests if each["state"] == "failed"],
+        "reasons_to_skip": sorted({each["error"] for each in tests if each["state"] == "skipped"}),
+    }
+    if counts["passed"] == 0 and part["state"] == "passed":
+        part |= {"state": "failed", "error": "no test ran"}
+    return part
+
+
+def bench(device: str, limit_s: float) -> Part:
+    """Run the benchmark of one shape; on another device than CUDA only to see that it runs."""
+    job = ["--shape", "llama-3.2-1b", "--seq", "8192", "--steps", "5", "--device", "cuda"]
+    if device != "cuda":
+        job = ["--shape", "tiny", "--seq", "64", "--steps", "3", "--device", "cpu"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.json"
+        command = [sys.executable, "examples/bench/gpu.py", *job, "--only", "cxl_offload", "--json", str(path)]
+        part = run(command, limit_s)
+        part["command"] = " ".join(command[1:-2])
+        part.pop("output")
+        if path.exists():
+            part["figures"] = json.loads(path.read_text())
+    return part
+
+
+def main() -> None:
+    """Run what was asked for, in order, and write the file after each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "apart"], default="cuda")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--minutes", type=float, default=10, help="for everything")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts to run, as the file names them")
+    args = parser.parse_args()
+    start = time.monotonic()
+
+    def checked(name: str, limit_s: float) -> Part:
+        return with_figures(run([sys.executable, "-m", "tests.gpu.checks", name, args.device], limit_s))
+
+    parts: dict[str, tuple[float, Any]] = {
+        "build": (240, build),
+        # the device that rehearses is compiled when it is first used
+        "environment": (60 if args.device == "cuda" else 300, lambda limit_s: checked("environment", limit_s)),
+        **{name: (limit, lambda limit_s, name=name: checked(name, limit_s)) for name, limit in CHECKS.items()},
+        "benchmark": (150, lambda limit_s: bench(args.device, limit_s)),
+        "contract": (60, lambda limit_s: pytest(CONTRACT, args.device, limit_s)),
+        "training": (240, lambda limit_s: pytest(TRAINING, args.device, limit_s)),
+    }
+    unknown = set(args.only or ()) - set(parts)
+    if unknown:
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(parts)}")
+    report: dict[str, Any] = {"device": args.device, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "parts": {}}
+    for name, (limit_s, action) in parts.items():
+        if args.only and name not in args.only:
+            continue
+        left = 60 * args.minutes - (time.monotonic() - start)
+        try:
+            part = action(min(limit_s, left)) if left > 5 else {"state": "skipped", "error": "no time left"}
+        except Exception as error:  # the others still run
+            part = {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+        report["parts"][name] = part
+        report["seconds"] = round(time.monotonic() - start, 1)
+        report["states"] = {key: each["state"] for key, each in report["parts"].items()}
+        args.json.write_text(json.dumps(report, indent=1, default=str))
+        print(f"{name:16} {part['state']:8} {part.get('seconds', 0):7.1f} s", flush=True)
+    print(f"written to {args.json}")
+    raise SystemExit(any(state in ("failed", "timeout") for state in report.get("states", {}).values()))
+
+
+if __name__ == "__main__":
+    main()

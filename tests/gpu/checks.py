@@ -1,0 +1,162 @@
+"""One check on the device, in a process of its own: `python -m tests.gpu.checks NAME DEVICE` prints one line of JSON.
+
+A check returns its figures; an assertion that fails, or any other error, makes it fail.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import torch
+
+from tests import training_device
+from tests.gpu import jobs
+
+Figures = dict[str, Any]
+PACKAGES = ("torch", "lightning", "pytorch-lightning", "transformers", "peft", "datasets", "jsonargparse",
+            "bitsandbytes", "Cython", "setuptools", "pytest", "pytest-timeout", "hypothesis", "triton")  # fmt: skip
+
+
+def environment() -> Figures:
+    """Return what the figures were taken on."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    import lightning_cxl
+    from lightning_cxl import _cpu
+
+    device = training_device.chosen
+    found: Figures = {
+        "python": platform.python_version(), "platform": platform.platform(), "packages": versions,
+        "package": lightning_cxl.__file__, "cuda": torch.version.cuda, "cpus": os.cpu_count(),
+        "threads": _cpu.available_threads(), "isa": _cpu.best_isa(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memlock_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], "devices": torch.accelerator.device_count(),
+    }  # fmt: skip
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"name": properties.name, "device_bytes": properties.total_memory,
+                  "capability": torch.cuda.get_device_capability(device)}  # fmt: skip
+    return found
+
+
+def bit_identical() -> Figures:
+    """Train streamed and resident on the device: the same kernels on the same values, so the same bits.
+
+    Resident is plain Lightning; in bf16-true the strategy with weights and activations on the device.
+    """
+    found = {precision: _compared(precision) for precision in ("32-true", "bf16-true", "bf16-mixed")}
+    wrong = [name for name, each in found.items() if not each.get("streamed_equals_resident")]
+    assert not wrong, f"not bit-identical in {wrong}: {found}"
+    return found
+
+
+def _compared(precision: str) -> Figures:
+    try:
+        # in bf16-true the optimizer of the strategy has float32 masters, plain Lightning's has not
+        resident = jobs.RESIDENT if precision == "bf16-true" else jobs.PLAIN
+        plain, again, ours = (jobs.train(options, precision) for options in (resident, resident, jobs.STREAMED))
+    except Exception as error:  # the other precisions are compared, too
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "losses": ours.losses,
+        "resident_repeats_itself": _equal(plain, again),
+        "streamed_equals_resident": _equal(plain, ours),
+        "largest_difference": max(
+            float((plain.weights[name].double() - ours.weights[name].double()).abs().max()) for name in plain.weights
+        ),
+    }
+
+
+def _equal(one: jobs.Run, other: jobs.Run) -> bool:
+    return one.losses == other.losses and all(
+        torch.equal(one.weights[name], other.weights[name]) for name in one.weights
+    )
+
+
+def peak_of_depth() -> Figures:
+    """Train 8, 16 and 32 units with the host far ahead: the device's peak does not grow with them."""
+    found: Figures = {}
+    for depth in (8, 16, 32):
+        statistics = jobs.peak(depth)
+        statistics["unit_bytes"] = jobs.unit_bytes()
+        statistics["reserved_in_units"] = statistics["reserved"] / statistics["unit_bytes"]
+        found[str(depth)] = statistics
+    growth = found["32"]["reserved"] / found["8"]["reserved"]
+    assert found["32"]["retries"] == 0, found
+    assert growth < 1.15, f"from 8 to 32 units the reserved peak grew {growth:.2f} times: {found}"
+    return {**found, "reserved_32_over_8": growth}
+
+
+def overlap() -> Figures:
+    """Profile one step: weights come while the unit before computes."""
+    found = jobs.copies_beside_compute()
+    share = found["h2d_beside_compute_s"] / found["h2d_s"]
+    assert share > 0.5, f"only {share:.0%} of the copies to the device ran beside kernels: {found}"
+    return {**found, "share": share}
+
+
+def lengths() -> Figures:
+    """Train on lengths that change: after warm-up nothing is registered with the driver."""
+    counts, nbytes = jobs.registrations_by_step()
+    assert nbytes > 0, f"nothing was registered: {counts}"
+    assert not any(counts[4:]), f"registrations by step: {counts}"
+    return {"registrations_by_step": counts, "registered_bytes": nbytes}
+
+
+def second_device() -> Figures:
+    """Train on device 1 of two: device 0 stays empty."""
+    if torch.accelerator.device_count() < 2:
+        return {"state": "skipped", "reason": "needs two devices"}
+    jobs.train(jobs.STREAMED, "32-true", devices=[1])
+    held = [torch.accelerator.max_memory_reserved(index) for index in range(2)]
+    assert held[0] == 0 < held[1], f"bytes reserved at most: {held}"
+    return {"reserved": held}
+
+
+def out_of_memory() -> Figures:
+    """Run out of memory in forward, recompute and update; then fit again in the same process, and train as usual."""
+    expected = jobs.train(jobs.STREAMED, "32-true").losses
+    found: Figures = {}
+    for where in ("forward", "recompute", "update"):
+        error = jobs.fail_in(where)
+        run = jobs.train(jobs.STREAMED, "32-true")
+        left = jobs.bytes_left()
+        found[where] = {"error": error, "losses_as_before": run.losses == expected, "device_bytes_left": left}
+    assert all(each["losses_as_before"] for each in found.values()), found
+    return found
+
+
+CHECKS = {
+    each.__name__: each
+    for each in (environment, bit_identical, peak_of_depth, overlap, lengths, second_device, out_of_memory)
+}
+
+
+def main(name: str, device: str) -> None:
+    """Run a check and print its figures."""
+    warnings.simplefilter("ignore")
+    training_device.choose(device)
+    if training_device.unavailable is not None:
+        raise SystemExit(f"device {device}: {training_device.unavailable}")
+    training_device.current = training_device.chosen
+    try:
+        figures = CHECKS[name]()
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
+    print(json.dumps(figures, default=str), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

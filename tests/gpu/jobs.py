@@ -1,0 +1,267 @@
+"""The training runs that the checks look at: a transformer of the size that suits the device."""
+
+import gc
+import random
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_cxl import runtime
+from lightning_cxl.devices.device_type import device_type_of
+from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.optim.adam_step import AdamStep
+from tests import training_device
+from tests.integration.training import make_trainer, offload
+from tests.models import TinyTransformer
+
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    length: int
+    batch: int
+
+
+def size() -> Size:
+    """Return what a real device needs time for; on the device that only rehearses, what is done at once."""
+    return Size(1024, 1024, 8) if training_device.chosen.type == "cuda" else Size(64, 64, 2)
+
+
+def unit_bytes() -> int:
+    """Return the bytes of a unit's weights in float32."""
+    width = size().width
+    return 4 * (12 * width * width + 13 * width)
+
+
+class Job(LightningModule):
+    """Next-token prediction. The host is never made to wait for the device: losses are read at the end."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.model = TinyTransformer(vocab=64, width=size().width, depth=depth, dropout=0.0)
+        self.seen: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, targets = batch
+        loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1).float(), targets.flatten())
+        self.seen.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Run:
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def data(lengths: list[int]) -> DataLoader:
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 64, (size().batch, length + 1), generator=generator) for length in lengths]
+    return DataLoader([(each[:, :-1], each[:, 1:]) for each in tokens], batch_size=None)
+
+
+PLAIN = None
+"""Lightning alone."""
+RESIDENT = {"stream_weights": False, "activation_offload": False}
+"""The strategy, with only the optimizer on the host."""
+STREAMED: dict[str, Any] = {}
+
+
+def fit(
+    options: dict[str, Any] | None,
+    depth: int = 4,
+    lengths: list[int] | None = None,
+    **trainer: Any,
+) -> Job:
+    """Train from a fixed seed with options of the strategy, or `PLAIN`, and return the module."""
+    runtime.OffloadRuntime.min_activation_bytes = 1
+    lengths = lengths or [size().length] * STEPS
+    seed_everything(11, verbose=False)
+    job = Job(depth)
+    strategy = "auto" if options is None else offload(**options)
+    make_trainer(strategy, max_steps=len(lengths), **trainer).fit(job, data(lengths))
+    return job
+
+
+def train(options: dict[str, Any] | None, precision: str, devices: list[int] | None = None) -> Run:
+    """Train with torch's own AdamW, which computes alike wherever it is, and return losses and weights."""
+    options = None if options is None else {"cpu_adam": False, **options}
+    extra = {} if devices is None else {"devices": devices}
+    job = fit(options, precision=precision, **extra)
+    weights = {name: value.detach().cpu().clone() for name, value in job.state_dict().items()}
+    return Run([float(loss) for loss in job.seen], weights)
+
+
+def bytes_left() -> int:
+    """Return what is still allocated on the device."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated(training_device.chosen.index)
+
+
+def peak(depth: int) -> dict[str, int]:
+    """Return the most that a run of so many units allocated and reserved, and how often the allocator had to retry."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_stats().get("num_alloc_retries", 0)
+    fit({"on_overflow": "ignore"}, depth)
+    retries = torch.accelerator.memory_stats().get("num_alloc_retries", 0) - before
+    return {
+        "allocated": torch.accelerator.max_memory_allocated(),
+        "reserved": torch.accelerator.max_memory_reserved(),
+        "retries": retries,
+    }
+
+
+class Profiled(Callback):
+    """Notes what the device does in the last step."""
+
+    def __init__(self) -> None:
+        self.intervals: dict[str, list[tuple[float, float]]] = {}
+        self._recording: Any = nullcontext()
+
+    def on_train_batch_start(self, trainer, module, batch, index) -> None:
+        if index == STEPS - 1:
+            torch.accelerator.synchronize()
+            self._recording = _recording(self.intervals)
+            self._recording.__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
+        if index == STEPS - 1:
+            torch.accelerator.synchronize()
+            self._recording.__exit__(None, None, None)
+
+
+class _recording:
+    """Fills intervals, in seconds, by kind: ``kernel``, ``h2d`` and ``d2h``."""
+
+    def __init__(self, intervals: dict[str, list[tuple[float, float]]]) -> None:
+        self._intervals = intervals
+        if training_device.chosen.type == "cuda":
+            self._inner: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        else:
+            from tests.apart.timeline import timeline
+
+            self._inner = timeline()
+
+    def __enter__(self) -> None:
+        self._entries = self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        if training_device.chosen.type == "cuda":
+            for event in self._inner.events():
+                if event.device_type == torch.autograd.DeviceType.CUDA:
+                    kind = "h2d" if "HtoD" in event.name else "d2h" if "DtoH" in event.name else "kernel"
+                    self._add(kind, event.time_range.start / 1e6, event.time_range.end / 1e6)
+        else:
+            for entry in self._entries:
+                self._add(entry.kind, entry.start, entry.end)
+
+    def _add(self, kind: str, start: float, end: float) -> None:
+        self._intervals.setdefault(kind, []).append((start, end))
+
+
+def copies_beside_compute() -> dict[str, float]:
+    """Return how long copies and kernels of a step took, and for how long of that both ran at the same time."""
+    if training_device.chosen.type == "apart":
+        from tests import apart
+
+        apart.set_delay(kernel=2e-4, h2d=2e-3)
+    profiled = Profiled()
+    fit({"on_overflow": "ignore"}, 8, callbacks=[profiled])
+    merged = {kind: _union(each) for kind, each in profiled.intervals.items()}
+    found = {f"{kind}_s": _length(each) for kind, each in merged.items()}
+    for kind in ("h2d", "d2h"):
+        both = _length(merged[kind]) + _length(merged["kernel"]) - _length(_union(merged[kind] + merged["kernel"]))
+        found[f"{kind}_beside_compute_s"] = both
+    return found
+
+
+def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def registrations_by_step() -> tuple[list[int], int]:
+    """Train on lengths that change; return how often the driver was asked in each step, and the bytes in all."""
+    if training_device.chosen.type != "cuda":
+        PoolResource.__init__.__defaults__ = (64 * 1024,)  # tiny inputs are to be large ones
+    kind, calls = device_type_of(training_device.chosen), []
+    register = kind.register
+
+    def noted(address: int, nbytes: int) -> None:
+        register(address, nbytes)
+        calls.append(nbytes)
+
+    kind.register = noted
+    counts: list[int] = []
+
+    class Count(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.before = len(calls)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            counts.append(len(calls) - self.before)
+
+    draw, longest = random.Random(3), 4 * size().length
+    lengths = [longest, longest, *(draw.randint(longest // 4, longest) for _ in range(18))]
+    fit(STREAMED, 6, lengths, callbacks=[Count()])
+    return counts, sum(calls)
+
+
+def fail_in(where: str) -> str:
+    """Run out of memory once in a training step and return the error's text."""
+    job_error: list[str] = []
+    calls = {"forward": 0}
+
+    def too_much(module: nn.Module, *_: Any) -> None:
+        calls["forward"] += 1
+        in_backward = torch._C._current_graph_task_id() != -1
+        if calls["forward"] > 8 and in_backward == (where == "recompute"):
+            torch.empty(1 << 46, dtype=torch.uint8, device=training_device.chosen)
+
+    if training_device.chosen.type == "apart":
+        from tests import apart
+
+        apart.set_capacity(1 << 30)
+    apply = AdamStep.apply
+
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory in an update")
+
+    class Break(Callback):
+        def on_train_start(self, trainer, module) -> None:
+            if where == "update":
+                AdamStep.apply = no_room
+            else:
+                module.model.blocks[2].norm1.register_forward_pre_hook(too_much)
+
+    try:
+        fit({"on_overflow": "ignore"}, callbacks=[Break()])
+    except Exception as error:
+        job_error.append(f"{type(error).__name__}: {str(error)[:200]}")
+    finally:
+        AdamStep.apply = apply
+    assert job_error, f"nothing failed in {where}"
+    return job_error[0]

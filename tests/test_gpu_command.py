@@ -1,0 +1,60 @@
+"""`make gpu` goes on whatever happens to a part, and says what happened."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu import __main__ as gpu
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_has_started():
+    code = (
+        "import subprocess, sys; print('begun'); subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
+    )
+    part = gpu.run(python(code), 1)
+    assert part["state"] == "timeout"
+    assert part["seconds"] < 30
+    assert "begun" in part["error"]
+
+
+def test_the_error_of_a_part_is_kept_and_its_last_figures_are_taken():
+    part = gpu.with_figures(gpu.run(python("print('{\"a\": 1}'); raise SystemExit('broken')"), 60))
+    assert part["state"] == "failed"
+    assert "broken" in part["error"]
+    assert part["figures"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "state"), [('{"state": "skipped", "reason": "one device"}', "skipped"), ("nothing", "failed")]
+)
+def test_a_part_passes_only_with_figures(line, state):
+    assert gpu.with_figures(gpu.run(python(f"print({line!r})"), 60))["state"] == state
+
+
+def test_tests_are_counted_one_by_one(tmp_path):
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--device')\n")
+    tests = tmp_path / "test_three.py"
+    tests.write_text(
+        "import pytest\n\ndef test_good(): pass\n\ndef test_bad(): assert 1 == 2\n\n"
+        "@pytest.mark.skip(reason='no such device')\ndef test_absent(): pass\n"
+    )
+    part = gpu.pytest([str(tests)], "cpu", 100)
+    figures = part["figures"]
+    assert part["state"] == "failed"
+    assert (figures["passed"], figures["failed"], figures["skipped"]) == (1, 1, 1)
+    assert "assert 1 == 2" in figures["failures"][0]["error"]
+    assert "no such device" in figures["reasons_to_skip"][0]
+
+
+def test_the_file_is_written_and_tells_what_was_not_run(tmp_path):
+    path = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "tests.gpu", "--minutes", "0", "--only", "overlap", "--json", str(path)]
+    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(path.read_text())["states"] == {"overlap": "skipped"}
