@@ -190,6 +190,7 @@ class UnitUpdates:
         self.give_up()
         self._started.clear()
         with ExitStack() as waits:
+            waits.callback(self._masters.wait)
             for unit in self._units:
                 waits.callback(unit.wait)
 

@@ -152,14 +152,14 @@ class ParamStreamer:
             for unit in self._expected():
                 slot = self._ring.find(unit)
                 if slot is None:
-                    versions = unit.versions()  # before the question: another thread may begin an update in between
+                    # before the question: another thread may look, or begin an update, and what is copied is old then
+                    versions = unit.versions()
                     if unit.is_updating() or unit.is_seen:
                         return
                     slot = self._ring.fetch(unit, versions, keep)
                     if slot is None:
                         return
                     self.num_fetches += 1
-                    slot.drop_if_seen()
                 keep.add(slot)
 
     def forget(self) -> None:

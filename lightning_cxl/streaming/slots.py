@@ -32,11 +32,6 @@ class Slot:
         ]
         unit.readers = self._transfers
 
-    def drop_if_seen(self) -> None:
-        """Let go of weights that someone has looked up since a thread decided to fetch them, perhaps just before."""
-        if self.unit is not None and self.unit.is_seen:
-            self.unit = None
-
     def leave(self) -> None:
         """Note that whoever reads the weights has been queued: the next copy, whoever starts it, comes after."""
         self._users = self._engine.mark()

@@ -138,6 +138,19 @@ def test_whoever_looks_between_steps_sees_the_new_weights():
     assert ours.seen == plain.seen and len(set(plain.seen)) == 12
 
 
+class LooksBeforeTheStep(Looks):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.total = sum(p.double().sum().item() for p in module.parameters())
+
+
+@pytest.mark.usefixtures("slow_updates")
+def test_whoever_has_looked_before_the_step_sees_the_new_weights_after_it():
+    ours, plain = LooksBeforeTheStep(), LooksBeforeTheStep()
+    fit({}, callbacks=[ours])
+    fit({"overlap_step": False}, callbacks=[plain])
+    assert ours.seen == plain.seen and len(set(plain.seen)) == 6
+
+
 class LooksInTheForward(Task):
     """A penalty on all weights, read beside the units."""
 

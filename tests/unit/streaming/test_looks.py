@@ -46,6 +46,46 @@ def test_writes_that_torch_does_not_count_are_seen(engine, write, num_slots):
     )
 
 
+def scale(model, factor):
+    for block in model.blocks:
+        block.up.weight.data.mul_(factor)
+
+
+def test_a_write_comes_after_what_the_device_has_still_to_compute(engine):
+    """The host is ahead: it writes right after a forward, and right after a backward."""
+    model = make()
+    streamed = Streamed(engine, model)
+    with torch.no_grad():
+        expected = [model(batch(step, model.first)).item() for step in range(3)]
+        for step in range(3):
+            found = model(batch(step, model.first))
+            scale(model, 2.0)
+            assert found.item() == expected[step]
+            scale(model, 0.5)
+    grads = []
+    for factor in (1.0, 2.0):
+        grads += torch.autograd.grad(model(batch(0, model.first)), model.first.weight)
+        streamed.streamer.release()
+        scale(model, factor)
+    assert torch.equal(*grads)
+    streamed.close()
+
+
+def test_nothing_is_fetched_while_someone_may_write(engine):
+    """The worker fetches when an update is done, perhaps between a look and the write that it is for."""
+    model = make()
+    streamed = Streamed(engine, model)
+    x = batch(0, model.first)
+    with torch.no_grad():
+        model(x), model(x)
+        weight = model.blocks[0].up.weight.data
+        streamed.streamer.fetch_ahead()
+        weight.mul_(2.0)
+        found = model(x)
+        streamed.close()
+        assert torch.equal(found, model.to(x.device)(x))
+
+
 def test_a_look_makes_copies_old_once(engine):
     """Of units that were looked at, just the first one is late: none is copied while the one who looks may write."""
     model = make()

@@ -9,6 +9,7 @@ import torch
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.transfer.engine import DeviceEngine, make_engine
 from tests import apart, training_device
+from tests.fakes import RecyclingMemory
 
 NUMEL = 1 << 12
 
@@ -72,6 +73,26 @@ def test_it_is_not_free_while_only_another_stream_has_waited(engine):
         with torch.Stream(engine.device):
             transfer.wait()
         assert torch.accelerator.memory_allocated(engine.device) == held
+
+
+@pytest.mark.usefixtures("needs_apart")
+def test_host_memory_that_is_dropped_is_not_used_again_before_its_copy_is_done(engine):
+    memory = RecyclingMemory()
+    apart.set_delay(h2d=0.02, d2h=0.02)
+    slot = torch.zeros(NUMEL, device=engine.device)
+    for number in range(3):
+        source = memory.allocate(4 * NUMEL, "unit").tensor((NUMEL,), torch.float32).fill_(number)
+        transfer = engine.h2d(source, slot)
+        del source
+        assert memory.live_bytes == 4 * NUMEL
+        transfer.wait()
+        assert slot.sum().item() == number * NUMEL
+        engine.synchronize()
+        assert memory.live_bytes == 0
+    engine.d2h(slot, memory.allocate(4 * NUMEL, "unit").tensor((NUMEL,), torch.float32))
+    assert memory.live_bytes == 4 * NUMEL
+    engine.synchronize()
+    assert memory.live_bytes == 0
 
 
 @pytest.mark.usefixtures("needs_apart")

@@ -1,0 +1,469 @@
+"""What is taken away: every wait, hold, version check, ``after`` and rule of slots, where copies and updates meet."""
+
+from tests.mutants.mutant import Mutant
+
+_ENGINE = "lightning_cxl/transfer/engine.py"
+_SLOTS = "lightning_cxl/streaming/slots.py"
+_PARAMS = "lightning_cxl/streaming/params.py"
+_UNITS = "lightning_cxl/streaming/unit_weights.py"
+_AWAITED = "lightning_cxl/streaming/awaited.py"
+_INPUTS = "lightning_cxl/streaming/saved_inputs.py"
+_CALLS = "lightning_cxl/streaming/activations.py"
+_STATE = "lightning_cxl/streaming/module_state.py"
+_COMPARISONS = "lightning_cxl/streaming/comparisons.py"
+_GRADS = "lightning_cxl/optim/grads.py"
+_LEAVING = "lightning_cxl/optim/leaving.py"
+_SUMS = "lightning_cxl/optim/sums.py"
+_MASTERS = "lightning_cxl/optim/masters.py"
+_UPDATES = "lightning_cxl/updates.py"
+
+T_ENGINE = ("tests/unit/transfer/test_device_engine.py", "tests/contract/test_transfer_engine.py")
+T_PARAMS = ("tests/unit/streaming/test_params.py",)
+T_LOOKS = ("tests/unit/streaming/test_looks.py",)
+T_INPUTS = ("tests/unit/streaming/test_saved_inputs.py", "tests/unit/streaming/test_activations_lifetime.py")
+T_CALLS = ("tests/unit/streaming/test_activations.py", "tests/unit/streaming/test_activations_lifetime.py")
+T_STATE = ("tests/unit/streaming/test_module_state.py",)
+T_STEP = ("tests/integration/test_overlapped_step.py",)
+T_HAZARDS = ("tests/integration/test_streamed_hazards.py",)
+T_GRADS = ("tests/integration/test_device_gradients.py", "tests/integration/test_streamed_training.py")
+
+MUTANTS = (
+    # -- the engine
+    Mutant(
+        "a copy waits for what the device has queued",
+        _ENGINE,
+        "            stream.wait_stream(origin)\n",
+        "            pass\n",
+        T_ENGINE,
+    ),
+    Mutant(
+        "a copy waits for its `after`",
+        _ENGINE,
+        "                stream.wait_event(transfer.event)\n",
+        "                pass\n",
+        T_ENGINE,
+    ),
+    Mutant("the device waits for a copy", _ENGINE, "        stream.wait_event(self.event)\n", "", T_ENGINE),
+    Mutant("the host waits for a copy", _ENGINE, "        while not self.done():", "        while False:", T_ENGINE),
+    Mutant(
+        "a copy is done when its event has passed",
+        _ENGINE,
+        "        if not self.event.query():",
+        "        if False:",
+        T_ENGINE,
+    ),
+    Mutant(
+        "host memory is held during its copy",
+        _ENGINE,
+        "        self._on_host = on_host\n",
+        "        self._on_host = ()\n",
+        T_ENGINE,
+    ),
+    Mutant(
+        "device memory is held during its copy",
+        _ENGINE,
+        "        self._on_device = on_device\n",
+        "        self._on_device = ()\n",
+        T_ENGINE,
+    ),
+    Mutant(
+        "only the stream that started a copy lets its memory go",
+        _ENGINE,
+        "        if stream == self._origin:",
+        "        if True:",
+        T_ENGINE,
+    ),
+    Mutant(
+        "the engine holds copies that are under way",
+        _ENGINE,
+        "            self._in_flight.append(transfer)",
+        "            pass",
+        T_ENGINE,
+    ),
+    Mutant(
+        "a copy's event is behind the copy",
+        _ENGINE,
+        "DeviceTransfer(stream.record_event(), origin, on_device",
+        "DeviceTransfer(origin.record_event(), origin, on_device",
+        T_ENGINE,
+    ),
+    Mutant(
+        "synchronize waits",
+        _ENGINE,
+        "        for transfer in in_flight:\n            transfer.wait_host()\n",
+        "",
+        T_ENGINE,
+    ),
+    Mutant(
+        "a thread uses the engine's device",
+        _ENGINE,
+        "        torch.accelerator.set_device_index(self.device.index)",
+        "        pass",
+        T_ENGINE,
+    ),
+    Mutant(
+        "copies between wrong sides are refused",
+        _ENGINE,
+        "    if source.device != from_device or destination.device != to_device:",
+        "    if False:",
+        T_ENGINE,
+    ),
+    # -- slots
+    Mutant(
+        "a copy into a slot waits for who reads it",
+        _SLOTS,
+        "before = (self._users, *self._transfers)",
+        "before = tuple(self._transfers)",
+        T_PARAMS,
+    ),
+    Mutant(
+        "a unit that leaves marks its slot",
+        _SLOTS,
+        "        self._users = self._engine.mark()",
+        "        pass",
+        T_PARAMS,
+    ),
+    Mutant("the device waits for a slot's copy", _SLOTS, "            transfer.wait()", "            pass", T_PARAMS),
+    Mutant(
+        "a slot with old weights is not used",
+        _SLOTS,
+        "self.unit is unit and self._versions == unit.versions()",
+        "self.unit is unit",
+        T_PARAMS,
+    ),
+    Mutant(
+        "busy slots are kept",
+        _SLOTS,
+        "for slot in self._slots if slot not in keep), None)",
+        "for slot in self._slots), None)",
+        T_PARAMS,
+    ),
+    Mutant("a unit knows who reads its homes", _SLOTS, "        unit.readers = self._transfers\n", "", T_LOOKS),
+    Mutant(
+        "copies are forgotten when weights may have changed unseen",
+        _SLOTS,
+        "            if slot not in keep:\n                slot.unit = None",
+        "            pass",
+        T_HAZARDS,
+    ),
+    # -- units
+    Mutant("who enters a unit waits for its update", _PARAMS, "        unit.wait()\n", "", T_STEP),
+    Mutant(
+        "a unit that is being updated is not fetched",
+        _PARAMS,
+        "if unit.is_updating() or unit.is_seen:",
+        "if unit.is_seen:",
+        T_STEP,
+    ),
+    Mutant(
+        "a unit that someone has looked at is not fetched",
+        _PARAMS,
+        "if unit.is_updating() or unit.is_seen:",
+        "if unit.is_updating():",
+        T_LOOKS,
+    ),
+    Mutant("a unit that has left is watched", _PARAMS, "        unit.watch()\n", "", T_LOOKS),
+    Mutant(
+        "weights that a unit wrote are refused",
+        _PARAMS,
+        "        if not entered[1].is_image_of(unit):",
+        "        if False:",
+        T_PARAMS,
+    ),
+    Mutant(
+        "a recompute lets the unit before go",
+        _PARAMS,
+        "            self.release(keep=unit)",
+        "            pass",
+        T_PARAMS,
+    ),
+    Mutant("what units wrote to replaced data is brought home", _PARAMS, "            unit.take_in()\n", "", T_LOOKS),
+    Mutant("casts of weights end with the unit", _PARAMS, "            torch.clear_autocast_cache()\n", "", T_PARAMS),
+    Mutant(
+        "views of a slot that stay in a graph are refused",
+        _PARAMS,
+        "        if phase is None and any(",
+        "        if False and any(",
+        T_PARAMS,
+    ),
+    Mutant(
+        "a unit that is being updated is watched",
+        _UNITS,
+        "        self._update = update\n        self.watch()\n",
+        "        self._update = update\n",
+        T_STEP,
+    ),
+    Mutant("a wait for an update waits", _UNITS, "            update.result()\n", "            pass\n", T_STEP),
+    Mutant(
+        "who looks waits for an update",
+        _UNITS,
+        "        try:\n            self.wait()\n        finally:\n            self.unwatch()",
+        "        try:\n            pass\n        finally:\n            self.unwatch()",
+        T_STEP,
+    ),
+    Mutant("who looks waits for copies", _UNITS, "            transfer.wait_host()\n", "            pass\n", T_LOOKS),
+    Mutant("a look is a new version", _UNITS, "return (self._num_looks, *(", "return (*(", T_LOOKS),
+    Mutant(
+        "a write is a new version",
+        _UNITS,
+        "return (self._num_looks, *(place.parameter._version for place in self.places))",
+        "return (self._num_looks,)",
+        T_PARAMS,
+    ),
+    Mutant(
+        "replaced data is copied home", _UNITS, "            parameter.copy_(data)\n", "            pass\n", T_LOOKS
+    ),
+    Mutant(
+        "a unit's forward does not see gradients on the host",
+        _UNITS,
+        "            place.parameter.grad = None\n",
+        "            pass\n",
+        T_PARAMS,
+    ),
+    Mutant(
+        "a value that is looked up is awaited",
+        _AWAITED,
+        "        return self._settled()[name]\n",
+        "        return self.plain[name]\n",
+        T_STEP,
+    ),
+    Mutant(
+        "all values that are looked up are awaited",
+        _AWAITED,
+        "        return self._settled().items()\n",
+        "        return self.plain.items()\n",
+        T_STEP,
+    ),
+    # -- inputs of units
+    Mutant(
+        "the device waits until an input is stored",
+        _INPUTS,
+        "            self._kept.transfer.wait()\n",
+        "            pass\n",
+        T_CALLS,
+    ),
+    Mutant(
+        "a unit that changes its input waits until it is stored",
+        _INPUTS,
+        "                kept.transfer.wait()\n",
+        "                pass\n",
+        T_CALLS,
+    ),
+    Mutant(
+        "an input that is not stored yet is not brought back",
+        _INPUTS,
+        "after=(self.transfer, engine.mark())",
+        "after=(engine.mark(),)",
+        T_INPUTS,
+    ),
+    Mutant(
+        "an input comes back to memory that nobody uses",
+        _INPUTS,
+        "after=(self.transfer, engine.mark())",
+        "after=(self.transfer,)",
+        T_CALLS,
+    ),
+    Mutant(
+        "a recompute waits for its input",
+        _INPUTS,
+        "        transfer.wait()\n        return self._kept.shape_like",
+        "        return self._kept.shape_like",
+        T_CALLS,
+    ),
+    Mutant(
+        "a held input that has changed is an error",
+        _INPUTS,
+        "        if version != self._version:\n",
+        "        if False:\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "a stored input that has changed is stored again",
+        _INPUTS,
+        "self.source() is tensor and self.version == version_of(tensor)",
+        "self.source() is tensor",
+        T_INPUTS,
+    ),
+    Mutant(
+        "the newest input is used only while it is unchanged",
+        _INPUTS,
+        "        if near is not None and version_of(near) == self._version:\n            return near",
+        "        if near is not None:\n            return near",
+        T_CALLS,
+    ),
+    Mutant(
+        "an input that changed before it was safe is an error",
+        _INPUTS,
+        "        if self._is_changed and not self._is_safe:\n",
+        "        if False:\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "a recompute changes a copy of its input",
+        _INPUTS,
+        "return tensor.clone() if self._is_changed else tensor",
+        "return tensor",
+        T_CALLS,
+    ),
+    Mutant(
+        "changed views of one storage are refused",
+        _CALLS,
+        "            if one.shares_memory_with(other):",
+        "            if False:",
+        T_INPUTS,
+    ),
+    Mutant(
+        "a parameter that has changed is an error",
+        _STATE,
+        "            if version_of(parameter) != version:\n",
+        "            if False:\n",
+        T_STATE,
+    ),
+    Mutant(
+        "a kept buffer that has changed is an error",
+        _STATE,
+        "        if version_of(self._original) != self._version:\n",
+        "        if False:\n",
+        T_STATE,
+    ),
+    Mutant(
+        "modules are after a recompute as they were before",
+        _STATE,
+        "            for module, attributes, buffers in present:\n                _bind(module, attributes, buffers)\n",
+        "            pass\n",
+        T_STATE,
+    ),
+    Mutant(
+        "answers of the device are waited for", _COMPARISONS, "            pending.transfer.wait_host()\n", "", T_STATE
+    ),
+    # -- gradients
+    Mutant("a gradient is read when it has landed", _LEAVING, "        transfer.wait_host()\n", "", T_GRADS),
+    Mutant("the device holds the gradients of one group", _LEAVING, "            oldest.wait()\n", "", T_GRADS),
+    Mutant(
+        "gradients of two uses leave one after the other",
+        _LEAVING,
+        "if unit is not self._unit or key in self._waiting:",
+        "if unit is not self._unit:",
+        T_GRADS,
+    ),
+    Mutant(
+        "staging memory is bounded",
+        _LEAVING,
+        "            self._left.popleft().fold.result()\n        memory",
+        "            break\n        memory",
+        T_GRADS,
+    ),
+    Mutant(
+        "a gradient of ours is known by identity",
+        _SUMS,
+        "own is not None and own() is grad",
+        "own is not None and grad.is_contiguous()",
+        ("tests/integration/test_device_gradients.py", "tests/integration/test_split_gradients.py"),
+    ),
+    Mutant(
+        "gradients so far are taken away once a backward",
+        _GRADS,
+        "        if id(host) in self._arrived:\n            return  # of an",
+        "        if False:\n            return  # of an",
+        T_GRADS,
+    ),
+    Mutant(
+        "a gradient after its update is an error",
+        _GRADS,
+        "        if id(host) in self._given:\n",
+        "        if False:\n",
+        T_GRADS,
+    ),
+    Mutant(
+        "a gradient on another device is an error",
+        _GRADS,
+        "        if grad.device != self._engine.device:\n",
+        "        if False:\n",
+        T_GRADS,
+    ),
+    Mutant(
+        "gradients are complete when a backward returns",
+        _GRADS,
+        "            at_end_of_backward(self.finish)\n",
+        "            pass\n",
+        T_GRADS,
+    ),
+    Mutant(
+        "what a failed backward left behind is forgotten",
+        _GRADS,
+        "        if self._backward is not None:\n            self._forget()\n",
+        "",
+        T_GRADS,
+    ),
+    Mutant(
+        "an update takes gradients that have been folded",
+        _GRADS,
+        "            group.fold.result()\n",
+        "            pass\n",
+        (*T_STEP, *T_GRADS),
+    ),
+    Mutant(
+        "masters are written when their copies are done",
+        _MASTERS,
+        "            transfer.wait_host()\n",
+        "            pass\n",
+        (*T_GRADS, *T_STEP),
+    ),
+    # -- updates
+    Mutant(
+        "a unit that ran twice waits for the end of the backward",
+        _UPDATES,
+        " or unit.num_forwards != 1:",
+        ":",
+        (*T_STEP, *T_HAZARDS),
+    ),
+    Mutant(
+        "updates wait for the last backward of a step",
+        _UPDATES,
+        "if self._optimizer is None or not self._is_last_backward or unit.num",
+        "if self._optimizer is None or unit.num",
+        (*T_STEP, *T_GRADS),
+    ),
+    Mutant(
+        "an update makes copies on the device old",
+        _UPDATES,
+        "        torch.autograd.graph.increment_version(written)\n",
+        "",
+        T_STEP,
+    ),
+    Mutant(
+        "who needs a unit knows that it is being updated",
+        _UPDATES,
+        "        unit.begin_update(update)",
+        "        pass",
+        T_STEP,
+    ),
+    Mutant(
+        "what stays on the device waits for its update",
+        _UPDATES,
+        "            update.result()\n            self._masters",
+        "            self._masters",
+        (*T_GRADS, *T_STEP),
+    ),
+    Mutant(
+        "a step waits for copies of masters",
+        _UPDATES,
+        "        self._masters.wait()\n        self._grads.hand_over([host])",
+        "        self._grads.hand_over([host])",
+        (*T_GRADS, *T_STEP),
+    ),
+    Mutant(
+        "units in flight are bounded",
+        _UPDATES,
+        "            wait([self._started.popleft()])",
+        "            break",
+        T_STEP,
+    ),
+    Mutant(
+        "errors of updates are let go at the end",
+        "lightning_cxl/runtime.py",
+        "cleanup.callback(self._updates.close)",
+        "cleanup.callback(self._updates.wait)",
+        T_HAZARDS,
+    ),
+)
