@@ -78,8 +78,11 @@ def build(limit_s: float) -> Part:
     jobs = str(min(len(COMPILED), os.cpu_count() or 1))
     part = run([sys.executable, "-c", command, "build_ext", "--inplace", "--parallel", jobs], limit_s)
     part.pop("output")
-    names = ", ".join(f"lightning_cxl.{name}" for name in COMPILED)
-    loaded = run([sys.executable, "-c", f"import {names}"], 60)
+    names = [f"lightning_cxl.{name}" for name in COMPILED]
+    # of this tree: another one that is installed here would be found, too
+    load = f"import importlib, sys; sys.exit(any(not importlib.import_module(n).__file__.startswith({str(ROOT)!r}) "
+    load += f"for n in {names}) and 'the compiled modules are not those of this tree')"
+    loaded = run([sys.executable, "-c", load], 60)
     loaded.pop("output")
     if loaded["state"] == "passed":
         return {**part, "state": "passed"}  # built just now, or before

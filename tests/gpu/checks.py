@@ -145,17 +145,16 @@ CHECKS = {
 
 def main(name: str, device: str) -> None:
     """Run a check and print its figures."""
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("default")
     training_device.choose(device)
     if training_device.unavailable is not None:
         raise SystemExit(f"device {device}: {training_device.unavailable}")
-    training_device.current = training_device.chosen
     try:
-        figures = CHECKS[name]()
+        with training_device.on_chosen():  # at the end nothing may be left on the device, nor registered
+            print(json.dumps(CHECKS[name](), default=str), flush=True)
     except BaseException:
         traceback.print_exc()
         sys.exit(1)
-    print(json.dumps(figures, default=str), flush=True)
 
 
 if __name__ == "__main__":
