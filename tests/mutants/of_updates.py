@@ -123,11 +123,18 @@ MUTANTS = (
         (*T_GRADS, *T_STEP),
     ),
     Mutant(
-        "a step waits for copies of masters",
-        _UPDATES,
-        "        self._masters.wait()\n        self._grads.hand_over([host])",
-        "        self._grads.hand_over([host])",
+        "a step waits for copies that read masters",
+        "lightning_cxl/optim/adopt.py",
+        "        self._grads.end_step()\n        self._options.may_write()\n        self._masters.wait()\n",
+        "        self._grads.end_step()\n        self._options.may_write()\n",
         (*T_GRADS, *T_STEP),
+    ),
+    Mutant(
+        "a step waits for copies that read homes",
+        "lightning_cxl/optim/adopt.py",
+        "        self._options.may_write()\n",
+        "",
+        ("tests/integration/test_streamed_hazards.py::test_writes_that_leave_no_trace_count",),
     ),
     Mutant(
         "units in flight are bounded",
