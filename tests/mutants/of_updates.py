@@ -34,15 +34,8 @@ MUTANTS = (
         "a gradient of ours is known by identity",
         _SUMS,
         "own is not None and own() is grad",
-        "own is not None and grad.is_contiguous()",
-        ("tests/integration/test_device_gradients.py", "tests/integration/test_split_gradients.py"),
-    ),
-    Mutant(
-        "gradients so far are taken away once a backward",
-        _GRADS,
-        "        if id(host) in self._arrived:\n            return  # of an",
-        "        if False:\n            return  # of an",
-        T_GRADS,
+        "own is not None and own() is not None and own().data_ptr() == grad.data_ptr()",
+        ("tests/unit/optim/test_sums.py",),
     ),
     Mutant(
         "a gradient after its update is an error",
@@ -73,11 +66,11 @@ MUTANTS = (
         T_GRADS,
     ),
     Mutant(
-        "an update takes gradients that have been folded",
+        "an error of folding gradients reaches the update",
         _GRADS,
         "            group.fold.result()\n",
         "            pass\n",
-        (*T_STEP, *T_GRADS),
+        T_ERRORS,
     ),
     Mutant(
         "masters are written when their copies are done",
