@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test gpu compat test-numa sanitize lint format clean
+.PHONY: demo test mutants gpu compat test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# takes one protection away at a time and shows which test notices; `python -m tests.mutants slots` takes some of them
+mutants: $(VENV)/installed
+	$(BIN)/python -m tests.mutants
 
 # everything that only a machine with a GPU can show, with the Python and the packages it has, into gpu.json; 10 minutes
 gpu:

@@ -87,6 +87,11 @@ class Residence:
         if self._streamer is not None:
             self._streamer.forget()
 
+    def wait_for_readers(self) -> None:
+        """Return when no copy to the device reads a home: the optimizer writes them next."""
+        for unit in self.units:
+            unit.wait_for_readers()
+
     def bring_home(self) -> None:
         """Let every streamed parameter show its home."""
         if self._streamer is not None:

@@ -192,7 +192,7 @@ class OffloadRuntime:
             UnsupportedError: an Adam option that `CPUAdam` does not have.
         """
         assert self._masters is not None and self._grads is not None, "setup_model comes first"
-        assert self._model is not None and self._placed is not None
+        assert self._model is not None and self._placed is not None and self._residence is not None
         self._adoption = Adoption(
             self._masters,
             self._grads,
@@ -208,6 +208,7 @@ class OffloadRuntime:
                 place_state=self.rehome_state,
                 guard=self.guard,
                 meter=self.meter,
+                may_write=self._residence.wait_for_readers,
                 overlap=self._updates,
             ),
         )

@@ -70,6 +70,8 @@ class AdoptionOptions:
     """Asked before every update."""
     meter: GradientMeter
     """Knows the gradients of this run."""
+    may_write: Callable[[], None] = lambda: None
+    """Returns when no copy reads weights that a step writes."""
     overlap: Overlap | None = None
     """Makes the steps of `CPUAdam`, where that is not the optimizer itself."""
 
@@ -254,6 +256,7 @@ class _Hooks:
 
     def before_update(self) -> None:
         self._grads.end_step()
+        self._options.may_write()
         self._masters.wait()
         self._masters.absorb_changes()
 

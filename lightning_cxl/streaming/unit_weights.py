@@ -148,9 +148,12 @@ class UnitWeights:
             self.unwatch()
             self.is_seen = True
             self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
-        for transfer in self.readers:  # what the device has still to compute, it computes with the weights of now
+        self.wait_for_readers()  # what the device has still to compute, it computes with the weights of now
+
+    def wait_for_readers(self) -> None:
+        """Return when no copy of the homes is under way."""
+        for transfer in self.readers:
             transfer.wait_host()
-        self.readers = ()
 
     def versions(self) -> tuple[int, ...]:
         """Return what changes whenever someone writes to a parameter, or looks it up and so can write unnoticed."""
@@ -181,6 +184,7 @@ class UnitWeights:
                     f"{tuple(data.shape)} {data.dtype} on `{data.device}`: where weights stream, convert the model "
                     "before the run, or set `stream_weights=False`"
                 )
+            self.wait_for_readers()  # one may have been fetched ahead, which is old now
             parameter.data = home
             parameter.copy_(data)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.optim.adam_step import AdamStep
-from lightning_cxl.optim.leaving import LeavingGradients
+from lightning_cxl.optim.leaving import MAX_STAGED, LeavingGradients
 from lightning_cxl.optim.sums import GradientSums
 from lightning_cxl.placed_memory import PlacedMemory
 from lightning_cxl.transfer.engine import DeviceEngine
@@ -364,3 +364,41 @@ def test_masters_that_are_copied_to_the_device_are_page_locked():
 
     module, _ = fit(offload(), task=Looks)
     assert len(module.pinned) == 4 and all(module.pinned.values()), module.pinned
+
+
+# -- two uses of a unit, one after the other ---------------------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """Uses all its parameters in one call, and some of them in another."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.inner, self.extra = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x, *, scale):
+        extra = self.extra(x) if scale < 1.0 else 0.0  # made first: its gradients come last
+        return x + torch.tanh(self.inner(x)) * scale + extra
+
+
+def partly():
+    model = TinyTransformer(depth=1, twice=True, dropout=0.0)
+    model.blocks[0] = Partly()
+    return model
+
+
+def test_a_gradient_that_comes_again_before_its_unit_is_complete():
+    """In backward the call that uses some comes first: its gradients wait for others, and come once more instead."""
+    ours = fit(offload(units="model.blocks.*", **EXACT), make_model=partly)
+    assert_same(ours, fit("auto", make_model=partly))
+
+
+@pytest.mark.parametrize("late", ["to the host"], indirect=True)
+@pytest.mark.parametrize("options", [EXACT, {}], ids=["torch AdamW", "CPUAdam"])
+def test_staging_memory_of_few_units_exists_at_a_time(late, options):
+    strategy = offload(**options)
+    make = lambda: TinyTransformer(depth=12, dropout=0.0)  # noqa: E731
+    fit(strategy, make_model=make, steps=1, accumulate_grad_batches=2)
+    block = sum(-(-p.nbytes // 64) * 64 for p in make().blocks[0].parameters())
+    staged = sum(strategy.report()["peak_roles"]["staging"].values())
+    assert block <= staged <= (MAX_STAGED + 1) * block

@@ -44,21 +44,15 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "accumulate", "optimizer"),
-    [*itertools.product(MODELS, [1, 8], ["adamw"]), *itertools.product(["transformer", "convolution"], [2], ["sgd"])],
-)
-def test_users_optimizer_is_bit_identical(model, accumulate, optimizer):
+# more models, schedules and precisions in test_parity_table.py
+@pytest.mark.parametrize("model", ["transformer", "convolution"])
+def test_momentum_of_sgd_is_bit_identical(model):
     make_model, data = MODELS[model]
     arguments = {
-        "data": data, "optimizer": optimizer, "steps": 20 // accumulate + 1,
-        "optimizer_args": {"momentum": 0.9} if optimizer == "sgd" else {},
-        "trainer_args": {"accumulate_grad_batches": accumulate},
+        "data": data, "optimizer": "sgd", "steps": 6, "optimizer_args": {"momentum": 0.9},
+        "trainer_args": {"accumulate_grad_batches": 2},
     }  # fmt: skip
-    # of streamed weights each use's gradient is added by itself, in another order than autograd's
-    options = {"stream_weights": False} if model == "block twice" and accumulate > 1 else {}
-    ours = train(make_model, offload(**EXACT, **options), **arguments)
-    assert_identical(train(make_model, "auto", **arguments), ours)
+    assert_identical(train(make_model, "auto", **arguments), train(make_model, offload(**EXACT), **arguments))
 
 
 CLIPS = {"no clip": (None, None), "norm": (0.5, "norm"), "value": (0.01, "value")}
@@ -67,8 +61,8 @@ CLIPS = {"no clip": (None, None), "norm": (0.5, "norm"), "value": (0.01, "value"
 @pytest.mark.parametrize(
     ("model", "accumulate", "clip"),
     [
-        *itertools.product(["transformer"], [1, 2, 8], CLIPS),
-        *itertools.product(["tied", "block twice", "convolution"], [1, 2], ["norm"]),
+        *itertools.product(["transformer"], [1, 8], CLIPS),
+        *itertools.product(["tied", "block twice", "convolution"], [2], ["norm"]),
     ],
 )
 def test_cpu_adam_follows_torch(model, accumulate, clip):

@@ -16,9 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.mutants import of_copies, of_updates
 from tests.mutants.mutant import Mutant
-from tests.mutants.protections import MUTANTS
 
+MUTANTS = of_copies.MUTANTS + of_updates.MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180  # a mutant that hangs has been noticed, too
 HEAVY = ("torch", "lightning.pytorch", "transformers", "torch.utils.cpp_extension")

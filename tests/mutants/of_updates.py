@@ -1,0 +1,146 @@
+"""Protections of gradients on their way to the host, and of updates behind the device."""
+
+from tests.mutants.mutant import Mutant
+
+_GRADS = "lightning_cxl/optim/grads.py"
+_LEAVING = "lightning_cxl/optim/leaving.py"
+_SUMS = "lightning_cxl/optim/sums.py"
+_MASTERS = "lightning_cxl/optim/masters.py"
+_UPDATES = "lightning_cxl/updates.py"
+T_STEP = ("tests/integration/test_overlapped_step.py",)
+T_HAZARDS = ("tests/integration/test_streamed_hazards.py",)
+T_GRADS = ("tests/integration/test_device_gradients.py", "tests/integration/test_streamed_training.py")
+T_ERRORS = ("tests/integration/test_streamed_hazards.py::test_the_real_error_of_a_gradient_is_raised",)
+
+MUTANTS = (
+    # -- gradients
+    Mutant("a gradient is read when it has landed", _LEAVING, "        transfer.wait_host()\n", "", T_GRADS),
+    Mutant("the device holds the gradients of one group", _LEAVING, "            oldest.wait()\n", "", T_GRADS),
+    Mutant(
+        "gradients of two uses leave one after the other",
+        _LEAVING,
+        "if unit is not self._unit or key in self._waiting:",
+        "if unit is not self._unit:",
+        T_GRADS,
+    ),
+    Mutant(
+        "staging memory is bounded",
+        _LEAVING,
+        "            self._left.popleft().fold.result()\n        memory",
+        "            break\n        memory",
+        T_GRADS,
+    ),
+    Mutant(
+        "a gradient of ours is known by identity",
+        _SUMS,
+        "own is not None and own() is grad",
+        "own is not None and own() is not None and own().data_ptr() == grad.data_ptr()",
+        ("tests/unit/optim/test_sums.py",),
+    ),
+    Mutant(
+        "a gradient after its update is an error",
+        _GRADS,
+        "        if id(host) in self._given:\n",
+        "        if False:\n",
+        T_GRADS,
+    ),
+    Mutant(
+        "a gradient on another device is an error",
+        _GRADS,
+        "        if grad.device != self._engine.device:\n",
+        "        if False:\n",
+        T_GRADS,
+    ),
+    Mutant(
+        "gradients are complete when a backward returns",
+        _GRADS,
+        "            at_end_of_backward(self.finish)\n",
+        "            pass\n",
+        T_GRADS,
+    ),
+    Mutant(
+        "what a failed backward left behind is forgotten",
+        _GRADS,
+        "        if self._backward is not None:\n            self._forget()\n",
+        "",
+        T_GRADS,
+    ),
+    Mutant(
+        "an error of folding gradients reaches the update",
+        _GRADS,
+        "            group.fold.result()\n",
+        "            pass\n",
+        T_ERRORS,
+    ),
+    Mutant(
+        "masters are written when their copies are done",
+        _MASTERS,
+        "            transfer.wait_host()\n",
+        "            pass\n",
+        (*T_GRADS, *T_STEP),
+    ),
+    # -- updates
+    Mutant(
+        "a unit that ran twice waits for the end of the backward",
+        _UPDATES,
+        " or unit.num_forwards != 1:",
+        ":",
+        (*T_STEP, *T_HAZARDS),
+    ),
+    Mutant(
+        "updates wait for the last backward of a step",
+        _UPDATES,
+        "if self._optimizer is None or not self._is_last_backward or unit.num",
+        "if self._optimizer is None or unit.num",
+        (*T_STEP, *T_GRADS),
+    ),
+    Mutant(
+        "an update makes copies on the device old",
+        _UPDATES,
+        "        torch.autograd.graph.increment_version(written)\n",
+        "",
+        T_STEP,
+    ),
+    Mutant(
+        "who needs a unit knows that it is being updated",
+        _UPDATES,
+        "        unit.begin_update(update)",
+        "        pass",
+        T_STEP,
+    ),
+    Mutant(
+        "what stays on the device waits for its update",
+        _UPDATES,
+        "            update.result()\n            self._masters",
+        "            self._masters",
+        (*T_GRADS, *T_STEP),
+    ),
+    Mutant(
+        "a step waits for copies that read masters",
+        "lightning_cxl/optim/adopt.py",
+        "        self._grads.end_step()\n        self._options.may_write()\n        self._masters.wait()\n",
+        "        self._grads.end_step()\n        self._options.may_write()\n",
+        (*T_GRADS, *T_STEP),
+    ),
+    Mutant(
+        "a step waits for copies that read homes",
+        "lightning_cxl/optim/adopt.py",
+        "        self._options.may_write()\n",
+        "",
+        ("tests/integration/test_streamed_hazards.py::test_writes_that_leave_no_trace_count",),
+    ),
+    Mutant(
+        "units in flight are bounded",
+        _UPDATES,
+        "            wait([self._started.popleft()])",
+        "            break",
+        T_STEP,
+    ),
+    Mutant(
+        "errors of updates are let go at the end",
+        "lightning_cxl/runtime.py",
+        "cleanup.callback(self._updates.close)",
+        "cleanup.callback(self._updates.wait)",
+        T_ERRORS,
+    ),
+)
