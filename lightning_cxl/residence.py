@@ -114,7 +114,8 @@ class Residence:
         finally:
             for attributes, parameters in before:
                 moved = attributes["_parameters"]
-                attributes["_parameters"] = {name: moved.get(name, each) for name, each in parameters.items()}
+                kept = {n: moved.get(n, p) for n, p in parameters.items() if n in moved or id(p) in self.streamed_ids}
+                attributes["_parameters"] = kept | moved  # in the old order; the move may also drop some and add others
 
 
 def count_parameters(model: nn.Module | None) -> dict[str, int]:

@@ -164,6 +164,8 @@ class OffloadRuntime:
             worker=self._worker,
             allocate_all=self._placed.like_all,
         )
+        for unit in self._residence.units:
+            unit.on_look = self._grads.look
         if units:
             self._attach(units)
 
@@ -178,6 +180,8 @@ class OffloadRuntime:
         self._activations = activations
         streamer = self._residence.stream(lambda: activations.phase)
         activations.attach(units, self._model)
+        if streamer is not None:
+            streamer.on_recompute = self._grads.unit_is_recomputed
         if streamer is not None and self._worker is not None:
             self._updates = UnitUpdates(
                 self._residence.units, self._worker, self.masters, self._grads, streamer.fetch_ahead

@@ -110,9 +110,15 @@ class UnitUpdates:
     def give_up(self) -> None:
         """Start no more updates before the end of a backward: it has failed, or nobody knows what follows."""
         self._optimizer = None
+        self._end_residents()
+
+    def _end_residents(self) -> BaseException | None:
+        """Write back the masters whose updates run or ran; return the first error of those that failed."""
         updated, self._residents = self._residents, []
         wait([update for _, update in updated])
-        self._masters.write_back([host.master for host, update in updated if update.exception() is None])
+        errors = [update.exception() for _, update in updated]
+        self._masters.write_back([host.master for (host, _), error in zip(updated, errors, strict=True) if not error])
+        return next(filter(None, errors), None)
 
     def unit_is_over(self, unit: UnitWeights) -> None:
         """Start the update of a unit whose backward is over, if it may start now."""
@@ -169,10 +175,7 @@ class UnitUpdates:
             if part is not None:
                 self.start(unit, written_by(part), partial(_apply, step, part, optimizer.grad_scale))
         optimizer.grad_scale = 1.0
-        updated, self._residents = self._residents, []
-        for host, update in updated:
-            update.result()
-            self._masters.write_back([host.master])
+        self._raise_of_residents()
 
     def wait(self) -> None:
         """Return when every update is done, e.g. before an optimizer's state is read."""
@@ -191,17 +194,23 @@ class UnitUpdates:
         Raises:
             BaseException: the error of an update, where nobody has seen it.
         """
-        self.give_up()
+        self._optimizer = None
         self._started.clear()
         try:
             with ExitStack() as waits:
                 waits.callback(self._masters.wait)
+                waits.callback(self._raise_of_residents)
                 for unit in self._units:
                     waits.callback(unit.wait)
         except Exception as error:
             if not after_error:
                 raise
             log.warning(f"the error that ended the run was not the only one. An update failed: {error!r}")
+
+    def _raise_of_residents(self) -> None:
+        error = self._end_residents()
+        if error is not None:
+            raise error
 
     def at_most(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Return what is wanted without the gradients that are updates' before others come."""

@@ -106,9 +106,9 @@ class Adoption:
             current.meter = self._options.meter
             if self._options.overlap is not None:
                 current.wait = self._options.overlap.wait
-                _await(current)
         else:
             self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
+        self._await(current)
         self._adopted[-1] = (optimizer, current, vars(optimizer).get("step"))
         current.step = HostStep(current, _Hooks(self._masters, self._grads, self._options))  # type: ignore[method-assign]
         adopt_group = partial(self._adopt_group, current)
@@ -123,8 +123,20 @@ class Adoption:
             joined = [group for group in optimizer.param_groups if not self._knows(plain(group["params"]))]
             if joined:
                 self._take_in(optimizer, joined)
-            if isinstance(optimizer, CPUAdam) and self._options.overlap is not None:
-                _await(optimizer)
+            self._await(optimizer)
+
+    def _await(self, optimizer: Optimizer) -> None:
+        """Let whoever reads the parameters of a group find new weights and complete gradients."""
+        if not evaluates_closure_first(optimizer):
+            return  # LBFGS has a reference of its own to the list
+        for group in optimizer.param_groups:
+            if not isinstance(group["params"], AwaitedParams):
+                group["params"] = AwaitedParams(group["params"], partial(self._settle, optimizer))
+
+    def _settle(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, CPUAdam):
+            optimizer.wait()
+        self._grads.look()
 
     def _knows(self, parameters: list[torch.Tensor]) -> bool:
         hosts = map(self._masters.find, parameters)
@@ -275,13 +287,6 @@ def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
     """State of an optimizer is keyed by parameter: move it along."""
     if old is not new and old in optimizer.state:
         optimizer.state[new] = optimizer.state.pop(old)
-
-
-def _await(optimizer: CPUAdam) -> None:
-    """Let whoever reads the parameters of a group wait for updates that run behind."""
-    for group in optimizer.param_groups:
-        if not isinstance(group["params"], AwaitedParams):
-            group["params"] = AwaitedParams(group["params"], optimizer.wait)
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:

@@ -1,4 +1,4 @@
-"""`AwaitedParams`: the list of a group's parameters, which waits for updates that run behind before it is read.
+"""`AwaitedParams`: the list of a group's parameters, which waits for what runs behind before it is read.
 
 Whoever walks ``optimizer.param_groups`` gets at weights past the modules, which wait too ([Note: Awaited parameters]).
 Learning-rate schedulers read the other entries of a group only, and what belongs to the step itself uses `plain`.
@@ -15,7 +15,7 @@ class AwaitedParams(list[torch.Tensor]):
 
     Args:
         parameters: of the group.
-        wait: returns when no update runs.
+        wait: returns when no update runs and gradients are complete.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], wait: Callable[[], None]) -> None:

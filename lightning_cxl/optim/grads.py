@@ -26,7 +26,8 @@ device                                  and becomes ``master.grad`` when gradien
   float32, or stays bfloat16, rounded stochastically (``accumulate="bf16"``). `CPUAdam` reads 16-bit gradients as they
   are, other optimizers get float32. All are measured meanwhile ([Note: Measured gradients]).
 * Complete: at the end of a backward, which autograd tells us, if somebody may read gradients then (`is_read_next`);
-  between the micro-batches of a step nobody does, and they may be on their way until the last one. A backward that
+  else they may be on their way until the step, or until somebody looks at parameters (`look`): through a module, or
+  through an optimizer's groups, as ``zero_grad`` does. Who keeps a parameter of his own finds None. A backward that
   fails does not come to its end: what it has left behind is dropped when the next one starts.
 * Handed over: an update that runs behind the backward takes gradients before that, and they never become ``.grad``
   ([Note: Overlapped updates]). More gradients for such a parameter, in the same step, are refused: they would be lost.
@@ -48,7 +49,7 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.optim.formats import mix_key
 from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.optim.leaving import Gradient, Group, LeavingGradients
-from lightning_cxl.optim.masters import AllocateFor, HostParameter
+from lightning_cxl.optim.masters import AllocateFor, HostParameter, is_on_host
 from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.sums import AllocateAll, GradientSums, one_by_one
 from lightning_cxl.torch_private import at_end_of_backward, backward_id
@@ -238,17 +239,26 @@ class GradientSink:
     def _finish_at_the_end(self) -> None:
         """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""
         backward = backward_id()
-        if backward != self._backward:
+        if self._backward is None and backward is not None:
             self._backward = backward
             at_end_of_backward(self.finish)
+
+    def unit_is_recomputed(self) -> None:
+        """Learn that a unit's own backward follows: the backward that runs now is the one at whose end all is over.
+
+        A backward inside of it, such as that of a reentrant checkpoint, ends while the unit's weights are still read.
+        """
+        self._finish_at_the_end()
 
     def begin_step(self) -> None:
         """Learn that the next backward is the last of a step: gradients are read when it is over."""
         self.is_read_next = True
+        self._given.clear()  # of a step whose closure failed
 
     def end_step(self) -> None:
         """Learn that no backward of the step comes any more; return when gradients are where the optimizer reads."""
         self._given.clear()
+        self._bring_home()
         self.complete()
 
     def hand_over(self, candidates: Iterable[HostParameter]) -> list[HostParameter]:
@@ -283,8 +293,16 @@ class GradientSink:
         """Note that a backward is over: its gradients are complete now, or on their way if nobody reads them yet."""
         self._bring_home()
         self._leaving.leave()
-        self._backward = None
         if self.is_read_next:
+            self.complete()
+        self._backward = None  # not where that fails: the next backward forgets what is left then
+
+    def look(self) -> None:
+        """Complete the gradients for someone who looks at parameters and may read, edit or zero them.
+
+        Not in the middle of a backward, and not while a unit computes: its weights are on the device.
+        """
+        if self._backward is None and all(is_on_host(host.master) for host in self._arrived.values()):
             self.complete()
 
     def complete(self) -> None:

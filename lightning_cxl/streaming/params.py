@@ -66,6 +66,8 @@ class ParamStreamer:
         if num_slots < MIN_SLOTS:
             raise ConfigError(f"{num_slots} slots: one unit computes while another is fetched, so give at least 2")
         self.phase = phase
+        self.on_recompute: Callable[[], None] = _nothing
+        """Called when a unit is about to be recomputed, in the backward that it is a part of."""
         self.on_left: Callable[[UnitWeights], None] = _ignore
         """Called with each unit whose backward is over, its weights at home."""
         self.num_fetches = self.num_late = 0
@@ -101,6 +103,7 @@ class ParamStreamer:
         in_backward = phase == "recompute"
         unit.num_forwards += phase == "forward"
         if in_backward:
+            self.on_recompute()
             self.release(keep=unit)
         unit.wait()
         for each in self._units:
@@ -129,9 +132,10 @@ class ParamStreamer:
             entered = self._entered.pop(id(unit), None)
             if entered is None:
                 return
+            is_unchanged = entered[1].is_image_of(unit)  # before another thread may fill the slot
             entered[1].leave()
         unit.leave()
-        if not entered[1].is_image_of(unit):
+        if not is_unchanged:
             raise UnsupportedError(
                 f"unit `{unit.name}` wrote to its weights in its forward or backward: they visit the device as a copy, "
                 "so the change would be lost. Leave the unit out of `units`, or write between steps."
@@ -234,8 +238,8 @@ class _StreamedForward(StandIn):
         """Run the unit with its weights on the device."""
         streamer, unit = self._streamer, self._unit
         phase = streamer.phase()
-        streamer.enter(unit)
         try:
+            streamer.enter(unit)
             with unit.gradients_aside():
                 output = call_under(compiler, self.original, args, kwargs)
         finally:  # a recompute may end in an exception of checkpoint(), which has all it needs then
@@ -252,4 +256,8 @@ class _StreamedForward(StandIn):
 
 
 def _ignore(_unit: UnitWeights) -> None:
+    """Do nothing."""
+
+
+def _nothing() -> None:
     """Do nothing."""

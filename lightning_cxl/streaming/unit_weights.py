@@ -1,6 +1,6 @@
 """`UnitWeights`: the parameters of one unit in one piece of host memory, and in a piece of a slot while it computes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -81,6 +81,8 @@ class UnitWeights:
         self.readers: Sequence[Transfer] = ()
         """The latest copies of the homes, which may still be under way; those before them are done by then."""
         self._num_looks = 0
+        self.on_look: Callable[[], None] = _nothing
+        """Called when someone looks at the parameters through their modules, after what runs behind is done."""
         self._update: Future[None] | None = None
         for parameters in pieces:
             self._move(parameters, allocate)
@@ -148,6 +150,7 @@ class UnitWeights:
             self.unwatch()
             self.is_seen = True
             self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
+        self.on_look()
         self.wait_for_readers()  # what the device has still to compute, it computes with the weights of now
 
     def wait_for_readers(self) -> None:
@@ -236,6 +239,10 @@ class UnitWeights:
                 f"unit `{self.name}` replaced the bytes of {len(replaced)} quantised weights in its forward, as "
                 "bitsandbytes does when it evaluates on a CPU: set stream_weights=False there"
             )
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def piece_nbytes(unit: nn.Module, parameters: Sequence[nn.Parameter]) -> int:

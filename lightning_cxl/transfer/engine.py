@@ -260,12 +260,19 @@ class DeviceEngine:
         for transfer in after or ():
             if isinstance(transfer, DeviceTransfer):
                 stream.wait_event(transfer.event)
-        with torch.no_grad(), stream:
-            for source, destination in copies:
-                destination.copy_(source, non_blocking=True)
-        transfer = DeviceTransfer(stream.record_event(), origin, on_device, on_host)
-        with self._lock:
-            self._in_flight.append(transfer)
+        try:
+            with (
+                torch.no_grad(),
+                torch.Stream(
+                    stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+                ),
+            ):  # an object of its own: it keeps what was current before, which is another stream for another thread
+                for source, destination in copies:
+                    destination.copy_(source, non_blocking=True)
+        finally:  # also for copies that have been started before one that fails
+            transfer = DeviceTransfer(stream.record_event(), origin, on_device, on_host)
+            with self._lock:
+                self._in_flight.append(transfer)
         return transfer
 
     def _retire(self) -> None:

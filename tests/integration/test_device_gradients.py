@@ -332,6 +332,37 @@ def test_new_weights_are_on_the_device_before_they_are_read_and_masters_stay_unt
     assert_same(ours, fit(offload(**options, overlap_step=False), **arguments))
 
 
+class ZeroesInTheWindow(Task):
+    """Leaves the micro-batches so far out of the step, as if one of them were bad."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 4 == 2:
+            self.optimizers().zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsInTheWindow(Task):
+    """Adds up how large gradients are, through the optimizer's groups and through the module."""
+
+    def training_step(self, batch, batch_idx):
+        parameters = itertools.chain(*(group["params"] for group in self.optimizers().param_groups))
+        self.record(sum(p.grad.double().abs().sum().cpu() for p in parameters if p.grad is not None) + torch.zeros(1))
+        self.record(torch.tensor(sum(p.grad is not None for block in self.model.blocks for p in block.parameters())))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("options", [{}, EXACT], ids=str)
+@pytest.mark.parametrize("task", [ZeroesInTheWindow, ReadsInTheWindow])
+def test_who_looks_between_micro_batches_finds_gradients(task, options, late_copies):
+    """Nobody has announced a look: gradients may be on their way when it comes."""
+    arguments = {"task": task, "accumulate_grad_batches": 4, "steps": 3}
+    ours, plain = fit(offload(**options), **arguments), fit("auto", **arguments)
+    if options:
+        assert ours[0].losses[:2] == plain[0].losses[:2]
+        assert len(set(plain[0].losses)) > 1
+    assert ours[0].losses == pytest.approx(plain[0].losses, rel=1e-6)
+
+
 class StepsTwice(Task):
     automatic_optimization = False
 
