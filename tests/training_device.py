@@ -28,6 +28,7 @@ LATE = {
     "nothing": {},
     "copies": {"h2d": 1e-3, "d2h": 1e-3},
     "to the device": {"h2d": 2e-3},
+    "to the device, much": {"h2d": 1e-2},
     "to the host": {"d2h": 2e-3},
     "kernels": {"kernel": 1e-4},
 }
