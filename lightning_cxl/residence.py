@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cxl.optim.wanted import Wanted
 from lightning_cxl.placed_memory import PlacedMemory
+from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights, piece_nbytes, streamable
 from lightning_cxl.streaming.units import NamedUnits
@@ -118,7 +119,8 @@ class Residence:
 
 def count_parameters(model: nn.Module | None) -> dict[str, int]:
     """Return the elements of a model's parameters, of all and of those that are trained."""
-    parameters = [] if model is None else [p for p in model.parameters() if not is_lazy(p)]
+    # without a look: updates may be running, or may have failed
+    parameters = [] if model is None else [p for p in {id(p): p for p in peek(model)}.values() if not is_lazy(p)]
     return {
         "num_parameters": sum(p.numel() for p in parameters),
         "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),

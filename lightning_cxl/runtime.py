@@ -298,8 +298,12 @@ class OffloadRuntime:
         assert self._masters is not None, "setup_model comes first"
         return self._masters
 
-    def close(self) -> None:
-        """Free everything but weights and optimizer state. Idempotent. See [Note: Order of life]."""
+    def close(self, *, after_error: bool = False) -> None:
+        """Free everything but weights and optimizer state. Idempotent. See [Note: Order of life].
+
+        Args:
+            after_error: an error has ended the run; those of updates are not raised any more.
+        """
         if self._closed:
             return
         self._closed = True
@@ -317,7 +321,7 @@ class OffloadRuntime:
             if self._worker is not None:
                 cleanup.callback(self._worker.shutdown)
             if self._updates is not None:
-                cleanup.callback(self._updates.close)
+                cleanup.callback(self._updates.close, after_error=after_error)
             if self._model is not None:
                 cleanup.callback(detach_zero_grad, self._model)
 

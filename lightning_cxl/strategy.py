@@ -114,7 +114,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
                 self.model_to_device()
                 self.setup_precision_plugin()
         except BaseException:
-            self._close()
+            self._close(after_error=True)
             raise
 
     def _setup_fit(self, trainer: Trainer) -> None:
@@ -241,10 +241,11 @@ class CXLOffloadStrategy(OneProcessStrategy):
             cleanup.callback(self.precision_plugin.teardown)
             if self.lightning_module is not None and self.root_device.type != "cpu":
                 cleanup.callback(self.lightning_module.cpu)
-            cleanup.callback(self._close)
+            trainer = None if self.lightning_module is None else self.lightning_module._trainer
+            cleanup.callback(self._close, after_error=trainer is not None and trainer.interrupted)
             cleanup.callback(self.checkpoint_io.teardown)  # it may still be writing
 
-    def _close(self) -> None:
+    def _close(self, *, after_error: bool) -> None:
         self._active.close()
         self._last_num_received = self._num_received()
         runtime, self._runtime = self._runtime, None
@@ -252,7 +253,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
             try:
                 self._last_report = runtime.report(state="finished")
             finally:
-                runtime.close()
+                runtime.close(after_error=after_error)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without the run that is going on: it belongs to this process, and a new run makes its own."""

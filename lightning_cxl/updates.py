@@ -181,18 +181,27 @@ class UnitUpdates:
         wait([update for _, update in self._residents])  # an error is raised by the step
         self._masters.wait()
 
-    def close(self) -> None:
+    def close(self, *, after_error: bool = False) -> None:
         """Return when every update is done, and keep none: an error that stays behind keeps what its frames hold.
+
+        Args:
+            after_error: an error has ended the run. Those of updates are logged then: raised, they would end the
+                teardown of whoever handles that one.
 
         Raises:
             BaseException: the error of an update, where nobody has seen it.
         """
         self.give_up()
         self._started.clear()
-        with ExitStack() as waits:
-            waits.callback(self._masters.wait)
-            for unit in self._units:
-                waits.callback(unit.wait)
+        try:
+            with ExitStack() as waits:
+                waits.callback(self._masters.wait)
+                for unit in self._units:
+                    waits.callback(unit.wait)
+        except Exception as error:
+            if not after_error:
+                raise
+            log.warning(f"the error that ended the run was not the only one. An update failed: {error!r}")
 
     def at_most(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Return what is wanted without the gradients that are updates' before others come."""

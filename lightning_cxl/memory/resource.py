@@ -100,12 +100,12 @@ def cut_spans(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span, ..
     """Return the spans of ``[offset, offset + nbytes)``, with offsets relative to its start.
 
     Args:
-        spans: in order, without gaps.
+        spans: in order, without gaps; none of a buffer without bytes.
         offset: start of the part.
         nbytes: size of the part.
     """
     cut = []
-    for index in range(bisect_right(spans, offset, key=_span_offset) - 1, len(spans)):
+    for index in range(max(0, bisect_right(spans, offset, key=_span_offset) - 1), len(spans)):
         span = spans[index]
         begin, end = max(span.offset, offset), min(span.offset + span.nbytes, offset + nbytes)
         if begin >= end:

@@ -246,3 +246,7 @@ def test_concurrent_allocations_get_disjoint_memory(topology: Topology) -> None:
 def mapped_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * 4096
+
+
+def test_a_buffer_without_bytes_has_slices_without_bytes():
+    assert Buffer(0, 0, (), None).slice(0, 0).spans == ()

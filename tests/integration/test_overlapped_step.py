@@ -276,6 +276,23 @@ def test_an_error_in_an_update_reaches_the_user(monkeypatch):
         fit({}, steps=3)
 
 
+def test_an_error_in_an_update_while_another_one_ends_the_run(monkeypatch, caplog):
+    """The first error is raised, the others are logged: raised, they would keep the Trainer from its own teardown."""
+
+    def fails(step, work, scale):
+        raise MemoryError("no memory for an update")
+
+    class Breaks(Task):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                monkeypatch.setattr(AdamStep, "apply", fails)
+            return super().training_step(batch, batch_idx)
+
+    with caplog.at_level("WARNING"), pytest.raises(MemoryError, match="no memory for an update"):
+        fit(IGNORE, task=Breaks, steps=4)
+    assert "was not the only one" in caplog.text
+
+
 def test_no_thread_and_no_awaited_dict_is_left():
     before = threading.active_count()
     module, *_ = fit(IGNORE, steps=3)

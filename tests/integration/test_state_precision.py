@@ -234,8 +234,8 @@ def test_torchs_optimizer_goes_on_from_8_bit_state(tmp_path, target, precision):
 IDLE = [
     ({"state": "8bit", "cpu_adam": False}, "bf16-true", 'state="8bit" changes nothing for AdamW'),
     ({"accumulate": "bf16", "cpu_adam": False}, "bf16-true", r"for AdamW, whose gradients are kept in torch\.float32"),
-    ({"accumulate": "bf16"}, "16-true", r"for CPUAdam, whose gradients are kept in torch\.float16"),
-    ({"accumulate": "bf16"}, "32-true", r"for CPUAdam, whose gradients are kept in torch\.float32"),
+    ({"accumulate": "bf16"}, "16-true", r"for AdamW, whose gradients are kept in torch\.float16"),
+    ({"accumulate": "bf16"}, "32-true", r"for AdamW, whose gradients are kept in torch\.float32"),
 ]
 
 
