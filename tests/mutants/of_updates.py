@@ -138,9 +138,9 @@ MUTANTS = (
     ),
     Mutant(
         "errors of updates are let go at the end",
-        "lightning_cxl/runtime.py",
-        "cleanup.callback(self._updates.close)",
-        "cleanup.callback(self._updates.wait)",
+        _UPDATES,
+        "        self._started.clear()\n",
+        "",
         T_ERRORS,
     ),
 )
