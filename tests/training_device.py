@@ -28,7 +28,9 @@ LATE = {
     "nothing": {},
     "copies": {"h2d": 1e-3, "d2h": 1e-3},
     "to the device": {"h2d": 2e-3},
+    "to the device, much": {"h2d": 1e-2},
     "to the host": {"d2h": 2e-3},
+    "to the host, much": {"d2h": 2e-2},
     "kernels": {"kernel": 1e-4},
 }
 """What `late` makes wait, in seconds for each copy or kernel."""

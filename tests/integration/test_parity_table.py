@@ -42,4 +42,4 @@ def test_parity(model, schedule, precision, accumulate):
     if model == "lora":
         pytest.importorskip("peft")
     result = compare(model, schedule, precision, accumulate)
-    assert is_right(result, model, schedule, accumulate), f"losses differ by {result}"
+    assert is_right(result, model, schedule, precision, accumulate), f"losses differ by {result}"

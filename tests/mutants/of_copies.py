@@ -195,7 +195,13 @@ MUTANTS = (
         T_STEP,
     ),
     Mutant("who looks waits for copies", _UNITS, "            transfer.wait_host()\n", "            pass\n", T_LOOKS),
-    Mutant("a look is a new version", _UNITS, "return (self._num_looks, *(", "return (*(", T_LOOKS),
+    Mutant(
+        "a look is a new version",
+        _UNITS,
+        "return (self._num_looks, *(place.parameter._version for place in self.places))",
+        "return tuple(place.parameter._version for place in self.places)",
+        T_LOOKS,
+    ),
     Mutant(
         "a write is a new version",
         _UNITS,

@@ -127,7 +127,7 @@ MUTANTS = (
         "lightning_cxl/optim/adopt.py",
         "        self._options.may_write()\n",
         "",
-        ("tests/integration/test_streamed_hazards.py::test_writes_that_leave_no_trace_count",),
+        ("tests/integration/test_streamed_hazards.py::test_a_step_does_not_write_what_is_being_fetched",),
     ),
     Mutant(
         "units in flight are bounded",
@@ -138,9 +138,9 @@ MUTANTS = (
     ),
     Mutant(
         "errors of updates are let go at the end",
-        "lightning_cxl/runtime.py",
-        "cleanup.callback(self._updates.close)",
-        "cleanup.callback(self._updates.wait)",
+        _UPDATES,
+        "        self._started.clear()\n",
+        "",
         T_ERRORS,
     ),
 )
