@@ -181,7 +181,7 @@ class OffloadRuntime:
         streamer = self._residence.stream(lambda: activations.phase)
         activations.attach(units, self._model)
         if streamer is not None:
-            streamer.on_recompute = self._grads.unit_is_recomputed
+            streamer.on_recompute = self._grads.finish_at_the_end
         if streamer is not None and self._worker is not None:
             self._updates = UnitUpdates(
                 self._residence.units, self._worker, self.masters, self._grads, streamer.fetch_ahead

@@ -41,7 +41,7 @@ device                                  and becomes ``master.grad`` when gradien
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -123,7 +123,7 @@ class GradientSink:
         for host in new:
             half = host.master.dtype in _HALF or host.grad_dtype in _HALF
             if half:
-                _allow_any_dtype(host.master)
+                cast(Any, host.master).grad_dtype = None
             if self._leaves(host):
                 receive, before = partial(self._receive, host), partial(self._take_away, host)
                 hooks = GradientHooks(host.compute, receive, before, stays=False)
@@ -195,14 +195,14 @@ class GradientSink:
         if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
             self._sums.so_far[id(host)], host.master.grad = grad, None
             self._arrived[id(host)] = host
-            self._finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
+            self.finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
 
     def _receive(self, host: HostParameter) -> None:
         grad = _taken_from(host.compute)
         if grad is None or not (host.is_shared or host.master.requires_grad):
             return
         self._check(host, grad)
-        self._finish_at_the_end()
+        self.finish_at_the_end()
         self._take_away(host)
         is_first = id(host) not in self._arrived
         self._arrived[id(host)] = host
@@ -236,19 +236,15 @@ class GradientSink:
         self.num_received += 1
         return mix_key(self.num_received)
 
-    def _finish_at_the_end(self) -> None:
-        """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""
+    def finish_at_the_end(self) -> None:
+        """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails.
+
+        A backward inside of it, such as a reentrant checkpoint's, ends while weights are still read: called before.
+        """
         backward = backward_id()
         if self._backward is None and backward is not None:
             self._backward = backward
             at_end_of_backward(self.finish)
-
-    def unit_is_recomputed(self) -> None:
-        """Learn that a unit's own backward follows: the backward that runs now is the one at whose end all is over.
-
-        A backward inside of it, such as that of a reentrant checkpoint, ends while the unit's weights are still read.
-        """
-        self._finish_at_the_end()
 
     def begin_step(self) -> None:
         """Learn that the next backward is the last of a step: gradients are read when it is over."""
@@ -348,10 +344,6 @@ def _taken_from(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that a parameter has, dense; it has none then."""
     grad, parameter.grad = parameter.grad, None
     return None if grad is None else (grad if grad.layout is torch.strided else grad.to_dense()).detach()
-
-
-def _allow_any_dtype(parameter: Any) -> None:
-    parameter.grad_dtype = None
 
 
 def _ignore(_host: HostParameter) -> None:

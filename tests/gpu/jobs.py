@@ -106,6 +106,7 @@ def bytes_left() -> int:
     """Return what is still allocated on the device."""
     gc.collect()
     torch.accelerator.synchronize()
+    training_device.clear_workspaces()
     return torch.accelerator.memory_allocated(training_device.chosen.index)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.optim.adam_step import AdamStep
@@ -361,6 +362,37 @@ def test_who_looks_between_micro_batches_finds_gradients(task, options, late_cop
         assert ours[0].losses[:2] == plain[0].losses[:2]
         assert len(set(plain[0].losses)) > 1
     assert ours[0].losses == pytest.approx(plain[0].losses, rel=1e-6)
+
+
+class ReentrantBlock(nn.Module):
+    """Has a backward inside of its own, which ends in the middle of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return x + checkpoint(lambda t: torch.tanh(self.second(t)), h, use_reentrant=True)
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(61, 32), nn.ModuleList(ReentrantBlock() for _ in range(4))
+        self.head = nn.Linear(32, 61)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("options", [{}, IGNORE], ids=str)
+def test_a_backward_inside_a_units_own_does_not_end_it(options, late_kernels):
+    ours, plain = (fit(strategy, make_model=Reentrant) for strategy in (offload(**options), "auto"))
+    assert ours[0].losses == pytest.approx(plain[0].losses, rel=1e-5)
 
 
 class StepsTwice(Task):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import weakref
 from functools import partial
 from typing import ClassVar
@@ -431,3 +432,25 @@ def test_slots_are_let_go_and_weights_stay(device_engine):
     device_engine.synchronize()  # holds what it copies into
     assert [slot() for slot in slots] == [None] * 3
     assert model.to(x.device)(x).item() == expected
+
+
+def test_a_slot_that_is_filled_anew_at_once_is_no_sign_of_a_write(monkeypatch):
+    """The worker fetches ahead whenever an update is done, also while another thread leaves a unit."""
+    model = make(6)
+    names = [(f"blocks.{index}", block) for index, block in enumerate(model.blocks)]
+    units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, names)]
+    streamer = ParamStreamer(HostEngine(), units, lambda: None)
+    leave = UnitWeights.leave
+
+    def leave_and_let_the_worker_fetch(unit):
+        leave(unit)
+        worker = threading.Thread(target=streamer.fetch_ahead)
+        worker.start()
+        worker.join()
+
+    with torch.no_grad():
+        for _ in range(2):
+            expected = model(torch.ones(2, WIDTH))
+        monkeypatch.setattr(UnitWeights, "leave", leave_and_let_the_worker_fetch)
+        assert torch.equal(model(torch.ones(2, WIDTH)), expected)
+    streamer.detach()

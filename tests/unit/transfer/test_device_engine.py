@@ -165,6 +165,30 @@ def test_engines_of_one_device_share_its_streams(engine):
     assert another._h2d_stream != another._d2h_stream
 
 
+def test_two_threads_that_copy_at_once_keep_their_own_streams(engine):
+    """What was current before a copy is each thread's own."""
+    side, outcome = torch.Stream(engine.device), []
+    copies = [(on_host(), torch.zeros(NUMEL, device=engine.device)) for _ in range(2)]
+
+    def copy_in_a_loop(source, destination, stream):
+        with stream:
+            for _ in range(300):
+                engine.h2d(source, destination)
+                outcome.append(torch.accelerator.current_stream(engine.device) == stream)
+
+    default = torch.accelerator.current_stream(engine.device)
+    threads = [
+        threading.Thread(target=copy_in_a_loop, args=(*copy, stream))
+        for copy, stream in zip(copies, (side, torch.Stream(engine.device)), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(outcome) and len(outcome) == 600
+    assert torch.accelerator.current_stream(engine.device) == default
+
+
 def test_a_thread_takes_the_device_of_the_engine(on_device):
     if torch.accelerator.device_count() < 2 or on_device.type == "cpu":
         pytest.skip("needs two devices")
