@@ -115,8 +115,7 @@ class UnitUpdates:
     def _end_residents(self) -> BaseException | None:
         """Write back the masters whose updates run or ran; return the first error of those that failed."""
         updated, self._residents = self._residents, []
-        wait([update for _, update in updated])
-        errors = [update.exception() for _, update in updated]
+        errors = [update.exception() for _, update in updated]  # waits for each
         self._masters.write_back([host.master for (host, _), error in zip(updated, errors, strict=True) if not error])
         return next(filter(None, errors), None)
 

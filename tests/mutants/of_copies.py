@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant(
         "weights that a unit wrote are refused",
         _PARAMS,
-        "        if not entered[1].is_image_of(unit):",
+        "        if not is_unchanged:",
         "        if False:",
         T_PARAMS,
     ),

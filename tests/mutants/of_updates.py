@@ -111,9 +111,16 @@ MUTANTS = (
     Mutant(
         "what stays on the device waits for its update",
         _UPDATES,
-        "            update.result()\n            self._masters",
-        "            self._masters",
+        "errors = [update.exception() for _, update in updated]",
+        "errors = [None for _ in updated]",
         (*T_GRADS, *T_STEP),
+    ),
+    Mutant(
+        "who looks between micro-batches finds gradients",
+        _GRADS,
+        "        if self._backward is None and all(",
+        "        if False and all(",
+        T_GRADS,
     ),
     Mutant(
         "a step waits for copies that read masters",
