@@ -116,6 +116,13 @@ MUTANTS = (
         (*T_GRADS, *T_STEP),
     ),
     Mutant(
+        "a backward inside a unit's own does not end it",
+        "lightning_cxl/streaming/params.py",
+        "            self.on_recompute()\n",
+        "",
+        T_GRADS,
+    ),
+    Mutant(
         "who looks between micro-batches finds gradients",
         _GRADS,
         "        if self._backward is None and all(",
