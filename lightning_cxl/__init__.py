@@ -3,9 +3,6 @@
 Importing this package registers ``Trainer(strategy="cxl_offload")``.
 """
 
-from lightning_cxl._lightning import StrategyRegistry
-from lightning_cxl.callbacks import OffloadProgressBar
-from lightning_cxl.checkpoint import plain_checkpoint
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import (
     CheckpointError,
@@ -21,20 +18,23 @@ from lightning_cxl.errors import (
     TierNotFoundError,
     UnsupportedError,
 )
-from lightning_cxl.hf import from_pretrained, save_pretrained
+from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
+from lightning_cxl.integrations.lightning.lightning_api import StrategyRegistry
+from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
+from lightning_cxl.machine.machine import Machine, MachineTier
+from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
 from lightning_cxl.memory.api import empty, host_allocation, residency
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.planner.job import Job, MemoryClass, Move
-from lightning_cxl.planner.machine import Machine, MachineTier
-from lightning_cxl.planner.machine_file import load_machine
-from lightning_cxl.planner.perf import predict_adam_seconds, predict_copy_seconds
-from lightning_cxl.policies.api import Decision, PlanningPolicy
-from lightning_cxl.strategy import CXLOffloadStrategy
-from lightning_cxl.tiers.annotate import tier
-from lightning_cxl.tiers.placement import Placement, TensorRole
-from lightning_cxl.tiers.policy import PlacementPolicy, PlacementRequest, RoleHomePolicy
-from lightning_cxl.tiers.topology import Node, Tier, TierKind, Topology
+from lightning_cxl.placement.decorators import tier
+from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.placement.policy import PlacementPolicy, PlacementRequest, RoleHomePolicy
+from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
+from lightning_cxl.planning.jobs.perf import predict_adam_seconds, predict_copy_seconds
+from lightning_cxl.planning.policies.api import Decision, PlanningPolicy
+from lightning_cxl.run.checkpoint import plain_checkpoint
 from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.hf import from_pretrained, save_pretrained
 from lightning_cxl.weights.load import LoadReport, load_weights
 from lightning_cxl.weights.save import save_weights
 

@@ -12,17 +12,19 @@ def main() -> None:
         if sys.argv[1:2] == ["env"]:
             _env(sys.argv[2:])
         elif sys.argv[1:2] == ["calibrate"]:
-            from lightning_cxl.calibrate.command import main as calibrate
+            from lightning_cxl.commands.calibrate.command import main as calibrate
 
             calibrate(sys.argv[2:])
         elif sys.argv[1:2] == ["plan"]:
-            from lightning_cxl.plan.command import run as plan
+            from lightning_cxl.commands.plan.command import run as plan
 
             plan()
         elif sys.argv[1:2] == ["bench"]:
             _bench(sys.argv[2:])
         else:
-            from lightning_cxl.cli import main as finetune  # imports torch and transformers: not for `env --help`
+            from lightning_cxl.finetune.cli import (
+                main as finetune,  # imports torch and transformers: not for `env --help`
+            )
 
             finetune()
     except LightningCXLError as error:
@@ -37,7 +39,7 @@ def _env(arguments: list[str]) -> None:
     """Print what this machine has, and what to change."""
     parser = argparse.ArgumentParser("python -m lightning_cxl env", description=_env.__doc__)
     parser.parse_args(arguments)
-    from lightning_cxl.planner.environment import environment_report, format_environment
+    from lightning_cxl.commands.env import environment_report, format_environment
 
     print(format_environment(environment_report()))
 
@@ -47,7 +49,7 @@ def _bench(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m lightning_cxl bench", description=_bench.__doc__)
     parser.add_argument("name", choices=["adam"], help="`bench adam --help` shows its options")
     parser.parse_args(arguments[:1])
-    from lightning_cxl.bench.adam import main as adam
+    from lightning_cxl.commands.bench.adam import main as adam
 
     adam(arguments[1:])
 

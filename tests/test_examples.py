@@ -1,5 +1,6 @@
 """Examples run, and what the documents say exists: files, names, options, layers, notes."""
 
+import ast
 import json
 import os
 import re
@@ -16,9 +17,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_cxl
 from lightning_cxl.__main__ import main
-from lightning_cxl.planner.footprint import SHAPES, zero_offload
-from lightning_cxl.planner.machine_file import load_machine
-from tests.test_architecture import LAYERS
+from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.planning.jobs.footprint import SHAPES, zero_offload
+from tests.test_architecture import arrows, folder_of, home_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -84,7 +85,7 @@ def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_pat
 @pytest.mark.slow
 def test_the_overlap_benchmark_writes_rows_a_picture_and_a_trace(tmp_path):
     rows, picture, trace = (tmp_path / name for name in ("rows.json", "picture.png", "trace.json"))
-    command = [sys.executable, EXAMPLES / "bench" / "overlap.py", "--quick", "--json", rows, "--plot", picture]
+    command = [sys.executable, EXAMPLES / "lab" / "overlap.py", "--quick", "--json", rows, "--plot", picture]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, "--trace", trace], env=environment, check=True, capture_output=True, text=True, timeout=200
@@ -109,7 +110,7 @@ def test_the_overlap_benchmark_writes_rows_a_picture_and_a_trace(tmp_path):
 
 def test_predicted_placements_hold_the_papers_claims_but_where_they_say_why(tmp_path, monkeypatch, capsys):
     rows, picture = tmp_path / "rows.json", tmp_path / "picture.png"
-    script = EXAMPLES / "bench" / "placement.py"
+    script = EXAMPLES / "lab" / "placement.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--quick", "--json", str(rows), "--plot", str(picture)])
     runpy.run_path(str(script), run_name="__main__")
     written = json.loads(rows.read_text())
@@ -209,9 +210,18 @@ def test_every_option_is_in_the_table_with_its_default():
     assert shown == {field.name: repr(getattr(default, field.name)) for field in fields(default)}
 
 
-def test_the_layer_table_is_the_one_that_is_checked():
-    rows = table_after(MAP, "## Folders and layers")
-    assert {row[1].strip("`"): int(row[0]) for row in rows} == LAYERS
+def test_the_table_of_folders_is_true_and_in_order():
+    """A folder is described as its own `__init__` describes it, and comes after those that it imports."""
+    rows = table_after(MAP, "## Folders")
+    table = {row[0].strip("`/"): row[1] for row in rows}
+    inits = [path for path in (ROOT / "lightning_cxl").rglob("__init__.py") if path.parent.name != "lightning_cxl"]
+    folders = {str(path.parent.relative_to(ROOT / "lightning_cxl")): path for path in inits}
+    said = {name: ast.get_docstring(ast.parse(path.read_text())) for name, path in folders.items()}
+    assert table == said
+    place = {name.replace("/", "."): index for index, name in enumerate(table)}
+    for own, others in arrows(folder_of, home_of).items():
+        for other in others & place.keys() if own in place else ():
+            assert place[other] < place[own], f"{own} imports {other}"
 
 
 def test_every_note_is_listed_with_its_file():
@@ -223,11 +233,11 @@ def test_every_note_is_listed_with_its_file():
     assert listed == found
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "lightning_cxl").rglob("*.py")), ids=lambda path: path.name)
-def test_notes_that_code_refers_to_exist(path):
+def test_notes_that_code_refers_to_exist():
     known = {row[0] for row in table_after(MAP, "## Notes")}
-    for name in re.findall(r"\[Note: ([^\]]+)\]", path.read_text()):
-        assert any(note.startswith(name.removesuffix("...").strip()) for note in known), name
+    for path in (ROOT / "lightning_cxl").rglob("*.py"):
+        for name in re.findall(r"\[Note: ([^\]]+)\]", path.read_text()):
+            assert any(note.startswith(name.removesuffix("...").strip()) for note in known), f"{path}: {name}"
 
 
 def table_after(document, heading):

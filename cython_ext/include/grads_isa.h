@@ -13,7 +13,7 @@ enum grads_operation { GRADS_MEASURE, GRADS_COPY, GRADS_ACCUMULATE };
 enum { GRADS_BLOCK = 32 };
 /* A thread that reads one place after the other leaves up to a third of the memory's bandwidth unused: the quarters of
  * a piece are walked side by side, a step of each in turn (measured: 128 KiB and more apart, or it gains nothing).
- * lightning_cxl/optim/grad_reference.py has the same numbers, except for the step, which changes no result. */
+ * lightning_cxl/gradients/reference.py has the same numbers, except for the step, which changes no result. */
 enum { GRADS_PIECE = 262144, GRADS_QUARTERS = 4, GRADS_QUARTER = GRADS_PIECE / GRADS_QUARTERS };
 #define GRADS_STEP(operation) ((operation) == GRADS_MEASURE ? 256 : 512)
 

@@ -5,7 +5,7 @@
 The same as `python -m lightning_cxl bench adam`.
 """
 
-from lightning_cxl.bench.adam import main
+from lightning_cxl.commands.bench.adam import main
 
 if __name__ == "__main__":
     main()

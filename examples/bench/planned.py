@@ -3,7 +3,8 @@
 The job of `examples/finetune_stdlib.yaml`, and a Llama of 196 M parameters at three sequence lengths, for two steps on
 the CPU; every job in a process of its own. Three comparisons:
 
-* roles: `lightning_cxl.planner.model_job` on the meta device, against the peak of every role in `strategy.report()`;
+* roles: `lightning_cxl.planning.jobs.model_job` on the meta device, against the peak of every role in
+  `strategy.report()`;
 * report: what the strategy planned itself when the run began, against the same peaks;
 * process: all roles and the working memory of forward and backward, against what the process grew by (anonymous memory
   of its own, `RssAnon`, at the peak, sampled every 2 ms). A tiny run comes first, so that what libraries take at their
@@ -33,12 +34,12 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 import lightning_cxl
-from lightning_cxl.bench.results import Results, machine, print_columns
+from lightning_cxl.commands.measuring.results import Results, machine, print_columns
+from lightning_cxl.commands.plan.model_source import loss_on_meta
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.plan.model_source import loss_on_meta
-from lightning_cxl.planner.model_job import measure, model_job
-from lightning_cxl.planner.workload import Workload
+from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.planning.jobs.model_job import measure, model_job
 
 STEPS = 2
 NO_HOLES = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}

@@ -1,1 +1,1 @@
-"""What differs between device types: which devices there are, and how host memory is registered with their driver."""
+"""What differs between device types: which there are, and how host memory is registered with their driver."""

@@ -8,10 +8,10 @@ from datasets import Dataset, Features, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_cxl._lightning import LightningDataModule
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.finetune.corpus import corpus_fingerprint, load_documents, stdlib_files, user_files
 from lightning_cxl.finetune.tokenizer import cached_tokenizer, load_tokenizer
+from lightning_cxl.integrations.lightning.lightning_api import LightningDataModule
 
 Batch = dict[str, Tensor]
 _SPLIT_SEED = 0  # one split for all runs, so that their validation losses compare

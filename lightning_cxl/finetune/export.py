@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from lightning_cxl._lightning import Callback, LightningModule, Trainer
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.hf import save_pretrained
+from lightning_cxl.integrations.lightning.lightning_api import Callback, LightningModule, Trainer
+from lightning_cxl.weights.hf import save_pretrained
 
 
 def export_pretrained(module: CausalLM, folder: str | Path) -> Path:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_cxl._lightning import LightningModule, OptimizerLRScheduler
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.data import Batch
-from lightning_cxl.hf import from_pretrained
+from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
+from lightning_cxl.weights.hf import from_pretrained
 
 _RNG_KEY = "causal_lm_rng"
 

@@ -3,9 +3,9 @@
 import resource
 from typing import Any
 
-from lightning_cxl._lightning import Callback, LightningModule, Trainer
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.integrations.lightning.lightning_api import Callback, LightningModule, Trainer
 from lightning_cxl.units import format_bytes
 
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from lightning_cxl.memory.lineage import Lineage
 from lightning_cxl.memory.stacks import HostMemory
-from lightning_cxl.tiers.annotate import TierSpec, constructing_spec
-from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.tiers.placer import Placer
+from lightning_cxl.placement.decorators import TierSpec, constructing_spec
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placer import Placer
 from lightning_cxl.torch_private import (
     PIN_MEMORY,
     TO_COPY,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_cxl.memory.resource import Buffer, Span, cut_spans
-from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.placement.placement import TensorRole
 
 Split = tuple[tuple[str, float], ...]
 """Tiers and their shares of a buffer; equal splits are equal tuples."""

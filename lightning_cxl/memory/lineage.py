@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_cxl.tiers.annotate import TierSpec
+from lightning_cxl.placement.decorators import TierSpec
 
 _NOWHERE = 0
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.stacks import HostMemory
-from lightning_cxl.tiers.placer import Placer
-from lightning_cxl.tiers.policy import RoleHomePolicy
-from lightning_cxl.tiers.topology import Topology
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.policy import RoleHomePolicy
 
 
 @dataclass(frozen=True, eq=False, slots=True)

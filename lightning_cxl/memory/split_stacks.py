@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 from lightning_cxl._numa import page_nodes
 from lightning_cxl.devices.device_type import process_device_type
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import BudgetResource
 from lightning_cxl.memory.arena import STEP_BYTES, ArenaResource
 from lightning_cxl.memory.numa import HUGE_PAGE_BYTES
@@ -13,8 +14,7 @@ from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.memory.resource import Buffer, MemoryResource
 from lightning_cxl.memory.striped import StripedResource
 from lightning_cxl.memory.tier_pages import TierPages
-from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.tiers.topology import Topology
+from lightning_cxl.placement.placement import TensorRole
 
 Pinner = Callable[[MemoryResource], PinnedResource]
 """Puts page-locking on a resource."""

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError
+from lightning_cxl.machine.topology import Tier, Topology
 from lightning_cxl.memory.ledger import Ledger, Split
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.split_stacks import Pinner, SplitStacks, make_pinner
 from lightning_cxl.memory.striped import stripe_bytes_for
 from lightning_cxl.memory.tier_pages import MakeLeaf, TierPages, make_leaf
-from lightning_cxl.tiers.placement import Placement, TensorRole
-from lightning_cxl.tiers.topology import Tier, Topology
+from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.units import format_bytes
 
 _SHARE_DIGITS = 4  # splits that differ less share their stacks

@@ -3,10 +3,10 @@
 import time
 from typing import Protocol
 
+from lightning_cxl.machine.topology import Tier, Topology
 from lightning_cxl.memory.adaptors import Budget, BudgetResource
 from lightning_cxl.memory.numa import NumaResource, PageSource
 from lightning_cxl.memory.striped import StripedResource
-from lightning_cxl.tiers.topology import Tier, Topology
 
 _FREE_MAX_AGE_S = 0.5  # reading /proc for every placement would cost more than the allocation
 

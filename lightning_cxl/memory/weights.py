@@ -4,8 +4,8 @@ import torch
 
 from lightning_cxl.memory import scope
 from lightning_cxl.memory.hook import HostAllocationMode, is_placing
-from lightning_cxl.tiers.annotate import TierSpec, constructing
-from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.placement.decorators import TierSpec, constructing
+from lightning_cxl.placement.placement import TensorRole
 
 
 def empty_weight(like: torch.Tensor, dtype: torch.dtype, spec: TierSpec | None) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""The update on the host: CPU Adam and its kernels, master weights, gradients."""
+"""The update on the host: CPU Adam, its kernels and its state, and master weights."""

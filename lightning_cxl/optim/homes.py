@@ -10,8 +10,8 @@ import torch
 
 from lightning_cxl import _adam
 from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.machine.cpus import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.memory.numa import node_at
-from lightning_cxl.tiers.cpus import nearest_cpu_nodes, usable_cpus
 
 
 class Run(NamedTuple):

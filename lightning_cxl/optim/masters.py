@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from lightning_cxl.optim.formats import MasterForm
 from lightning_cxl.optim.layout import is_flat_like
-from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.transfer.engine import HostEngine, Transfer, TransferEngine
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]

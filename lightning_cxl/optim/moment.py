@@ -10,7 +10,7 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.blockwise import dynamic_map, num_blocks
 from lightning_cxl.optim.formats import StatePrecision
-from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.placement.placement import TensorRole
 
 AllocateState = Callable[[torch.Tensor, TensorRole, torch.dtype, int], torch.Tensor]
 """Returns a 1-D host tensor for a parameter's optimizer state: of that role, dtype and number of elements."""

@@ -12,7 +12,7 @@ from lightning_cxl.optim.formats import StatePrecision, join, split
 from lightning_cxl.optim.homes import Run
 from lightning_cxl.optim.layout import follows
 from lightning_cxl.optim.moment import AllocateState, Moment
-from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.placement.placement import TensorRole
 
 
 class KnownRow(NamedTuple):

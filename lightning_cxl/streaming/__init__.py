@@ -1,1 +1,1 @@
-"""What moves during forward and backward: units and their offloaded activations."""
+"""What visits the device: units, their weights, their inputs."""

@@ -1,1 +1,1 @@
-"""Copies between the device and host memory: the only owner of streams and events."""
+"""Copies between device and host memory: the only owner of streams and events."""

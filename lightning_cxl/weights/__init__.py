@@ -1,1 +1,1 @@
-"""Weights of models and files: building without weights, loading, saving."""
+"""Safetensors files into models and back; models of transformers."""

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.memory.weights import empty_weight
-from lightning_cxl.storage.pieces import Staging
-from lightning_cxl.storage.weight_folder import Source, open_weights
 from lightning_cxl.weights.model_weights import ModelWeight
+from lightning_cxl.weights.pieces import Staging
 from lightning_cxl.weights.plan import LoadPlan, Read, plan_load, refuse_mismatch
 from lightning_cxl.weights.sources import FileTensor, Translate, WeightSource
+from lightning_cxl.weights.weight_folder import Source, open_weights
 
 
 class LoadReport(NamedTuple):

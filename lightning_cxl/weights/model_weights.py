@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.tiers.annotate import TierSpec, owner_spec
+from lightning_cxl.placement.decorators import TierSpec, owner_spec
 
 
 @dataclass(eq=False, slots=True)

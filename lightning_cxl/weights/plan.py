@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.storage.tensor_file import TensorFile
 from lightning_cxl.weights.model_weights import ModelWeight, computed_buffers, distinct, model_weights
 from lightning_cxl.weights.sources import FileTensor, Translate, WeightSource
+from lightning_cxl.weights.tensor_file import TensorFile
 
 _SHOWN = 8
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_cxl.memory.heap import HeapTrimmer
-from lightning_cxl.storage.header import TensorEntry
-from lightning_cxl.storage.pieces import Staging, scratch
-from lightning_cxl.storage.tensor_file import TensorFile
+from lightning_cxl.weights.header import TensorEntry
+from lightning_cxl.weights.pieces import Staging, scratch
+from lightning_cxl.weights.tensor_file import TensorFile
 
 
 class WeightSource(Protocol):

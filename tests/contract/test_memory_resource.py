@@ -10,6 +10,7 @@ import torch
 
 from lightning_cxl._numa import page_nodes
 from lightning_cxl.errors import TierFullError
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import Budget, BudgetResource
 from lightning_cxl.memory.arena import ArenaResource
 from lightning_cxl.memory.numa import NumaResource
@@ -19,8 +20,7 @@ from lightning_cxl.memory.resource import Buffer, MemoryResource
 from lightning_cxl.memory.split_stacks import SplitStacks
 from lightning_cxl.memory.striped import StripedResource
 from lightning_cxl.memory.tier_pages import TierPages
-from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.tiers.topology import Topology
+from lightning_cxl.placement.placement import TensorRole
 
 MIB = 2**20
 LIMIT = 64 * MIB

@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_cxl import runtime
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.optim.adam_step import AdamStep
+from lightning_cxl.run import runtime
 from tests import training_device
 from tests.integration.training import make_trainer, offload
 from tests.models import TinyTransformer

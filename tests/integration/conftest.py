@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from lightning_cxl import runtime
 from lightning_cxl.optim.adam_step import AdamStep
+from lightning_cxl.run import runtime
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ import torch
 
 from lightning_cxl import TierFullError
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.planner.model_job import measure, model_job
-from lightning_cxl.planner.workload import Workload
+from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.planning.jobs.model_job import measure, model_job
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -44,9 +44,9 @@ def planned():
 
 def take_the_checks_away():
     """Let neither the plan nor the allocator ask what is free."""
-    from lightning_cxl import placed_memory
-    from lightning_cxl.planner import ahead
-    from lightning_cxl.tiers.topology import Topology
+    from lightning_cxl.machine.topology import Topology
+    from lightning_cxl.planning import ahead
+    from lightning_cxl.run import placed_memory
 
     ahead.check_fits = placed_memory.check_fits = lambda *_, **__: None
     Topology.node_free_bytes = Topology.host_available_bytes = lambda *_: 1 << 50

@@ -18,7 +18,7 @@ import warnings
 import torch
 from torch import nn
 
-from lightning_cxl import runtime
+from lightning_cxl.run import runtime
 from tests import training_device
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, offload, train

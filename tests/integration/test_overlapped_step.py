@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_cxl import updates
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.optim.adam_step import AdamStep
+from lightning_cxl.updates import unit_updates as updates
 from tests import training_device
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data

@@ -5,10 +5,10 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError
-from lightning_cxl.policies.api import Decision
-from lightning_cxl.policies.registry import POLICIES
-from lightning_cxl.strategy import CXLOffloadStrategy
-from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.policies.api import Decision
+from lightning_cxl.planning.policies.registry import POLICIES
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -37,7 +37,7 @@ class AllNear:
     """One that is asked tensor by tensor."""
 
     def place(self, request, free):
-        from lightning_cxl.tiers.placement import Placement
+        from lightning_cxl.placement.placement import Placement
 
         return Placement(("dram", "cxl"), reason="all near")
 

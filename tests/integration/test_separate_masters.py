@@ -303,7 +303,7 @@ def test_a_failing_checkpoint_plugin_does_not_keep_the_run_alive(tmp_path):
     module = Task(model())
     trainer = make_trainer("cxl_offload", max_steps=1)
 
-    class Broken(lightning_cxl.strategy.CXLCheckpointIO):
+    class Broken(lightning_cxl.integrations.lightning.strategy.CXLCheckpointIO):
         def teardown(self):
             raise OSError(28, "No space left on device")
 

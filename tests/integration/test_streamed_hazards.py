@@ -10,9 +10,9 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
-from lightning_cxl import updates
-from lightning_cxl.optim.sums import GradientSums
+from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.streaming import params
+from lightning_cxl.updates import unit_updates as updates
 from tests import training_device
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data

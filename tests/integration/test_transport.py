@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_cxl.callbacks import OffloadProgressBar
+from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl.checkpoint import load_file, save_file
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.runtime import OffloadRuntime
+from lightning_cxl.run.checkpoint import load_file, save_file
+from lightning_cxl.run.runtime import OffloadRuntime
 
 MIB = 2**20
 WIDTH, DEPTH = 1448, 50  # 8 MiB a layer, 400 MiB in all

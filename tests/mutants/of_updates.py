@@ -2,11 +2,11 @@
 
 from tests.mutants.mutant import Mutant
 
-_GRADS = "lightning_cxl/optim/grads.py"
-_LEAVING = "lightning_cxl/optim/leaving.py"
-_SUMS = "lightning_cxl/optim/sums.py"
+_GRADS = "lightning_cxl/gradients/sink.py"
+_LEAVING = "lightning_cxl/gradients/leaving.py"
+_SUMS = "lightning_cxl/gradients/sums.py"
 _MASTERS = "lightning_cxl/optim/masters.py"
-_UPDATES = "lightning_cxl/updates.py"
+_UPDATES = "lightning_cxl/updates/unit_updates.py"
 T_STEP = ("tests/integration/test_overlapped_step.py",)
 T_HAZARDS = ("tests/integration/test_streamed_hazards.py",)
 T_GRADS = ("tests/integration/test_device_gradients.py", "tests/integration/test_streamed_training.py")
@@ -35,7 +35,7 @@ MUTANTS = (
         _SUMS,
         "own is not None and own() is grad",
         "own is not None and own() is not None and own().data_ptr() == grad.data_ptr()",
-        ("tests/unit/optim/test_sums.py",),
+        ("tests/unit/gradients/test_sums.py",),
     ),
     Mutant(
         "a gradient after its update is an error",
@@ -131,14 +131,14 @@ MUTANTS = (
     ),
     Mutant(
         "a step waits for copies that read masters",
-        "lightning_cxl/optim/adopt.py",
+        "lightning_cxl/updates/adopt.py",
         "        self._grads.end_step()\n        self._options.may_write()\n        self._masters.wait()\n",
         "        self._grads.end_step()\n        self._options.may_write()\n",
         (*T_GRADS, *T_STEP),
     ),
     Mutant(
         "a step waits for copies that read homes",
-        "lightning_cxl/optim/adopt.py",
+        "lightning_cxl/updates/adopt.py",
         "        self._options.may_write()\n",
         "",
         ("tests/integration/test_streamed_hazards.py::test_a_step_does_not_write_what_is_being_fetched",),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl import _cpu, _grads
-from lightning_cxl.optim import grad_reference
+from lightning_cxl.gradients import reference as grad_reference
 from lightning_cxl.optim.formats import GRAD_FORMATS
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

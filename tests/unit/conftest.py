@@ -1,10 +1,16 @@
-"""Machines to read: reduced copies of what real 2- and 3-node guests show under /sys and /proc, free to be edited."""
+"""Machines to read, reduced copies of what real 2- and 3-node guests show under /sys and /proc, free to be edited.
+
+No test sees what was measured on this machine, nor its devices where speeds are looked up.
+"""
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from lightning_cxl.commands import env as environment
+from lightning_cxl.machine import speeds
 
 _FIXTURES = Path(__file__).parents[1] / "fixtures" / "sysfs"
 
@@ -25,3 +31,17 @@ def machine(tmp_path: Path) -> Callable[..., Path]:
         return root
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The folder of caches: empty."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_devices(monkeypatch):
+    for module in (environment, speeds):
+        monkeypatch.setattr(module, "devices_apart", lambda: ())

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_cxl import TierKind
-from lightning_cxl.planner.environment import environment_report, format_environment
+from lightning_cxl.commands.env import environment_report, format_environment
 
 
 def test_tiers_are_the_nodes_of_the_machine(topology, machine, cards):

@@ -2,10 +2,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_cxl._lightning import LightningModule
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.export import ExportPretrained, export_pretrained
 from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.integrations.lightning.lightning_api import LightningModule
 
 
 def test_an_export_loads_in_transformers_with_equal_weights_and_tokenizer(tiny_model, data, make_trainer, tmp_path):

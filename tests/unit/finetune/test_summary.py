@@ -1,9 +1,9 @@
 import pytest
 
-from lightning_cxl._lightning import LightningModule
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.finetune.summary import FitSummary
+from lightning_cxl.integrations.lightning.lightning_api import LightningModule
 from tests.unit.finetune.conftest import SHAPE
 
 

@@ -3,14 +3,14 @@
 import torch
 from torch import nn
 
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.stacks import HostMemory
-from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.tiers.placer import Placer
-from lightning_cxl.tiers.policy import RoleHomePolicy
-from lightning_cxl.tiers.topology import Topology
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.policy import RoleHomePolicy
 
 LIMIT = 64 * 2**20
 

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import ConfigError, TierFullError, TierNotFoundError
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory import scope
 from lightning_cxl.memory.api import empty, host_allocation, residency
 from lightning_cxl.memory.stacks import HostMemory
-from lightning_cxl.tiers.annotate import tier
-from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.tiers.placer import Placer
-from lightning_cxl.tiers.policy import RoleHomePolicy
-from lightning_cxl.tiers.topology import Topology
+from lightning_cxl.placement.decorators import tier
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.policy import RoleHomePolicy
 
 
 def make_host(**budgets: int) -> tuple[HostMemory, Placer]:

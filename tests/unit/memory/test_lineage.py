@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_cxl.memory.lineage import ParameterOwners
-from lightning_cxl.tiers.annotate import TierSpec
-from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.placement.decorators import TierSpec
+from lightning_cxl.placement.placement import TensorRole
 from tests.unit.memory.host import Host
 
 

@@ -6,8 +6,8 @@ import torch
 
 from lightning_cxl._numa import NOWHERE, Mapping, Range, gather_pages, page_nodes
 from lightning_cxl.errors import PlacementError, TierFullError
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import NumaResource
-from lightning_cxl.tiers.topology import Topology
 
 MIB = 2**20
 

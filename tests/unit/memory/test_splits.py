@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from lightning_cxl._numa import Mapping, page_nodes
 from lightning_cxl.errors import SpillWarning, TierFullError
+from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
 from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.memory.striped import StripedResource
-from lightning_cxl.tiers.placement import Placement, TensorRole
-from lightning_cxl.tiers.topology import Node, Tier, TierKind, Topology
+from lightning_cxl.placement.placement import Placement, TensorRole
 
 MIB = 2**20
 STRIPE = 2 * MIB

@@ -7,10 +7,10 @@ from lightning_cxl.errors import TierNotFoundError
 from lightning_cxl.memory import scope
 from lightning_cxl.memory.hook import is_placing, ordinary_memory
 from lightning_cxl.memory.weights import empty_weight
-from lightning_cxl.tiers.annotate import TierSpec, constructing, constructing_spec
-from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.tiers.placer import Placer
-from lightning_cxl.tiers.policy import RoleHomePolicy
+from lightning_cxl.placement.decorators import TierSpec, constructing, constructing_spec
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.policy import RoleHomePolicy
 from tests.unit.memory.host import Host
 
 

@@ -7,9 +7,9 @@ import torch
 
 from lightning_cxl import _adam
 from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.machine.cpus import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.homes import Run, ThreadHomes
-from lightning_cxl.tiers.cpus import nearest_cpu_nodes, usable_cpus
 
 CHUNK = _adam.CHUNK
 

@@ -13,7 +13,7 @@ from lightning_cxl.optim.moment import (
     decode,
     moment_bytes,
 )
-from lightning_cxl.tiers.placement import TensorRole
+from lightning_cxl.placement.placement import TensorRole
 
 PRECISIONS = ["fp32", "bf16", "8bit"]
 ROLES = [TensorRole.MOMENTUM, TensorRole.VARIANCE]

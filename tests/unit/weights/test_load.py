@@ -9,12 +9,12 @@ import lightning_cxl
 from lightning_cxl.errors import CheckpointError, TierFullError
 from lightning_cxl.memory import scope
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.storage.tensor_file import TensorFile
-from lightning_cxl.tiers.placement import TensorRole
-from lightning_cxl.tiers.placer import Placer
-from lightning_cxl.tiers.policy import RoleHomePolicy
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.policy import RoleHomePolicy
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.load import load_weights
+from lightning_cxl.weights.tensor_file import TensorFile
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.memory.host import Host
 

@@ -1,0 +1,104 @@
+"""What applies updates: unit after unit when backward is over, or while it runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from simulation.engine import SimulatedEngine
+
+from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.updates.unit_updates import UnitUpdates
+from schedule.rig import Rig, UnitTraffic
+
+_OPTIONS = {"lr": 1e-4, "num_threads": 1}
+
+
+class AfterBackward:
+    """Gradients are complete when backward returns; then unit after unit is updated.
+
+    Args:
+        rig: what is trained.
+        traffic: what the update of each unit streams, by unit.
+    """
+
+    def __init__(self, rig: Rig, traffic: Mapping[str, UnitTraffic]) -> None:
+        self._engine = rig.engine
+        self._traffic = traffic
+        self._sink = GradientSink(
+            rig.engine, rig.allocate_like, GradientMeter(1), streamed=rig.unit_of, bring_home=rig.streamer.release
+        )
+        masters = MasterWeights({}, rig.allocate_like)
+        self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
+        self._optimizers = {name: CPUAdam(unit.parameters(), **_OPTIONS) for name, unit in rig.model.named_units()}
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def finish(self) -> None:
+        for name, optimizer in self._optimizers.items():
+            with self._engine.host_work(name, self._traffic[name]):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+class DuringBackward:
+    """The package's own schedule: a worker updates every unit when its backward is over.
+
+    Args:
+        rig: what is trained.
+        traffic: what the update of each unit streams, by unit.
+    """
+
+    def __init__(self, rig: Rig, traffic: Mapping[str, UnitTraffic]) -> None:
+        self._worker = ThreadPoolExecutor(max_workers=1)
+        masters = MasterWeights({}, rig.allocate_like)
+        self._sink = GradientSink(
+            rig.engine,
+            rig.allocate_like,
+            GradientMeter(1),
+            streamed=rig.unit_of,
+            bring_home=rig.streamer.release,
+            worker=self._worker,
+        )
+        self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
+        self._optimizer = CPUAdam(rig.model.parameters(), **_OPTIONS)
+        self._updates = _PacedUpdates(rig.units, self._worker, masters, self._sink, rig.streamer.fetch_ahead)
+        self._updates.in_backward = True
+        self._updates.engine, self._updates.traffic = rig.engine, traffic
+        rig.streamer.on_left = self._updates.unit_is_over
+
+    def begin(self) -> None:
+        self._updates.begin(self._optimizer)
+        self._updates.begin_backward()
+
+    def finish(self) -> None:
+        self._sink.end_step()
+        self._updates.update(self._optimizer)
+        self._updates.wait()
+        self._optimizer.zero_grad()
+
+    def close(self) -> None:
+        self._worker.shutdown()
+        self._sink.close()
+
+
+class _PacedUpdates(UnitUpdates):
+    """Every update takes as long as its bytes take on the simulated tiers."""
+
+    engine: SimulatedEngine
+    traffic: Mapping[str, UnitTraffic]
+
+    def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
+        super().start(unit, written, partial(self._paced, unit.name, job))
+
+    def _paced(self, unit: str, job: Callable[[], None]) -> None:
+        with self.engine.host_work(unit, self.traffic[unit]):
+            job()

@@ -1,0 +1,1 @@
+"""Copies, and work of the host, at the speed of simulated links."""

@@ -1,1 +1,0 @@
-"""``python -m lightning_cxl calibrate``: how fast this machine's memory, devices and disks are."""

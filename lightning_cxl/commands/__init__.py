@@ -1,0 +1,1 @@
+"""`python -m lightning_cxl`: a module or folder for each command."""

@@ -1,0 +1,1 @@
+"""`calibrate`: how fast memory, devices and disks are."""

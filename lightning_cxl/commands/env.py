@@ -1,0 +1,246 @@
+"""What ``python -m lightning_cxl env`` prints: the machine as this package sees it, and what to change about it."""
+
+import importlib.metadata
+import os
+import platform
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_cxl import _cpu
+from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.errors import MissingTierWarning
+from lightning_cxl.machine.calibration import load_calibration
+from lightning_cxl.machine.limits import cgroup_limits
+from lightning_cxl.machine.nodes import Node, allowed_node_ids, node_free_bytes, read_nodes, read_text
+from lightning_cxl.machine.speeds import tier_speeds
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.units import format_bytes
+
+_PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
+
+
+def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
+    """Return what matters about this machine as a JSON-able dict.
+
+    Keys: ``tiers``, ``nodes`` and ``notes`` (the topology), ``speeds`` (of tiers, and their source), ``limits``,
+    ``kernel``, ``cpu``, ``accelerator``, ``versions``, and ``advice``, what to change, one sentence each.
+
+    Args:
+        root: where ``sys`` and ``proc`` lie; for tests.
+    """
+    root = Path(root)
+    with warnings.catch_warnings():
+        # the report shows emulated tiers itself
+        warnings.simplefilter("ignore", MissingTierWarning)
+        topology = Topology.detect(root)
+    report: dict[str, Any] = {
+        "tiers": [_tier_row(topology, name) for name in topology.names],
+        "nodes": [_node_row(root, node) for node in read_nodes(root)],
+        "notes": list(topology.notes),
+        "speeds": _speed_rows(topology),
+        "limits": {
+            "memory_bytes": topology.host_limit_bytes(),
+            "available_bytes": topology.host_available_bytes(),
+            "cgroups": [
+                {"path": str(limit.path), "limit_bytes": limit.limit_bytes, "used_bytes": limit.used_bytes}
+                for limit in cgroup_limits(root)
+            ],
+            "memlock_bytes": _memlock_bytes(root),
+        },
+        "kernel": {
+            "release": platform.release(),
+            "transparent_hugepage": _chosen(read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+            "numa_balancing": read_text(root / "proc/sys/kernel/numa_balancing"),
+        },
+        "cpu": _cpu_rows(root),
+        "accelerator": _accelerator(),
+        "versions": _versions(),
+    }
+    report["advice"] = advice(report)
+    return report
+
+
+def advice(report: Mapping[str, Any]) -> list[str]:
+    """Return what to change about the machine of a report, most important first."""
+    found = []
+    kernel, limits = report["kernel"], report["limits"]
+    if report["cpu"]["isa_error"]:
+        found.append(f"The chosen instruction set cannot be used: {report['cpu']['isa_error']}")
+    for node in report["nodes"]:
+        if not node["allowed"]:
+            found.append(
+                f"Node {node['node_id']} ({format_bytes(node['capacity_bytes'])}) is outside this process's cpuset: "
+                f"widen `cpuset.mems` (`docker run --cpuset-mems`, systemd `AllowedMemoryNodes=`) to use it."
+            )
+        elif node["zone"] == "movable":
+            found.append(
+                f"Node {node['node_id']} is online as movable memory: page-locking for a GPU moves pages off it. Bring "
+                f"it online as kernel memory: `daxctl offline-memory daxX.Y; daxctl online-memory --no-movable daxX.Y`."
+            )
+    if any(tier["emulated"] for tier in report["tiers"]):
+        found.append(
+            "There is no CXL memory: tier 'cxl' takes DRAM. If a card is installed, show it with `daxctl list` and "
+            "bring it online with `daxctl reconfigure-device --mode=system-ram --no-movable daxX.Y`."
+        )
+    tiers = {tier["name"]: tier for tier in report["tiers"]}
+    for name, speeds in report["speeds"].items():
+        if speeds["source"] == "unknown" and tiers[name]["kind"] == "cxl" and not tiers[name]["emulated"]:
+            found.append(
+                f"How fast tier `{name}` is, neither the firmware tells nor a measurement, so nothing can be planned "
+                f"for it: measure with `python -m lightning_cxl calibrate`."
+            )
+    memlock = limits["memlock_bytes"]
+    if memlock is not None and memlock < limits["memory_bytes"]:
+        found.append(
+            f"Locked memory is limited to {format_bytes(memlock)}: with a GPU, page-locking host memory may fail. "
+            f"Raise it: `ulimit -l unlimited`, systemd `LimitMEMLOCK=infinity`, or `docker run --ulimit memlock=-1`."
+        )
+    if kernel["transparent_hugepage"] == "never":
+        found.append(
+            "Transparent huge pages are off, so large buffers cost more TLB misses: "
+            "`echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled`."
+        )
+    if len(report["nodes"]) > 1 and kernel["numa_balancing"] not in (None, "0"):
+        found.append(
+            "NUMA balancing is on: what this package places stays, but the kernel moves all other memory between nodes "
+            "during a run. For steady timings: `sudo sysctl kernel.numa_balancing=0`."
+        )
+    return found
+
+
+def format_environment(report: Mapping[str, Any]) -> str:
+    """Return a report as text for a terminal."""
+    versions, cpu, limits, kernel = report["versions"], report["cpu"], report["limits"], report["kernel"]
+    device, memlock = report["accelerator"], limits["memlock_bytes"]
+    sections = {
+        "Versions": [", ".join(f"{name} {version or 'none'}" for name, version in versions.items())],
+        "Tiers": [tier["description"] for tier in report["tiers"]] + report["notes"],
+        "Nodes": [_node_line(node) for node in report["nodes"]],
+        "Speeds": [_speed_line(name, speeds) for name, speeds in report["speeds"].items()],
+        "Limits": [
+            f"host memory: {format_bytes(limits['memory_bytes'])}, {format_bytes(limits['available_bytes'])} available",
+            *(
+                f"control group {group['path']}: {format_bytes(group['limit_bytes'])}, "
+                f"{format_bytes(group['used_bytes'])} used"
+                for group in limits["cgroups"]
+            ),
+            f"locked memory: {'unlimited' if memlock is None else format_bytes(memlock)}",
+        ],
+        "Kernel": [
+            f"Linux {kernel['release']}, transparent huge pages: {kernel['transparent_hugepage'] or 'not available'}, "
+            f"NUMA balancing: {kernel['numa_balancing'] or 'not available'}"
+        ],
+        "Compute": [
+            f"{cpu['threads']} CPU threads, ISA {cpu['isa'] or 'invalid'} (of {', '.join(cpu['supported_isas'])})",
+            f"accelerator: {device['num_devices']} x {device['kind']}" if device["kind"] else "accelerator: none",
+        ],
+        "What to change": report["advice"] or ["nothing"],
+    }
+    return "\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())
+
+
+def _tier_row(topology: Topology, name: str) -> dict[str, Any]:
+    tier = topology.tier(name)
+    return {
+        "name": tier.name,
+        "kind": tier.kind.value,
+        "node_ids": list(tier.node_ids),
+        "capacity_bytes": tier.capacity_bytes,
+        "emulated": tier.emulated,
+        "read_bytes_per_s": tier.read_bytes_per_s,
+        "write_bytes_per_s": tier.write_bytes_per_s,
+        "read_latency_ns": tier.read_latency_ns,
+        "description": tier.describe(),
+    }
+
+
+def _node_row(root: Path, node: Node) -> dict[str, Any]:
+    allowed = allowed_node_ids(root)
+    return {
+        "node_id": node.node_id,
+        "has_cpus": node.has_cpus,
+        "capacity_bytes": node.capacity_bytes,
+        "free_bytes": node_free_bytes(root, node.node_id, node.capacity_bytes),
+        "distance": node.distance,
+        "zone": "movable" if node.movable else "normal",
+        "allowed": allowed is None or node.node_id in allowed,
+        "read_bytes_per_s": node.read_bytes_per_s,
+        "write_bytes_per_s": node.write_bytes_per_s,
+        "read_latency_ns": node.read_latency_ns,
+        "write_latency_ns": node.write_latency_ns,
+    }
+
+
+def _node_line(node: Mapping[str, Any]) -> str:
+    text = (
+        f"node {node['node_id']}: {'with CPUs' if node['has_cpus'] else 'memory only'}, "
+        f"{format_bytes(node['capacity_bytes'])}, {format_bytes(node['free_bytes'])} free, "
+        f"distance {node['distance']}, {node['zone']} zone"
+    )
+    for way in ("read", "write"):
+        if node[f"{way}_bytes_per_s"] is not None:
+            text += f", {way} {node[f'{way}_bytes_per_s'] / 1e9:.1f} GB/s"
+        if node[f"{way}_latency_ns"] is not None:
+            text += f" {node[f'{way}_latency_ns']:.0f} ns"
+    return text + ("" if node["allowed"] else ", not allowed by the cpuset")
+
+
+def _speed_rows(topology: Topology) -> dict[str, Any]:
+    """Return what the planner takes a tier's speeds for, by tier."""
+    calibration = load_calibration(topology, [device.name for device in devices_apart()])
+    speeds = {tier.name: tier_speeds(tier, calibration) for tier in topology.tiers}
+    return {name: {"source": each.origin, **each.values} for name, each in speeds.items()}
+
+
+def _speed_line(name: str, speeds: Mapping[str, Any]) -> str:
+    if speeds["source"] == "unknown":
+        return f"{name}: unknown (no ratings of the firmware, no calibration)"
+    adam, read, write = (
+        f"{speeds[f'{kind}_bytes_per_s'] / 1e9:.1f}" for kind in ("adam", "device_read", "device_write")
+    )
+    latency = f", {speeds['latency_ns']:.0f} ns" if "latency_ns" in speeds else ""
+    return f"{name}: Adam {adam}, devices read {read} and write {write} GB/s{latency} ({speeds['source']})"
+
+
+def _memlock_bytes(root: Path) -> int | None:
+    """Return the soft limit on locked memory, None when there is none (or none can be read)."""
+    for line in (read_text(root / "proc/self/limits") or "").splitlines():
+        if line.startswith("Max locked memory"):
+            soft = line.split()[3]
+            return int(soft) if soft.isdigit() else None
+    return None
+
+
+def _chosen(text: str | None) -> str | None:
+    """Return the bracketed word of a kernel choice such as ``"always [madvise] never"``."""
+    return text.partition("[")[2].partition("]")[0] if text else None
+
+
+def _cpu_rows(root: Path) -> dict[str, Any]:
+    rows: dict[str, Any] = {"supported_isas": list(_cpu.supported_isas()), "threads": _cpu.available_threads(str(root))}
+    try:
+        return {**rows, "isa": _cpu.best_isa(), "isa_error": None}
+    except ValueError as error:
+        return {**rows, "isa": None, "isa_error": str(error)}
+
+
+def _accelerator() -> dict[str, Any]:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "kind": None if device is None else device.type,
+        "num_devices": 0 if device is None else torch.accelerator.device_count(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {**versions, "CUDA": torch.version.cuda}

@@ -1,0 +1,1 @@
+"""What the commands that measure share: timing, and results with their goals."""

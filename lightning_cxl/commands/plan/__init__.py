@@ -1,0 +1,1 @@
+"""`plan`: what fits, and how long a step takes, before anything is loaded."""

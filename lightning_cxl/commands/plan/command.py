@@ -1,0 +1,152 @@
+"""``python -m lightning_cxl plan``: its options, and one run of it."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_cxl.commands.measuring.pictures import check_matplotlib
+from lightning_cxl.commands.plan.study import Settings, Study
+from lightning_cxl.commands.plan.text import Findings, as_data, as_text
+from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.machine.machine import Machine
+from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.machine.speeds import machine_of, machine_without_speeds
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.planning.compare import compare, dram_only_time
+from lightning_cxl.planning.policies.registry import POLICIES
+
+DOES_NOT_FIT = 2
+"""Exit status."""
+_DESCRIPTION = """Say before a run what it would keep where, whether that fits, and how long a step would take. No
+weights are loaded; seconds are predicted, not measured. Exit status: 0 if the job fits, 2 if it does not."""
+
+
+def main(arguments: list[str]) -> int:
+    """Plan a job as the options say and print it.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: options that cannot be honoured.
+    """
+    options = _parser().parse_args(arguments)
+    if options.plot is not None:
+        check_matplotlib()
+    settings = Settings(
+        batch=options.batch,
+        sequence=options.seq,
+        precision=options.precision,
+        state=options.state,
+        master=options.master,
+        accumulate=options.accumulate,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        overlap=options.overlap,
+        activation_offload=options.activation_offload,
+        stream_weights=options.stream_weights,
+        loss=options.loss,
+        layout=options.layout,
+    )
+    machine = _this_machine() if options.tiers is None else load_machine(options.tiers)
+    found = look(Study(options.model), settings, machine, options.policy)
+    print(as_text(found))
+    if options.json is not None:
+        _write(options.json, json.dumps(as_data(found), indent=1) + "\n")
+    if options.plot is not None:
+        from lightning_cxl.commands.plan.picture import draw
+
+        draw(found, options.plot)
+    return 0 if found.fits else DOES_NOT_FIT
+
+
+def look(study: Study, settings: Settings, machine: Machine, policy: str | None = None) -> Findings:
+    """Return everything there is to say about a job.
+
+    Args:
+        study: of the model.
+        settings: of the job.
+        machine: to run on.
+        policy: shown in full; built-in, or the import path of a class. None: ``"bandwidth"`` where speeds are known,
+            else ``"latency_first"``, which does not need them.
+
+    Raises:
+        ConfigError: no such policy, one that needs speeds that are not known, or settings that do not go together.
+    """
+    policy = policy or ("bandwidth" if machine.has_speeds else "latency_first")
+    planned = study.job(settings, machine)
+    plans = compare(planned.job, machine, dict.fromkeys([*POLICIES, policy]))
+    if plans[policy].needs_speeds:
+        raise ConfigError(
+            f"policy {policy!r} needs the speeds of this machine's memory, and they are not known: measure them with "
+            f"`python -m lightning_cxl calibrate`, describe a machine in a file (--tiers; examples are in "
+            f"examples/machines), or choose another policy"
+        )
+    found = Findings(
+        study.name, settings, machine, planned, policy, plans, dram_only_time(planned.job, machine), changes=()
+    )
+    if found.fits:
+        return found
+    changes = study.what_fits(settings, machine, policy)
+    return Findings(study.name, settings, machine, planned, policy, plans, found.dram_only, changes)
+
+
+def _this_machine() -> Machine:
+    """Return this machine with what is free on it now; tiers that share memory or a limit hold that much together."""
+    topology = Topology.detect()
+    found = devices_apart()
+    device = found[0].device.type if found else "cpu"
+    free = {tier.name: sum(topology.node_free_bytes(node) for node in tier.node_ids) for tier in topology.tiers}
+    machine = machine_of(topology, device, capacity_bytes=free)
+    machine = machine or machine_without_speeds(topology, device).with_capacity(free)
+    return machine.with_capacity({}, topology.host_available_bytes())
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = Settings()
+    parser = argparse.ArgumentParser("python -m lightning_cxl plan", description=_DESCRIPTION)
+    add: Any = parser.add_argument
+    add("--model", required=True, help="folder with a config.json, hub id, or a shape such as llama-3.1-8b")
+    add("--seq", type=int, default=default.sequence, help="tokens per sequence (%(default)s)")
+    add("--batch", type=int, default=default.batch, help="sequences per micro-batch (%(default)s)")
+    add("--tiers", type=Path, help="machine as YAML; this machine with what is free on it when left out")
+    names = ", ".join(POLICIES)
+    add("--policy", help=f"{names}, or package.module.Class (bandwidth; latency_first where speeds are not known)")
+    add("--precision", choices=["32-true", "bf16-true", "bf16-mixed"], default=default.precision, help="(%(default)s)")
+    add("--state", choices=["fp32", "bf16", "8bit"], default=default.state, help="momentum, variance (%(default)s)")
+    add("--master", choices=["split", "fp32"], default=default.master, help="master weights (%(default)s)")
+    add("--accumulate", choices=["fp32", "bf16"], default=default.accumulate, help="sums of gradients (%(default)s)")
+    add("--accumulate-grad-batches", type=int, default=1, help="micro-batches per step (%(default)s)")
+    add(
+        "--overlap",
+        choices=["auto", "none", "backward", "forward"],
+        default=default.overlap,
+        help='what the update runs behind; backward needs on_overflow="ignore" (%(default)s)',
+    )
+    switch = argparse.BooleanOptionalAction
+    add("--activation-offload", action=switch, default=True, help="inputs of units to the host (on)")
+    add("--stream-weights", action=switch, default="auto", help="weights of units to the host (on with a GPU)")
+    add(
+        "--loss",
+        choices=["full", "chunked"],
+        default=default.loss,
+        help="chunked: as if the model computed its loss without ever holding all logits (%(default)s)",
+    )
+    add("--layout", choices=["ours", "paper"], default=default.layout, help="paper: 20 bytes per parameter")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--plot", type=Path, metavar="FILE.png", help="draw tiers and predicted times")
+    return parser
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Give a file in a folder that exists") from error
+
+
+def run() -> None:
+    """Run the command with `sys.argv`."""
+    sys.exit(main(sys.argv[2:]))

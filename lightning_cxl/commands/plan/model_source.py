@@ -1,0 +1,93 @@
+"""`model_on_meta`: a causal language model without weights, from a folder, a hub id, or the name of a published shape.
+
+transformers is imported when a model is built, not with this package.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cxl.commands.plan.shapes import shape_config, unknown_model
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.weights.empty import empty_weights
+
+_CHUNK_TOKENS = 1024
+PlannedPrecision = Literal["32-true", "bf16-true", "bf16-mixed"]
+"""The Trainer's precisions that can be planned."""
+
+
+def model_on_meta(name: str) -> Any:
+    """Return a model of transformers whose parameters and buffers have no memory, in training mode.
+
+    Args:
+        name: a folder with a ``config.json``, a shape's name, or a hub id.
+
+    Raises:
+        ConfigError: nothing of that name can be had, or its config makes no causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _config(name)
+    try:
+        with empty_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{name!r} makes no causal language model: {error}") from error
+    return model.to("meta").train()
+
+
+def set_precision(model: torch.nn.Module, precision: PlannedPrecision) -> None:
+    """Give a model on the meta device the types it has under a precision of the Trainer."""
+    model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+
+def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
+    """Return a function that computes the model's loss of a batch of token ids without values.
+
+    Args:
+        model: of transformers, on the meta device.
+        batch: sequences.
+        sequence: tokens of each.
+        chunked: head and loss are computed for a few tokens at a time, and again in backward.
+    """
+    # the cache is what these models make in training by default; without it they look for packed sequences in
+    # position ids, which have no values here
+
+    def full() -> torch.Tensor:
+        ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+        loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=True).loss
+        return loss
+
+    def in_chunks() -> torch.Tensor:
+        ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+        hidden = model.base_model(input_ids=ids, use_cache=True).last_hidden_state.flatten(0, 1)
+        parts = zip(torch.split(hidden, _CHUNK_TOKENS), torch.split(ids.flatten(), _CHUNK_TOKENS), strict=True)
+        losses = [checkpoint(of_chunk, tokens, labels, use_reentrant=False) for tokens, labels in parts]
+        return torch.stack(losses).sum()
+
+    def of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(model.get_output_embeddings()(hidden).float(), labels)
+
+    return in_chunks if chunked else full
+
+
+def _config(name: str) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    shape = shape_config(name)
+    path = Path(name)
+    if shape is not None and not path.is_dir():
+        return CONFIG_MAPPING[shape.pop("model_type")](**shape)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"folder {name!r} has no config.json: save the model's config there")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        if path.is_dir():
+            raise ConfigError(f"the config.json in {name!r} cannot be used: {reason}") from error
+        raise unknown_model(name, reason) from error

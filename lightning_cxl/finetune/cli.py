@@ -1,0 +1,46 @@
+"""The command line of the main job: LightningCLI over `CausalLM` and `TextData`."""
+
+import warnings
+
+from lightning_cxl.finetune.data import TextData
+from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.finetune.summary import FitSummary
+from lightning_cxl.integrations.lightning.lightning_api import LightningCLI
+
+
+class FinetuneCLI(LightningCLI):
+    """``fit``, ``validate``, ``test`` and ``predict``; model and data agree on tokenizer and vocabulary."""
+
+    def __init__(self) -> None:
+        """Parse `sys.argv` and run."""
+        self.summary = FitSummary()
+        super().__init__(
+            CausalLM,
+            TextData,
+            seed_everything_default=42,
+            trainer_defaults={"num_sanity_val_steps": -1, "callbacks": [self.summary]},
+            parser_kwargs={
+                "prog": "python -m lightning_cxl",
+                "description": "Train a causal language model on text files. "
+                "`python -m lightning_cxl env` shows what this machine has.",
+            },
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,  # CausalLM saves its own plain options
+        )
+
+    def add_arguments_to_parser(self, parser) -> None:  # type: ignore[no-untyped-def]  # jsonargparse is untyped here
+        """Link the options that model and data share."""
+        parser.link_arguments("model.name_or_path", "data.tokenizer_name_or_path")
+        parser.link_arguments("data.vocab_size", "model.vocab_size")
+
+    def after_fit(self) -> None:
+        """Print the summary (Lightning calls this after ``fit``)."""
+        if self.trainer.is_global_zero:
+            print(f"\n{self.summary.describe(self.trainer)}")
+
+
+def main() -> None:
+    """Run the command line of `sys.argv`."""
+    # raised by Lightning's own use of torch.utils._pytree (lightning 2.6 with torch 2.13): not for our user to act on
+    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)
+    FinetuneCLI()

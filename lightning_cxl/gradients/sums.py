@@ -1,0 +1,119 @@
+"""`GradientSums`: what gradients of a step come to so far, in host memory that the policy placed."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from lightning_cxl.optim.masters import AllocateFor, HostParameter
+from lightning_cxl.optim.meter import Addition, GradientMeter
+from lightning_cxl.placement.placement import TensorRole
+
+AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
+"""Returns uninitialised host tensors like compute parameters, those of one placement in one piece of memory."""
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Landed(NamedTuple):
+    """A gradient that is on the host now."""
+
+    host: HostParameter
+    grad: torch.Tensor
+    key: int
+    """Of stochastic rounding."""
+    stays: bool
+    """It is the first of a step and lies in memory of ours already."""
+
+
+class GradientSums:
+    """Adds gradients up: the first of a step is kept or moved into memory of ours, others are added to it.
+
+    Args:
+        allocate_all: gives the memory.
+        meter: copies, adds and measures.
+        half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
+    """
+
+    def __init__(self, allocate_all: AllocateAll, meter: GradientMeter, *, half_sums: bool = False) -> None:
+        self._allocate_all = allocate_all
+        self._meter = meter
+        self._half_sums = half_sums
+        self.so_far: dict[int, torch.Tensor] = {}
+        """By id of the host parameter, while its ``master.grad`` is None because more is on its way."""
+        self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # by id of the host parameter
+
+    def is_ours(self, host: HostParameter, grad: torch.Tensor) -> bool:
+        """Return whether `grad` is the very tensor that was given out last for the gradient of `host`."""
+        own = self._own.get(id(host))
+        return own is not None and own() is grad
+
+    def new(self, hosts: Sequence[HostParameter], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Return memory where gradients stay."""
+        memory: dict[int, torch.Tensor] = {}
+        for role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
+            wanted = [(h, d) for h, d in zip(hosts, dtypes, strict=True) if _role_of(h) is role]
+            if wanted:
+                given = self._allocate_all([(host.compute, dtype) for host, dtype in wanted], role)
+                memory.update({id(host): tensor for (host, _), tensor in zip(wanted, given, strict=True)})
+        self._own.update({key: weakref.ref(tensor) for key, tensor in memory.items()})
+        return [memory[id(host)] for host in hosts]
+
+    def first(self, host: HostParameter, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the first gradient of a step, moved into memory of ours."""
+        return self._moved([host], [grad], [dtype])[0]
+
+    def add(self, host: HostParameter, before: torch.Tensor, grad: torch.Tensor, key: int) -> torch.Tensor:
+        """Return `before` plus `grad`, in the memory of `before` or in wider memory."""
+        return self._added([Landed(host, grad, key, stays=False)], [before])[0]
+
+    @torch.no_grad()
+    def fold(self, landed: Sequence[Landed]) -> None:
+        """Take gradients of different parameters in: `so_far` is complete then."""
+        news: list[Landed] = []
+        later: list[Landed] = []
+        for each in landed:
+            (later if id(each.host) in self.so_far else news).append(each)
+        staying = [each for each in news if each.stays]
+        self._meter.sums([each.grad for each in staying])
+        self.so_far.update({id(each.host): each.grad for each in staying})
+        moving = [each for each in news if not each.stays]
+        if moving:
+            hosts = [each.host for each in moving]
+            moved = self._moved(hosts, [each.grad for each in moving], [host.grad_dtype for host in hosts])
+            self.so_far.update({id(host): grad for host, grad in zip(hosts, moved, strict=True)})
+        if later:
+            sums = self._added(later, [self.so_far[id(each.host)] for each in later])
+            self.so_far.update({id(each.host): total for each, total in zip(later, sums, strict=True)})
+
+    def _moved(
+        self, hosts: Sequence[HostParameter], grads: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    ) -> list[torch.Tensor]:
+        memory = self.new(hosts, dtypes)
+        self._meter.copy_all(list(zip(grads, memory, strict=True)))
+        return memory
+
+    def _added(self, landed: Sequence[Landed], before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        sums = dict(enumerate(before))
+        widened = [index for index, grad in sums.items() if grad.dtype in _HALF and not self._keeps_half(grad)]
+        if widened:
+            hosts, grads = [landed[index].host for index in widened], [before[index] for index in widened]
+            sums.update(zip(widened, self._moved(hosts, grads, [torch.float32] * len(widened)), strict=True))
+        totals = [sums[index] for index in range(len(landed))]
+        self._meter.accumulate_all(
+            [Addition(each.grad, total, each.key) for each, total in zip(landed, totals, strict=True)]
+        )
+        return totals
+
+    def _keeps_half(self, grad: torch.Tensor) -> bool:
+        return self._half_sums and grad.dtype is torch.bfloat16
+
+
+def one_by_one(allocate: AllocateFor) -> AllocateAll:
+    """Return what gives every tensor memory of its own."""
+    return lambda wanted, role: [allocate(parameter, role, dtype) for parameter, dtype in wanted]
+
+
+def _role_of(host: HostParameter) -> TensorRole:
+    return TensorRole.COMPUTE_GRADS if host.is_shared else TensorRole.MASTER_GRADS

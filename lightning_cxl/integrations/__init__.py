@@ -1,0 +1,1 @@
+"""Front ends, a folder for each framework."""

@@ -1,0 +1,300 @@
+"""`CXLOffloadStrategy`: the Lightning strategy. Thin: everything that trains lives in `OffloadRuntime`.
+
+[Note: Call order under Lightning]
+``tensor_init_context`` (configure_model: weights land on their tiers) -> ``setup`` (the user's optimizers made, the
+run planned, weights placed, units wrapped, optimizers adopted: [Note: Planning a run]) -> weights of a checkpoint were
+loaded before ``setup``, optimizer state and masters after it -> per step: ``training_step``, ``backward`` (hooks
+collect gradients; ``post_backward`` waits for them if they may be read next), clipping and
+``on_before_optimizer_step`` (they read ``.grad`` of the optimizer's parameters: host gradients), ``optimizer.step`` ->
+``teardown``, also after an exception or Ctrl-C.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cxl.config import OffloadConfig, with_option_fields
+from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
+from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
+from lightning_cxl.integrations.lightning.one_process import OneProcessStrategy
+from lightning_cxl.integrations.lightning.precision import (
+    accumulates,
+    attach_scaling,
+    check_masters_are_found,
+    may_write_between_steps,
+    reads_gradients,
+    unwrap,
+    watch_for_edits,
+    why_not_in_backward,
+)
+from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.policies.registry import check_policy
+from lightning_cxl.run import checkpoint as ckpt
+from lightning_cxl.run.report import format_report
+from lightning_cxl.run.runtime import OffloadRuntime
+from lightning_cxl.updates.adopt import repoint_scheduler
+from lightning_cxl.weights.empty import refuse_unready
+
+
+class CXLOffloadStrategy(OneProcessStrategy):
+    """Train with weights, gradients, optimizer state and activations on host memory tiers.
+
+    Args:
+        accelerator: filled in by the Trainer.
+        checkpoint_io: how checkpoints are written; ours (direct, atomic, memory-mapped) when None.
+        precision_plugin: filled in by the Trainer from ``precision=``.
+        **options: the fields of `OffloadConfig`, e.g. ``tier_rules``, ``tiers``, ``activation_offload``, ``units``.
+            ``policy`` may also be an object with the method of `PlacementPolicy` or of `PlanningPolicy`.
+
+    Raises:
+        ConfigError: an option with an impossible value.
+
+    Example::
+
+        import lightning_cxl
+        trainer = Trainer(strategy="cxl_offload")
+        trainer = Trainer(strategy=lightning_cxl.CXLOffloadStrategy(tiers={"dram": "16GiB"}))
+    """
+
+    strategy_name = "cxl_offload"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        given = options.get("policy", "auto")
+        self._policy = None if isinstance(given, str) else options.pop("policy")
+        self.config, self.config_origins = OffloadConfig.resolve(**options)
+        check_policy(self.config.policy if self._policy is None else self._policy)
+        self._runtime: OffloadRuntime | None = None
+        self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
+        self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
+        self._last_report: dict[str, Any] | None = None
+        self._last_num_received = 0
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    @property
+    def runtime(self) -> OffloadRuntime:
+        """The run's memory and machinery; built at first use, replaced after teardown."""
+        if self._runtime is None:
+            self._runtime = OffloadRuntime(self.config, self.root_device, policy=self._policy)
+        return self._runtime
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Create weights where their tier is, from the first byte; on a GPU, on the GPU, unless they stream."""
+        with super().tensor_init_context(empty_init=empty_init):
+            if self.root_device.type == "cpu" or self.runtime.streams_weights:
+                runtime = self.runtime
+                with torch.device("cpu"), runtime.activate(), runtime.allocation(TensorRole.COMPUTE_WEIGHTS):
+                    yield
+            else:
+                yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Place the model, then adopt its optimizers; on failure nothing of it stays behind."""
+        assert self.accelerator is not None and self.model is not None
+        self._last_report = None
+        try:
+            self._active.enter_context(self.runtime.activate())
+            self.accelerator.setup(trainer)
+            self.model = self.precision_plugin.convert_module(self.model)
+            if trainer.state.fn == "fit":
+                self._setup_fit(trainer)
+            else:
+                self.model_to_device()
+                self.setup_precision_plugin()
+        except BaseException:
+            self._close(after_error=True)
+            raise
+
+    def _setup_fit(self, trainer: Trainer) -> None:
+        """Plan the whole run, then place the model and adopt its optimizers. See [Note: Planning a run]."""
+        assert isinstance(self.model, nn.Module)
+        refuse_unready(self.model)
+        use = watch_for_edits(trainer)
+        self.runtime.accumulates = accumulates(trainer)
+        self.runtime.needs_whole_step = why_not_in_backward(trainer, use, self.config.on_overflow)
+        self.runtime.gradients_are_read = reads_gradients(trainer, use)
+        self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
+        self.setup_optimizers(trainer)
+        self.runtime.plan_ahead(self.model, self.optimizers)
+        before = set(self.model.parameters())
+        self.model_to_device()
+        if before != set(self.model.parameters()):  # some modules make new parameters when they move
+            self.setup_optimizers(trainer)
+        self._adopt_optimizers(trainer)
+        self.setup_precision_plugin()
+        attach_scaling(self.precision_plugin, self.runtime, self._active, use)
+
+    def model_to_device(self) -> None:
+        """Move the model to its tiers (CPU) or to the device, and wrap its units."""
+        assert isinstance(self.model, nn.Module)
+        refuse_unready(self.model)
+        self.runtime.setup_model(self.model)
+
+    def _adopt_optimizers(self, trainer: Trainer) -> None:
+        before = list(self.optimizers)
+        adopted = self.runtime.setup_optimizers(before)
+        self._masters = self.runtime.masters
+        for old, new in zip(before, adopted, strict=True):
+            for config in self.lr_scheduler_configs if old is not new else ():
+                repoint_scheduler(config.scheduler, old, new)
+                self._active.callback(repoint_scheduler, config.scheduler, new, old)
+        self.optimizers = adopted
+        if self._masters.has_separate:
+            check_masters_are_found(trainer)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Make room for the backward pass."""
+        self.runtime.start_backward()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Wait for the gradients: clipping and the optimizer read them next."""
+        self.runtime.finish_backward()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let the activation arenas forget the step before; adopt what hooks have put into the optimizers since."""
+        self.runtime.end_step()
+        self.runtime.adopt_joined()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The plug-in that writes and reads files; a wrapper without one of its own gets ours."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = CXLCheckpointIO()
+        elif getattr(self._checkpoint_io, "checkpoint_io", self) is None:
+            self._checkpoint_io.checkpoint_io = CXLCheckpointIO()  # type: ignore[attr-defined]
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
+        if self._runtime is not None:
+            self._runtime.wait_for_updates()
+            self._runtime.adopt_joined()
+        if self._masters is not None and checkpoint.get("optimizer_states"):
+            self._masters.absorb_changes()
+            optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
+            own = ckpt.describe_optimizers(optimizers, self._masters)
+            checkpoint = {**checkpoint, ckpt.KEY: {**own, "num_gradients": self._num_received()}}
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _num_received(self) -> int:
+        return self._last_num_received if self._runtime is None else self._runtime.num_received
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it."""
+        return ckpt.LoadedCheckpoint(super().load_checkpoint(*args, **kwargs))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer state into the host memory it has, by parameter name, then the master weights.
+
+        Where no run is going on it goes into what the last one left, or into the optimizers as the user made them.
+        """
+        assert self.lightning_module is not None
+        own, masters = ckpt.own_entry(checkpoint), self._masters
+        running = self._runtime if self._runtime is not None and self._runtime.optimizers else None
+        if running is not None:
+            running.adopt_joined()
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
+
+        def name_of(parameter: Tensor) -> str:
+            return names.get(parameter) or ("unnamed" if masters is None else masters.name_of(parameter))
+
+        optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
+        ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of)
+        if running is None:
+            self._last_num_received = own.get("num_gradients", 0)
+        else:
+            running.num_received = own.get("num_gradients", 0)
+            for optimizer in optimizers:
+                running.rehome_state(optimizer)
+        if masters is not None:
+            ckpt.restore_masters(own.get("master_weights"), masters, optimizers)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Free everything but the model's weights and the optimizers' state, which belong to the user."""
+        with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
+            if self.cluster_environment is not None:
+                cleanup.callback(self.cluster_environment.teardown)
+            if self.accelerator is not None:
+                cleanup.callback(self.accelerator.teardown)
+            cleanup.callback(self.precision_plugin.teardown)
+            if self.lightning_module is not None and self.root_device.type != "cpu":
+                cleanup.callback(self.lightning_module.cpu)
+            trainer = None if self.lightning_module is None else self.lightning_module._trainer
+            cleanup.callback(self._close, after_error=trainer is not None and trainer.interrupted)
+            cleanup.callback(self.checkpoint_io.teardown)  # it may still be writing
+
+    def _close(self, *, after_error: bool) -> None:
+        self._active.close()
+        self._last_num_received = self._num_received()
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            try:
+                self._last_report = runtime.report(state="finished")
+            finally:
+                runtime.close(after_error=after_error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the run that is going on: it belongs to this process, and a new run makes its own."""
+        return {**super().__getstate__(), "_runtime": None, "_masters": None, "_active": ExitStack()}
+
+    # -- what it did -------------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """Return bytes planned, used and at the peak, per tier and role, JSON-able; the last run's when it is over.
+
+        Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}}, ``roles``,
+        ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
+        ``policy``, ``reasons`` {role: [text]}, ``notes``.
+        """
+        if self._runtime is None and self._last_report is not None:
+            report = self._last_report
+        else:
+            report = self.runtime.report()
+        return {**report, "config": self.config.describe(self.config_origins)}
+
+    def __str__(self) -> str:
+        """Return the report as one screen of text."""
+        if self._runtime is None and self._last_report is None:
+            return f"{type(self).__name__}, not set up yet: {self.config}"
+        return format_report(self.report())
+
+    def __repr__(self) -> str:
+        """Return the class and the options that are not at their default."""
+        given = {
+            name: getattr(self.config, name) for name, origin in self.config_origins.items() if origin != "default"
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``strategy="cxl_offload"`` and its variants."""
+        variants = {"cxl_offload": {}, "cxl_offload_optimizer": {"activation_offload": False}}  # the 2nd: no recompute
+        for name, options in variants.items():
+            strategy_registry.register(
+                name, cls, description=f"{cls.__name__} {options or ''}".strip(), override=True, **options
+            )
+
+
+CXLOffloadStrategy.__init__.__signature__ = with_option_fields(CXLOffloadStrategy.__init__)  # type: ignore[attr-defined]

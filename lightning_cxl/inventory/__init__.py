@@ -1,0 +1,1 @@
+"""The list of what a run holds: tensor, role, bytes, unit."""

@@ -1,0 +1,27 @@
+"""`Workload`: what a model is trained on, and where: what a plan needs to know beside the model."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Overlap = Literal["none", "backward", "forward"]
+"""What the update runs behind: nothing, the backward it follows, or the next forward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What is trained on, and where."""
+
+    batch: int
+    """Sequences of one micro-batch on one device."""
+    sequence: int
+    """Tokens of each."""
+    num_micro_batches: int = 1
+    """Added up before a step."""
+    mixed: bool = False
+    """Autocast to bfloat16 over float32 weights."""
+    computes_on_host: bool = False
+    """The CPU is the device."""
+    updates_in_backward: bool = False
+    """Nothing calls a step off or looks at gradients, so that overlapped updates may run behind the backward."""
+    num_devices: int = 1
+    """Data parallel; each keeps activations of its own."""

@@ -1,0 +1,1 @@
+"""What this machine has: nodes, limits, tiers, and their speeds, measured or read from a file."""

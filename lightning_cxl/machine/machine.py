@@ -1,0 +1,171 @@
+"""What the planner knows of a machine: its memory tiers with their speeds, its device, its cache.
+
+Every speed is what streaming work reaches in the steady state, not a data sheet's peak. Where a machine comes from:
+`lightning_cxl.machine.machine_file` (YAML) or `lightning_cxl.machine.speeds` (the machine this runs on).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.machine.topology import TierKind
+
+Split = dict[str, float]
+"""Tier name to the fraction of the bytes that lie there; fractions add up to 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineTier:
+    """One tier of host memory and how fast it is."""
+
+    name: str
+    kind: TierKind
+    capacity_bytes: int
+    """What a job may use of it."""
+    num_nodes: int = 1
+    """NUMA nodes; interleaving by pages gives each node an equal share."""
+    adam_bytes_per_s: float
+    """Bytes read and written per second when the CPUs stream Adam's mix (16 bytes read, 12 written) through it."""
+    device_read_bytes_per_s: float
+    """Most that devices together read from it, by copies from host to device."""
+    device_write_bytes_per_s: float
+    """Most that devices together write to it, by copies from device to host."""
+    device_write_buffer_bytes: int = 0
+    """What the CPUs' cache takes in of one copy from a device, so that this tier need not be waited for."""
+    latency_ns: float | None = None
+    """Of a load that depends on the one before; shown only, all modelled work streams."""
+    backed_by: str | None = None
+    """The tier whose memory this one really is, when there is no such hardware; they share its bandwidth."""
+
+    def __post_init__(self) -> None:
+        """Refuse speeds that no machine has."""
+        for name in ("adam_bytes_per_s", "device_read_bytes_per_s", "device_write_bytes_per_s"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ConfigError(f"tier `{self.name}`: {name} must be a positive number, got {value!r}")
+        for name in ("capacity_bytes", "device_write_buffer_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"tier `{self.name}`: {name} must not be negative, got {getattr(self, name)}")
+        if self.num_nodes < 1:
+            raise ConfigError(f"tier `{self.name}`: num_nodes must be at least 1, got {self.num_nodes}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What computes, and its link to host memory."""
+
+    name: str = "gpu"
+    memory_bytes: int = 0
+    """0: not known, nothing is checked against it."""
+    flops: float
+    """Floating-point operations per second that training a transformer reaches, not the data sheet's peak."""
+    h2d_bytes_per_s: float
+    """Copies to it, one device alone, from memory that is not slower than the link."""
+    d2h_bytes_per_s: float
+    copy_latency_s: float = 0.0
+    """Time before the first byte of a copy."""
+    count: int = 1
+    """How many such devices the machine has; they share the host's memory."""
+    is_host: bool = False
+    """The CPU computes: nothing is copied, and what the model computes with lies in host memory."""
+
+    def __post_init__(self) -> None:
+        """Refuse speeds that no device has."""
+        for name in ("flops", "h2d_bytes_per_s", "d2h_bytes_per_s"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ConfigError(f"device `{self.name}`: {name} must be a positive number, got {value!r}")
+        if self.count < 1 or self.memory_bytes < 0 or not 0 <= self.copy_latency_s < math.inf:
+            raise ConfigError(
+                f"device `{self.name}`: count must be at least 1, memory_bytes and copy_latency_s not negative, got "
+                f"{self.count}, {self.memory_bytes} and {self.copy_latency_s}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cache:
+    """The CPUs' last-level cache, for work that comes back to the bytes it touched last."""
+
+    nbytes: int = 0
+    bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Tiers nearest first, a device, a cache."""
+
+    name: str
+    tiers: tuple[MachineTier, ...]
+    device: Device
+    cache: Cache = Cache()
+    host_bytes: int | None = None
+    """Most that all tiers together hold, where they share memory or a limit; None: the sum of their capacities."""
+    write_contention: float = math.inf
+    """How sharply copies to the host slow down where the link and a tier are about equally fast: with t1 and t2 the
+    seconds that each would take alone, a copy takes (t1^p + t2^p)^(1/p). Infinite: the longer of the two."""
+    source: str = ""
+    """Where the numbers come from, one line."""
+    has_speeds: bool = True
+    """False: all speeds are placeholders; bytes can be planned, seconds cannot be predicted."""
+
+    def __post_init__(self) -> None:
+        """Refuse tiers that cannot be told apart."""
+        if not self.tiers:
+            raise ConfigError(f"machine `{self.name}` has no memory tier")
+        if len(set(self.names)) < len(self.tiers):
+            raise ConfigError(f"machine `{self.name}` has two tiers of one name: {', '.join(self.names)}")
+        for tier in self.tiers:
+            if tier.backed_by is not None:
+                self.tier(tier.backed_by)
+        if not self.write_contention >= 1:
+            raise ConfigError(
+                f"machine `{self.name}`: write_contention must be at least 1, got {self.write_contention}"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tier names, nearest first."""
+        return tuple(tier.name for tier in self.tiers)
+
+    def tier(self, name: str) -> MachineTier:
+        """Return the tier of that name.
+
+        Raises:
+            TierNotFoundError: there is none; the message names those that exist.
+        """
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise TierNotFoundError(
+            f"there is no tier {name!r}; machine `{self.name}` has: {', '.join(map(repr, self.names))}"
+        )
+
+    def select(self, kind: TierKind) -> tuple[MachineTier, ...]:
+        """Return the tiers of a kind, nearest first."""
+        return tuple(tier for tier in self.tiers if tier.kind is kind)
+
+    def with_capacity(self, capacity_bytes: Mapping[str, int], host_bytes: int | None = None) -> "Machine":
+        """Return this machine with other capacities of some tiers, by name, and of all together unless that is None."""
+        for name in capacity_bytes:
+            self.tier(name)
+        tiers = tuple(replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in self.tiers)
+        return replace(self, tiers=tiers, host_bytes=self.host_bytes if host_bytes is None else host_bytes)
+
+
+def check_split(split: Split, machine: Machine) -> None:
+    """Refuse fractions that are negative, do not add up to 1, or name tiers that the machine does not have.
+
+    Raises:
+        TierNotFoundError: an unknown tier.
+        ValueError: the fractions are no split of one whole.
+    """
+    for name in split:
+        machine.tier(name)
+    if not split or min(split.values()) < 0 or not math.isclose(sum(split.values()), 1, abs_tol=1e-6):
+        raise ValueError(f"a split's fractions must add up to 1 and not be negative, got {split}")
+
+
+def field_names(kind: type) -> Sequence[str]:
+    """Return the fields that a file may give for a `MachineTier`, `Device`, `Cache` or `Machine`."""
+    return tuple(field.name for field in fields(kind))

@@ -1,0 +1,223 @@
+"""The machine this runs on, for the planner: its tiers with the best speeds that are known, `machine_of`.
+
+Each field comes from the first that has it: a file of the user, the calibration of this very machine (the command
+``calibrate``), the firmware's ratings. Nothing is guessed: a tier without a speed leaves the machine unknown.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_cxl import _cpu
+from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.machine.calibration import Calibration, load_calibration
+from lightning_cxl.machine.fingerprint import cpu_model
+from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
+from lightning_cxl.machine.overrides import Overrides, load_overrides
+from lightning_cxl.machine.topology import Tier, Topology
+
+_READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
+
+# Without a calibration. Training a 7B model on one H100: 272 TFLOP/s (arXiv 2604.05091, by its authors)
+_GPU_FLOPS = 272e12
+# PCIe 5.0 x16, either direction: 51.8 GiB/s for copies of 2 GiB (arXiv 2507.03305's authors, numa-gpu-xfer-bench)
+_GPU_LINK_BYTES_PER_S = 51.8 * 2**30
+# bf16 matrix products of size 2048: our own measurement of one thread of an AMD EPYC (Zen 4) in a virtual machine, per
+# second of CPU time, median of 9
+_CPU_FLOPS_PER_THREAD = 0.187e12
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpeeds:
+    """What is known of a tier: fields of `MachineTier`, and where each comes from."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+
+    @property
+    def known(self) -> bool:
+        """Whether all speeds are known that a prediction needs."""
+        return all(name in self.values for name in _NEEDED)
+
+    @property
+    def origin(self) -> str:
+        """Where the speeds come from, e.g. ``"file and firmware"``, or ``"unknown"``."""
+        if not self.known:
+            return "unknown"
+        return " and ".join(dict.fromkeys(self.origins[name] for name in _NEEDED))
+
+
+_NEEDED = ("adam_bytes_per_s", "device_read_bytes_per_s", "device_write_bytes_per_s")
+
+
+def machine_of(
+    topology: Topology,
+    device: torch.device | str = "cpu",
+    *,
+    file: str | Path | None = None,
+    capacity_bytes: Mapping[str, int] | None = None,
+) -> Machine | None:
+    """Return the machine of a topology; None when a tier has no speeds from any source.
+
+    Args:
+        topology: what was detected; an invented one has no calibration and no ratings.
+        device: what computes. Its kind's devices share the host.
+        file: YAML with fields that win over all others, see `load_overrides`.
+        capacity_bytes: what a job may use, by tier: budgets, or what is free. Otherwise the file's, or the physical
+            capacity; of both, the smaller.
+
+    Raises:
+        ConfigError: the file cannot be used.
+        TierNotFoundError: the file or `capacity_bytes` names a tier that the topology does not have.
+    """
+    device = torch.device(device)
+    overrides = Overrides() if file is None else load_overrides(file)
+    for name in (*overrides.tiers, *(capacity_bytes or ())):
+        topology.tier(name)
+    calibration = load_calibration(topology, [each.name for each in devices_apart()])
+    speeds = {tier.name: tier_speeds(tier, calibration, overrides) for tier in topology.tiers}
+    if not all(each.known for each in speeds.values()):
+        return None
+    tiers = tuple(_tier(topology, tier, speeds[tier.name], capacity_bytes or {}) for tier in topology.tiers)
+    computing, device_origin = _device(device, tiers[0], calibration, overrides)
+    source = "; ".join(
+        [*(f"{name}: {each.origin}" for name, each in speeds.items()), f"{computing.name}: {device_origin}"]
+    )
+    fields: dict[str, Any] = {"name": cpu_model(topology.root or Path("/")), **overrides.machine}
+    fields["source"] = f"{source} ({fields['source']})" if "source" in fields else source
+    return Machine(tiers=tiers, device=computing, cache=_cache(calibration, overrides), **fields)
+
+
+def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu") -> Machine:
+    """Return a machine for policies that look at capacities and kinds only: `Machine.has_speeds` is False."""
+    placeholders = TierSpeeds(dict.fromkeys(_NEEDED, 1.0), {})
+    tiers = tuple(_tier(topology, tier, placeholders, {}) for tier in topology.tiers)
+    computing, _ = _device(torch.device(device), tiers[0], None, Overrides())
+    return Machine(
+        name=cpu_model(topology.root or Path("/")),
+        tiers=tiers,
+        device=replace(computing, flops=1.0, h2d_bytes_per_s=1.0, d2h_bytes_per_s=1.0),
+        source="not known",
+        has_speeds=False,
+    )
+
+
+def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Overrides | None = None) -> TierSpeeds:
+    """Return what is known of a tier, field by field from the best source. An emulated one is as fast as its nodes."""
+    sources = {"firmware": _rated(tier)}
+    if calibration is not None:
+        sources[calibration.origin] = _measured(tier, calibration)
+    if overrides is not None:
+        sources["file"] = dict(overrides.tiers.get(tier.name, {}))
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, found in sources.items():
+        values.update(found)
+        origins.update(dict.fromkeys(found, origin))
+    return TierSpeeds(values, origins)
+
+
+def adam_mix(read_bytes_per_s: float, write_bytes_per_s: float) -> float:
+    """Return the bandwidth of Adam's mix when reading and writing take turns."""
+    return (_READ + _WRITTEN) / (_READ / read_bytes_per_s + _WRITTEN / write_bytes_per_s)
+
+
+def _rated(tier: Tier) -> dict[str, float]:
+    """Return fields from the firmware's ratings of the nodes; those that a node lacks are left out."""
+    reads = [node.read_bytes_per_s for node in tier.nodes]
+    writes = [node.write_bytes_per_s for node in tier.nodes]
+    mixes = [adam_mix(r, w) if r and w else None for r, w in zip(reads, writes, strict=True)]
+    found = {
+        "adam_bytes_per_s": _together(tier, mixes),
+        "device_read_bytes_per_s": _together(tier, reads),
+        "device_write_bytes_per_s": _together(tier, writes),
+        "latency_ns": tier.read_latency_ns,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _measured(tier: Tier, calibration: Calibration) -> dict[str, float]:
+    """Return fields from measurements of the nodes; without a device, the CPUs show what the memory can do."""
+    nodes = [node for node_id in tier.node_ids if (node := calibration.node(node_id)) is not None]
+    if len(nodes) < len(tier.nodes):
+        return {}
+    found = {
+        "adam_bytes_per_s": _together(tier, [node.adam_bytes_per_s for node in nodes]),
+        "device_read_bytes_per_s": _together(tier, [node.h2d_bytes_per_s or node.read_bytes_per_s for node in nodes]),
+        "device_write_bytes_per_s": _together(tier, [node.d2h_bytes_per_s or node.write_bytes_per_s for node in nodes]),
+        "latency_ns": max(node.latency_ns for node in nodes),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _together(tier: Tier, speeds: Sequence[float | None]) -> float | None:
+    """Return the speed of all nodes, each at its part of a stripe: who ends last decides. None when one is not known.
+
+    A tier's stripes have parts in proportion to rated read bandwidths where all nodes have one, else equal parts
+    (`lightning_cxl.memory.tier_pages.make_leaf`).
+    """
+    ratings = [node.read_bytes_per_s for node in tier.nodes]
+    parts = [rating or 1.0 for rating in ratings] if all(ratings) else [1.0] * len(ratings)
+    slowest = 0.0
+    for part, speed in zip(parts, speeds, strict=True):
+        if speed is None:
+            return None
+        slowest = max(slowest, part / sum(parts) / speed)
+    return 1 / slowest
+
+
+def _tier(topology: Topology, tier: Tier, speeds: TierSpeeds, capacity_bytes: Mapping[str, int]) -> MachineTier:
+    values = dict(speeds.values)
+    limits = [values.pop("capacity_bytes", None), capacity_bytes.get(tier.name)]
+    backing = topology.node_tier(tier.node_ids[0]) if tier.emulated else None
+    return MachineTier(
+        name=tier.name,
+        kind=tier.kind,
+        capacity_bytes=min((limit for limit in limits if limit is not None), default=tier.capacity_bytes),
+        num_nodes=len(tier.nodes),
+        backed_by=None if backing is None else backing.name,
+        **values,
+    )
+
+
+def _device(
+    device: torch.device, nearest: MachineTier, calibration: Calibration | None, overrides: Overrides
+) -> tuple[Device, str]:
+    """Return the device with the best that is known, and where its speeds come from."""
+    if device.type == "cpu":
+        values: dict[str, Any] = {
+            "name": "cpu",
+            "flops": _cpu.available_threads() * _CPU_FLOPS_PER_THREAD,
+            # nothing is copied: what the CPU reads and writes is in the nearest tier
+            "h2d_bytes_per_s": nearest.device_read_bytes_per_s,
+            "d2h_bytes_per_s": nearest.device_write_bytes_per_s,
+            "is_host": True,
+        }
+        origin = "default, as cores of an AMD EPYC (Zen 4)"
+    else:
+        values = {"name": "gpu", "flops": _GPU_FLOPS}
+        values.update(dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), _GPU_LINK_BYTES_PER_S))
+        origin = "default, as an H100 with PCIe 5.0 x16"
+        found = [each for each in devices_apart() if each.device.type == device.type]
+        if (index := device.index or 0) < len(found):
+            info = found[index]
+            values.update(name=info.name, memory_bytes=info.memory_bytes, count=len(found))
+    speeds = None if calibration is None else calibration.device(device.type, device.index or 0)
+    if calibration is not None and speeds is not None:
+        measured = ("flops", "h2d_bytes_per_s", "d2h_bytes_per_s", "copy_latency_s")
+        values.update({name: getattr(speeds, name) for name in measured if getattr(speeds, name) is not None})
+        origin = f"{calibration.origin}, flops of bf16 matrix products"
+    if overrides.device:
+        values.update(overrides.device)
+        origin += f", but {', '.join(sorted(overrides.device))}: file"
+    return Device(**values), origin
+
+
+def _cache(calibration: Calibration | None, overrides: Overrides) -> Cache:
+    values: dict[str, Any] = {}
+    if calibration is not None and calibration.cache_bytes_per_s is not None:
+        values = {"nbytes": calibration.cache_bytes, "bytes_per_s": calibration.cache_bytes_per_s}
+    return Cache(**{**values, **overrides.cache})

@@ -1,0 +1,227 @@
+"""The host's memory tiers: what there is (`Tier`, `Topology`) and how much of it is free."""
+
+import enum
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
+from lightning_cxl.machine import limits, nodes
+from lightning_cxl.machine.nodes import Node
+from lightning_cxl.units import format_bytes, parse_bytes
+
+__all__ = ["Node", "Tier", "TierKind", "Topology"]
+
+
+class TierKind(enum.Enum):
+    """What kind of memory a tier is made of, fastest first."""
+
+    GPU = "gpu"
+    DRAM = "dram"
+    CXL = "cxl"
+    SSD = "ssd"
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One or more NUMA nodes that are used as one memory, nearest node first."""
+
+    name: str
+    kind: TierKind
+    nodes: tuple[Node, ...]
+    emulated: bool = False
+    """No such hardware here: the nodes are another tier's, so that programs written for it run anyway."""
+
+    @property
+    def node_ids(self) -> tuple[int, ...]:
+        """Ids of the nodes, nearest first."""
+        return tuple(node.node_id for node in self.nodes)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Physical memory of all nodes."""
+        return sum(node.capacity_bytes for node in self.nodes)
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        """Rated read bandwidth of all nodes together; None when the firmware leaves out one of them."""
+        return _sum_or_none([node.read_bytes_per_s for node in self.nodes])
+
+    @property
+    def write_bytes_per_s(self) -> float | None:
+        """Rated write bandwidth of all nodes together; None when the firmware leaves out one of them."""
+        return _sum_or_none([node.write_bytes_per_s for node in self.nodes])
+
+    @property
+    def read_latency_ns(self) -> float | None:
+        """Rated read latency of the slowest node; None when the firmware leaves out one of them."""
+        latencies = [node.read_latency_ns for node in self.nodes if node.read_latency_ns is not None]
+        return max(latencies) if latencies and len(latencies) == len(self.nodes) else None
+
+    def describe(self) -> str:
+        """Return one line, e.g. ``"cxl: 2.0 GiB on nodes 1, 2 (57.3 GB/s read, 250 ns)"``."""
+        ids = ", ".join(map(str, self.node_ids))
+        text = f"{self.name}: {format_bytes(self.capacity_bytes)} on node{'s' if len(self.nodes) > 1 else ''} {ids}"
+        speeds = [f"{self.read_bytes_per_s / 1e9:.1f} GB/s read"] if self.read_bytes_per_s is not None else []
+        speeds += [f"{self.read_latency_ns:.0f} ns"] if self.read_latency_ns is not None else []
+        text += f" ({', '.join(speeds)})" if speeds else ""
+        return text + (" [emulated: backed by DRAM]" if self.emulated else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The tiers of a host, nearest first."""
+
+    tiers: tuple[Tier, ...]
+    root: Path | None = None
+    """Where ``sys`` and ``proc`` were read; None for an invented machine, all of whose memory counts as free."""
+    notes: tuple[str, ...] = ()
+    """What detection left out and why, one sentence each."""
+
+    @classmethod
+    def detect(
+        cls, root: str | os.PathLike[str] = "/", *, on_missing_tier: Literal["fallback", "error"] = "fallback"
+    ) -> "Topology":
+        """Read the machine: nodes with CPUs are tier ``dram``, memory-only nodes tier ``cxl`` (striped over several).
+
+        Nodes that the process's cpuset forbids are left out and named in `notes`.
+
+        Args:
+            root: where ``sys`` and ``proc`` lie; for tests.
+            on_missing_tier: without memory-only nodes, back ``cxl`` by DRAM with one warning, or refuse.
+
+        Raises:
+            TierNotFoundError: no memory-only node and ``"error"``, or no usable node at all.
+        """
+        if on_missing_tier not in ("fallback", "error"):
+            raise ConfigError(f'on_missing_tier must be "fallback" or "error", got {on_missing_tier!r}')
+        root = Path(root)
+        allowed = nodes.allowed_node_ids(root)
+        found = [node for node in nodes.read_nodes(root) if node.capacity_bytes > 0]
+        usable = [node for node in found if allowed is None or node.node_id in allowed]
+        notes = tuple(
+            f"node {node.node_id} ({'DRAM' if node.has_cpus else 'CXL'}, {format_bytes(node.capacity_bytes)}) is left "
+            f"out: this process's cpuset does not allow it"
+            for node in found
+            if node not in usable
+        )
+        if not usable:
+            raise TierNotFoundError(
+                f"no NUMA node is usable: {len(found)} with memory under {root}, and the cpuset allows "
+                f"{sorted(allowed or ())}. Start the process in a cpuset with memory nodes."
+            )
+        topology = cls(_group(usable), root, notes)
+        return topology if topology.select(kind=TierKind.CXL) else topology._without_cxl(on_missing_tier)
+
+    @classmethod
+    def fake(
+        cls, dram: Sequence[int | str] = ("64GiB",), cxl: Sequence[int | str] = ("256GiB", "256GiB")
+    ) -> "Topology":
+        """Invent a machine with one node per size, ids in order; with no `cxl` size, DRAM backs that tier.
+
+        Raises:
+            ConfigError: no DRAM node.
+        """
+        if not dram:
+            raise ConfigError("an invented machine needs at least one DRAM node, such as dram=('64GiB',)")
+        sizes = [(True, size) for size in dram] + [(False, size) for size in cxl]
+        made = [
+            Node(node_id, has_cpus, parse_bytes(size), 10 if has_cpus else 24)
+            for node_id, (has_cpus, size) in enumerate(sizes)
+        ]
+        topology = cls(_group(made))
+        return topology if cxl else replace(topology, tiers=(*topology.tiers, _emulated_cxl(topology.tiers)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tier names, nearest first."""
+        return tuple(tier.name for tier in self.tiers)
+
+    def select(self, *, kind: TierKind) -> tuple[Tier, ...]:
+        """Return the tiers of a kind, nearest first."""
+        return tuple(tier for tier in self.tiers if tier.kind is kind)
+
+    def tier(self, name: str) -> Tier:
+        """Return the tier of that name.
+
+        Raises:
+            TierNotFoundError: there is none; the message names those that exist.
+        """
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise TierNotFoundError(f"there is no tier {name!r}; this machine has: {', '.join(map(repr, self.names))}")
+
+    def node_tier(self, node_id: int) -> Tier | None:
+        """Return the first tier that really has the node (an emulated one never does), None for an unknown node."""
+        for tier in self.tiers:
+            if not tier.emulated and node_id in tier.node_ids:
+                return tier
+        return None
+
+    def node_free_bytes(self, node_id: int) -> int:
+        """Return what this process can still take from a node now: free or droppable there, less some head-room.
+
+        Control groups count too: a group close to its limit makes every node look that full, because the kernel kills
+        a process that goes beyond, wherever the pages are.
+        """
+        capacity = next((n.capacity_bytes for t in self.tiers for n in t.nodes if n.node_id == node_id), None)
+        if capacity is None:
+            known = sorted({i for tier in self.tiers for i in tier.node_ids})
+            raise ConfigError(f"there is no usable node {node_id}; this machine has nodes {known}")
+        if self.root is None:
+            return capacity
+        return min(nodes.node_free_bytes(self.root, node_id, capacity), limits.host_available_bytes(self.root))
+
+    def host_limit_bytes(self) -> int:
+        """Return the most host memory this process can ever use: physical memory or a control group's limit."""
+        return self._real_capacity_bytes() if self.root is None else limits.host_limit_bytes(self.root)
+
+    def host_available_bytes(self) -> int:
+        """Return the host memory this process can take now: MemAvailable or what a control group leaves of it."""
+        return self._real_capacity_bytes() if self.root is None else limits.host_available_bytes(self.root)
+
+    def describe(self) -> str:
+        """Return the tiers and notes, one line each."""
+        return "\n".join([*(tier.describe() for tier in self.tiers), *self.notes])
+
+    def _real_capacity_bytes(self) -> int:
+        return sum(tier.capacity_bytes for tier in self.tiers if not tier.emulated)
+
+    def _without_cxl(self, on_missing_tier: str) -> "Topology":
+        reason = "; ".join(self.notes) or "no memory-only NUMA node is online"
+        if on_missing_tier == "error":
+            raise TierNotFoundError(
+                f"there is no CXL memory: {reason}. This machine has: {self.tiers[0].describe()}. Bring the card "
+                f"online (`daxctl online-memory --no-movable`), or back tier 'cxl' by DRAM with "
+                f"on_missing_tier='fallback'."
+            )
+        backing = _emulated_cxl(self.tiers)
+        ids = ", ".join(map(str, backing.node_ids))
+        warnings.warn(
+            f"there is no CXL memory ({reason}): tier 'cxl' is backed by DRAM on node {ids}. "
+            f"Set on_missing_tier='error' to refuse instead.",
+            MissingTierWarning,
+            stacklevel=3,
+        )
+        return replace(self, tiers=(*self.tiers, backing))
+
+
+def _group(usable: Sequence[Node]) -> tuple[Tier, ...]:
+    """Group nodes into the tiers ``dram`` and ``cxl``; a tier without nodes is left out."""
+    by_distance = sorted(usable, key=lambda node: (node.distance, node.node_id))
+    dram = Tier("dram", TierKind.DRAM, tuple(node for node in by_distance if node.has_cpus))
+    cxl = Tier("cxl", TierKind.CXL, tuple(node for node in by_distance if not node.has_cpus))
+    return tuple(tier for tier in (dram, cxl) if tier.nodes)
+
+
+def _emulated_cxl(tiers: Sequence[Tier]) -> Tier:
+    return Tier("cxl", TierKind.CXL, tiers[0].nodes, emulated=True)
+
+
+def _sum_or_none(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None

@@ -1,1 +1,0 @@
-"""Before and after a run: machines, jobs, predicted seconds, placement, measured bytes."""

@@ -1,0 +1,1 @@
+"""Everything decided before a byte is taken."""

@@ -1,0 +1,113 @@
+"""`compare`: one job under several policies, side by side; `fits`, whether it fits host and device."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from lightning_cxl.errors import ConfigError, TierFullError
+from lightning_cxl.machine.machine import Machine, Split
+from lightning_cxl.machine.topology import TierKind
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.jobs.job import Job
+from lightning_cxl.planning.jobs.step import StepTime, predict_step
+from lightning_cxl.planning.policies.api import PlanningPolicy
+from lightning_cxl.planning.policies.baselines import DramOnly
+from lightning_cxl.planning.policies.registry import get_policy, plans
+
+_UNLIMITED_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlan:
+    """What one policy makes of a job."""
+
+    policy: str
+    bytes_on: Mapping[TensorRole, Mapping[str, int]]
+    """By role and tier, what decorators and rules fix included; empty if it does not fit."""
+    reasons: Mapping[TensorRole, str]
+    time: StepTime | None
+    """Predicted; None if it does not fit, or speeds are not known."""
+    error: str = ""
+    """Why it does not fit."""
+    needs_speeds: bool = False
+    """It could not decide: speeds are not known."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for the job, and a decision where."""
+        return not self.error and not self.needs_speeds
+
+    def used_bytes(self, tier: str) -> int:
+        """Return the bytes of all roles on a tier."""
+        return sum(tiers.get(tier, 0) for tiers in self.bytes_on.values())
+
+
+def compare(job: Job, machine: Machine, policies: Iterable[str]) -> dict[str, PolicyPlan]:
+    """Return the plan of each policy, by name.
+
+    Raises:
+        ConfigError: no such policy, or one that does not plan whole jobs.
+    """
+    room = with_working_memory(job, machine)
+    return {name: _plan(name, _planning(name), job, room) for name in policies}
+
+
+def dram_only_time(job: Job, machine: Machine) -> StepTime | None:
+    """Return the predicted step as if DRAM were large enough for everything; None where speeds are not known."""
+    if not machine.has_speeds:
+        return None
+    dram = {tier.name: _UNLIMITED_BYTES for tier in machine.select(TierKind.DRAM)}
+    free = replace(job, classes=tuple(replace(each, tier=None) for each in job.classes))
+    return predict_step(free, DramOnly().decide(free, machine.with_capacity(dram, _UNLIMITED_BYTES)).splits, machine)
+
+
+def fits(job: Job, machine: Machine, policy: str) -> bool:
+    """Return whether a job fits the tiers under a policy, and the device."""
+    return fits_device(job, machine) and compare(job, machine, [policy])[policy].fits
+
+
+def fits_device(job: Job, machine: Machine) -> bool:
+    """Return whether a job fits the device's memory; yes where either is not known, or the host is the device."""
+    device = machine.device
+    return device.is_host or not device.memory_bytes or (job.device_bytes or 0) <= device.memory_bytes
+
+
+def with_working_memory(job: Job, machine: Machine) -> Machine:
+    """Return the machine that is left when the CPU computes: what it works in lies in DRAM."""
+    if not (machine.device.is_host and job.device_bytes):
+        return machine
+    left, capacity = job.device_bytes, {}
+    for tier in machine.select(TierKind.DRAM):
+        taken = min(left, tier.capacity_bytes)
+        capacity[tier.name] = tier.capacity_bytes - taken
+        left -= taken
+    together = None if machine.host_bytes is None else max(0, machine.host_bytes - job.device_bytes)
+    return machine.with_capacity(capacity, together)
+
+
+def _planning(name: str) -> PlanningPolicy:
+    policy = get_policy(name)
+    if not plans(policy):
+        raise ConfigError(
+            f"policy {name!r} places tensor by tensor, so there is nothing to plan ahead: choose one that has `decide`"
+        )
+    return policy  # type: ignore[return-value]
+
+
+def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> PolicyPlan:
+    if not machine.has_speeds and getattr(policy, "needs_speeds", True):
+        return PolicyPlan(name, {}, {}, None, needs_speeds=True)
+    try:
+        decision = policy.decide(job, machine)
+    except TierFullError as error:
+        return PolicyPlan(name, {}, {}, None, str(error))
+    bytes_on: dict[TensorRole, dict[str, int]] = {}
+    reasons = dict(decision.reasons)
+    for each in job.classes:
+        split: Split = decision.splits[each.role] if each.tier is None else {each.tier: 1.0}
+        if each.tier is not None:
+            reasons.setdefault(each.role, f"asked for {each.tier}")
+        own = bytes_on.setdefault(each.role, {})
+        for tier, share in split.items():
+            own[tier] = own.get(tier, 0) + round(share * each.nbytes)
+    time = predict_step(job, decision.splits, machine) if machine.has_speeds else None
+    return PolicyPlan(name, bytes_on, reasons, time)

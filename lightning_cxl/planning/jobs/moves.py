@@ -1,0 +1,67 @@
+"""What our engine moves in one optimizer step of the bytes it keeps: `engine_moves`.
+
+Per micro-batch the device reads the weights of units twice, for the forward and for the recompute, and activations go
+out and come back. A gradient comes once per micro-batch. With one micro-batch it lands where it stays and the host
+reads it once to measure it; with several, each is read where it landed and added to sums that are read and written.
+The update reads gradients, and reads and writes weights, masters and moments; weights beside float32 masters are only
+written. Where the CPU computes, the same bytes are read and written by it instead of copied.
+"""
+
+from dataclasses import dataclass
+
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.jobs.job import Move
+
+_GRADS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What of a job decides about its moves."""
+
+    num_micro_batches: int = 1
+    weight_bytes: int
+    """Compute weights on the host, all of them."""
+    trained_bytes: int
+    """Of those, what is updated."""
+    weights_are_read: bool = True
+    """The update reads compute weights: they are masters, or the upper halves of them."""
+    grad_bytes: int
+    """Gradients of all parameters as they are kept."""
+    arriving_bytes: int
+    """Gradients of all parameters as one backward delivers them."""
+    staged_bytes: int = 0
+    """Of those, what lands in staging memory first."""
+    written_back_bytes: int = 0
+    """Weights on the device that are overwritten from their masters after the update."""
+
+
+def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move, ...]:
+    """Return the moves of all bytes of a role.
+
+    Args:
+        role: of the class.
+        nbytes: that are kept of it.
+        traffic: of the job.
+    """
+    n = traffic.num_micro_batches
+    if role is TensorRole.COMPUTE_WEIGHTS:
+        update = traffic.trained_bytes * (2 if traffic.weights_are_read else 1)
+        read = float(n * traffic.weight_bytes)
+        return Move("forward", "h2d", read), Move("backward", "h2d", read), Move("update", "cpu", float(update))
+    if role in _GRADS:
+        direct = n * traffic.arriving_bytes - traffic.staged_bytes
+        touched = traffic.arriving_bytes if n == 1 else n * (traffic.arriving_bytes + 2 * traffic.grad_bytes)
+        kept = touched + (traffic.staged_bytes if n == 1 else 0)  # copied out of staging memory
+        found = (Move("backward", "d2h", float(direct)), Move("backward", "cpu", float(kept)))
+        return tuple(m for m in (*found, Move("update", "cpu", float(traffic.grad_bytes))) if m.nbytes)
+    if role is TensorRole.STAGING:
+        return Move("backward", "d2h", float(traffic.staged_bytes)), Move(
+            "backward", "cpu", float(traffic.staged_bytes)
+        )
+    if role is TensorRole.ACTIVATIONS:
+        return Move("forward", "d2h", float(n * nbytes)), Move("backward", "h2d", float(n * nbytes))
+    moved = (Move("update", "cpu", 2.0 * nbytes),)
+    if role is TensorRole.MASTER_WEIGHTS and traffic.written_back_bytes:
+        return (*moved, Move("update", "h2d", float(traffic.written_back_bytes)))
+    return moved

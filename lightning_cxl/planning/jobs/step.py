@@ -1,0 +1,260 @@
+"""Predicted seconds of one optimizer step: `StepModel`, made once per job and machine, and `predict_step`.
+
+Resources work side by side: the device, each direction of its link, every memory tier. What each is busy with::
+
+    compute    flops / device.flops
+    link h2d   bytes / device.h2d_bytes_per_s, and a copy's latency per unit; link d2h alike
+    tier       cpu / adam_bytes_per_s
+               + max(read / device_read_bytes_per_s, written / device_write_bytes_per_s,
+                     (read + written) / adam_bytes_per_s)
+
+where ``read`` and ``written`` are copies of all devices and ``cpu`` is what the host's cores read and write. A phase
+fetches, computes and writes back unit after unit, in a pipeline of three stages that take F, C and W seconds in all::
+
+    F = max(link h2d, read of every tier)       W = soft maximum(link d2h, written of the slowest tier)
+    phase = max((F + C + W) / units + (1 - 1 / units) * max(F, C, W), busiest tier + C / units)
+
+The first term is such a pipeline's exact length when units are alike: its longest stage, and of the others one unit's
+part, the fill and the drain. The second says that a tier, which may serve all stages, rests while one unit is computed.
+`soft_maximum` is how writes of copies slow down, see `lightning_cxl.planning.jobs.perf`; a cache that takes in a copy's
+writes does not help here, as a step writes many times its size.
+
+The update is a phase of its own (`Overlap` "none"), or it shares the resources of the backward or of the next forward,
+except for one unit's part: the last unit's gradients are there only when the backward ends, and the first unit's
+weights must be new before the forward starts. On a machine whose device is the host nothing is copied: the CPUs read
+and write what would be. Several devices each do the job's copies and flops on an own link (data parallel); the update
+runs once. A tier that another one backs uses that one's bandwidth.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.workload import Overlap
+from lightning_cxl.machine.machine import Machine, Split, check_split
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.jobs.job import Job, Phase
+from lightning_cxl.planning.jobs.perf import soft_maximum
+
+_PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
+_UPDATE = 2
+_KINDS = ("h2d", "d2h", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """One phase of a step."""
+
+    seconds: float
+    """What it adds to the step."""
+    resources: Mapping[str, float]
+    """Seconds that each resource is busy: ``"compute"``, ``"link h2d"``, ``"link d2h"`` and ``"tier <name>"``."""
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that is busy longest; ``"nothing"`` for a phase without work."""
+        name = max(self.resources, key=lambda each: self.resources[each])
+        return name if self.resources[name] > 0 else "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One optimizer step, phase by phase.
+
+    A phase that the update hides behind has the update's work in its resources, all but one unit's; ``update`` then is
+    that one unit's.
+    """
+
+    forward: PhaseTime
+    backward: PhaseTime
+    update: PhaseTime
+    overlap: Overlap
+    serial_seconds: float
+    """What the same work takes if the update does not overlap."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.forward.seconds + self.backward.seconds + self.update.seconds
+
+    @property
+    def hidden_seconds(self) -> float:
+        """What the overlap saves."""
+        return self.serial_seconds - self.seconds
+
+    def phases(self) -> dict[Phase, PhaseTime]:
+        """Return the phases by name."""
+        return {"forward": self.forward, "backward": self.backward, "update": self.update}
+
+    def describe(self) -> str:
+        """Return e.g. ``"forward 1.20 s (compute), backward 3.10 s (compute), update 0.81 s (tier dram0)"``."""
+        text = ", ".join(f"{name} {each.seconds:.2f} s ({each.bound_by})" for name, each in self.phases().items())
+        if self.overlap == "none":
+            return text
+        return f"{text}; the update overlaps the {self.overlap} and hides {self.hidden_seconds:.2f} s"
+
+
+def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine) -> StepTime:
+    """Return how long one optimizer step takes.
+
+    Capacities are not looked at: that is the policies' work.
+
+    Args:
+        job: classes that name a tier lie there.
+        splits: where the others lie, by role; only classes that move anything need to be in it.
+        machine: its speeds.
+
+    Raises:
+        ConfigError: a class without a tier moves bytes, but its role has no split.
+        TierNotFoundError: a tier that the machine does not have.
+        ValueError: a split's fractions do not add up to 1.
+    """
+    for split in splits.values():
+        check_split(split, machine)
+    return StepModel(job, machine).explain(splits)
+
+
+class _Load:
+    """What one phase asks of the machine: bytes of the links, bytes by tier and kind, seconds of compute."""
+
+    __slots__ = ("compute", "link", "tiers")
+
+    def __init__(self, compute: float, link: list[float], tiers: list[list[float]]) -> None:
+        self.compute = compute
+        self.link = link  # h2d, d2h
+        self.tiers = tiers  # each h2d, d2h, cpu
+
+    def copy(self) -> "_Load":
+        return _Load(self.compute, self.link, [list(each) for each in self.tiers])
+
+    def with_part(self, other: "_Load", part: float) -> "_Load":
+        """Return this load with a part of another phase's."""
+        return _Load(
+            self.compute + part * other.compute,
+            [own + part * extra for own, extra in zip(self.link, other.link, strict=True)],
+            [
+                [own + part * extra for own, extra in zip(mine, theirs, strict=True)]
+                for mine, theirs in zip(self.tiers, other.tiers, strict=True)
+            ],
+        )
+
+
+class StepModel:
+    """Predicts the step of one job on one machine for many splits; asking costs some ten microseconds.
+
+    `seconds` is convex in the splits' fractions. It trusts them: `check_split` is the caller's.
+    """
+
+    def __init__(self, job: Job, machine: Machine) -> None:
+        self._machine = machine
+        self._overlap = job.overlap
+        self._units = max(1, job.num_units)
+        self._device = machine.device
+        self._index = {name: machine.names.index(machine.tier(name).backed_by or name) for name in machine.names}
+        self._speeds = [
+            (1 / t.device_read_bytes_per_s, 1 / t.device_write_bytes_per_s, 1 / t.adam_bytes_per_s)
+            for t in machine.tiers
+        ]
+        flops = (job.forward_flops, job.backward_flops, 0.0)
+        self._fixed = [
+            _Load(each / self._device.flops, [0.0, 0.0], [[0.0, 0.0, 0.0] for _ in machine.tiers]) for each in flops
+        ]
+        self._free: dict[TensorRole, list[tuple[int, int, float]]] = {}
+        for each in job.classes:
+            moves = []
+            for move in each.moves:
+                phase, kind = _PHASES.index(move.phase), _KINDS.index(move.kind)
+                if self._device.is_host:
+                    kind = 2
+                nbytes = move.nbytes
+                if kind < 2:
+                    self._fixed[phase].link[kind] += nbytes
+                    nbytes *= self._device.count
+                moves.append((phase, kind, nbytes))
+            if each.tier is None:
+                if moves:
+                    self._free.setdefault(each.role, []).extend(moves)
+            else:
+                self._add(self._fixed, moves, {machine.tier(each.tier).name: 1.0})
+
+    def seconds(self, splits: Mapping[TensorRole, Split]) -> float:
+        """Return the seconds of the whole step; see `predict_step`."""
+        work, after = self._work(splits)
+        seconds = sum(map(self._seconds, work))
+        return seconds if after is None else seconds + self._seconds(after) / self._units
+
+    def explain(self, splits: Mapping[TensorRole, Split]) -> StepTime:
+        """Return the whole step, phase by phase; see `predict_step`."""
+        work, after = self._work(splits)
+        times = [PhaseTime(self._seconds(load), self._resources(load)) for load in work]
+        serial = sum(each.seconds for each in times)
+        if after is not None:
+            serial = sum(map(self._seconds, self._loads(splits)))
+            part = {name: busy / self._units for name, busy in self._resources(after).items()}
+            times.append(PhaseTime(self._seconds(after) / self._units, part))
+        forward, backward, update = times
+        return StepTime(forward, backward, update, self._overlap, serial)
+
+    def _work(self, splits: Mapping[TensorRole, Split]) -> tuple[list[_Load], _Load | None]:
+        """Return the phases' loads as they overlap, and the update of which one unit's part is left over."""
+        loads = self._loads(splits)
+        if self._overlap == "none":
+            return loads, None
+        update = loads.pop(_UPDATE)
+        host = _PHASES.index(self._overlap)
+        loads[host] = loads[host].with_part(update, 1 - 1 / self._units)
+        return loads, update
+
+    def _loads(self, splits: Mapping[TensorRole, Split]) -> list[_Load]:
+        loads = [each.copy() for each in self._fixed]
+        for role, moves in self._free.items():
+            if role not in splits:
+                raise ConfigError(
+                    f"there is no split for {role.name}, which no rule places: got {', '.join(r.name for r in splits)}"
+                )
+            self._add(loads, moves, splits[role])
+        return loads
+
+    def _add(self, loads: list[_Load], moves: list[tuple[int, int, float]], split: Split) -> None:
+        for tier, share in split.items():
+            index = self._index[tier]
+            for phase, kind, nbytes in moves:
+                loads[phase].tiers[index][kind] += share * nbytes
+
+    def _seconds(self, load: _Load) -> float:
+        """Return what a phase takes; the formula is the module's."""
+        h2d, d2h = self._link_seconds(load)
+        fetch, stored, busiest = h2d, 0.0, 0.0
+        for (read, written, cpu), (per_read, per_write, per_byte) in zip(load.tiers, self._speeds, strict=True):
+            if read or written or cpu:
+                reading, writing = read * per_read, written * per_write
+                fetch = max(fetch, reading)
+                stored = max(stored, writing)
+                busiest = max(busiest, cpu * per_byte + max(reading, writing, (read + written) * per_byte))
+        if self._device.is_host:
+            return max(load.compute, busiest)
+        store = soft_maximum(d2h, stored, self._machine.write_contention)
+        stages = (fetch, load.compute, store)
+        pipeline = sum(stages) / self._units + (1 - 1 / self._units) * max(stages)
+        return max(pipeline, busiest + load.compute / self._units)
+
+    def _link_seconds(self, load: _Load) -> tuple[float, float]:
+        device, latency = self._device, self._device.copy_latency_s * self._units
+        h2d, d2h = load.link
+        return (
+            h2d / device.h2d_bytes_per_s + latency if h2d else 0.0,
+            d2h / device.d2h_bytes_per_s + latency if d2h else 0.0,
+        )
+
+    def _resources(self, load: _Load) -> dict[str, float]:
+        h2d, d2h = self._link_seconds(load)
+        busy = {"compute": load.compute}
+        if not self._device.is_host:
+            busy |= {"link h2d": h2d, "link d2h": d2h}
+        for tier, moved, speeds in zip(self._machine.tiers, load.tiers, self._speeds, strict=True):
+            if tier.backed_by is None:
+                read, written, cpu = moved
+                per_read, per_write, per_byte = speeds
+                copies = max(read * per_read, written * per_write, (read + written) * per_byte)
+                busy[f"tier {tier.name}"] = cpu * per_byte + copies
+        return busy

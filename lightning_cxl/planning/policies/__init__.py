@@ -1,0 +1,1 @@
+"""Policies that place a whole job at once."""

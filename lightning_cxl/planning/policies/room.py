@@ -1,0 +1,59 @@
+"""`Room`: what tiers have left while a policy hands them out."""
+
+from lightning_cxl.errors import TierFullError
+from lightning_cxl.machine.machine import Machine, MachineTier, Split
+from lightning_cxl.machine.topology import TierKind
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.jobs.job import Job
+from lightning_cxl.units import format_bytes
+
+
+class Room:
+    """Counts down the capacities of a machine's memory tiers, and what they may hold together.
+
+    Args:
+        job: what decorators and rules fix is taken first.
+        machine: SSDs are left out: tensors cannot live there.
+
+    Raises:
+        TierFullError: what is fixed does not fit.
+    """
+
+    def __init__(self, job: Job, machine: Machine) -> None:
+        self._machine = machine
+        self.tiers: tuple[MachineTier, ...] = tuple(t for t in machine.tiers if t.kind is not TierKind.SSD)
+        self._left = {tier.name: tier.capacity_bytes for tier in self.tiers}
+        capacity = sum(self._left.values())
+        self.together = capacity if machine.host_bytes is None else min(capacity, machine.host_bytes)
+        """Bytes that all tiers together still have."""
+        for each in job.classes:
+            if each.tier is not None:
+                self.take(each.role, each.nbytes, {each.tier: 1.0})
+
+    def left(self, tier: str) -> int:
+        """Return the bytes that a tier still has."""
+        return min(self._left[tier], self.together)
+
+    def take(self, role: TensorRole, nbytes: int, split: Split) -> None:
+        """Use up `nbytes` of a role, by tier.
+
+        Raises:
+            TierFullError: a tier has less left than its part, by more than rounding; nothing is taken then.
+        """
+        over = [tier for tier, share in split.items() if share * nbytes > self._left[tier] + 1]
+        if over or nbytes > self.together + len(split):
+            raise self.full(role, nbytes, over[0] if over else "` and `".join(split))
+        for tier, share in split.items():
+            self._left[tier] = max(0, self._left[tier] - round(share * nbytes))
+        self.together = max(0, self.together - nbytes)
+
+    def full(self, role: TensorRole, nbytes: int, tier: str) -> TierFullError:
+        """Return the error that says what does not fit where."""
+        have = ", ".join(f"`{name}` {format_bytes(left)}" for name, left in self._left.items())
+        if self.together < sum(self._left.values()):
+            have += f", {format_bytes(self.together)} together,"
+        return TierFullError(
+            f"cannot place {role.name} ({format_bytes(nbytes)}) on tier `{tier}`: left for it are {have} of machine "
+            f"`{self._machine.name}`. Add memory or a tier, raise the budget in `tiers`, or use a smaller model, batch "
+            f"or sequence."
+        )

@@ -1,1 +1,0 @@
-"""Policies that see a whole job before they place the first tensor of it."""

@@ -1,0 +1,1 @@
+"""One run: built from inventory and decision, and torn down; its checkpoints and its report."""

@@ -1,0 +1,185 @@
+"""`PlacedMemory`: host memory for the tensors of one model, each where its placement says, and the plan of it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cxl.config import OnTierFull
+from lightning_cxl.inventory.wanted import Wanted
+from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.memory.host_tensors import is_ordinary, laid_out_as, mirror
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.planning.fit import check_fits
+from lightning_cxl.planning.placements import ModelPlacements
+from lightning_cxl.run.report import Plan
+
+_ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
+
+
+class PlacedMemory:
+    """Gives memory for parameters and units by role.
+
+    Args:
+        memory: of the run.
+        placements: of the model.
+        plan: what is reserved is added to it.
+        on_tier_full: whether a full tier spills or refuses.
+        heap: trimmed before memory for a gradient is given; None where nobody cares.
+        units: names of those whose inputs are offloaded.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        placements: ModelPlacements,
+        plan: Plan,
+        on_tier_full: OnTierFull,
+        heap: HeapTrimmer | None,
+        units: Sequence[str] = (),
+    ) -> None:
+        self.memory = memory
+        self.placements = placements
+        self._plan = plan
+        self._on_tier_full = on_tier_full
+        self._heap = heap
+        self._units = units
+        self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
+
+    def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor shaped and laid out as a parameter of the model.
+
+        Master weights that a device copies as they are, after every step, are page-locked.
+        """
+        self._trim_for(role)
+        placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
+        if role is TensorRole.MASTER_WEIGHTS and parameter.device.type != "cpu" and dtype is parameter.dtype:
+            placement = replace(placement, pinned=True)
+        return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
+
+    def like_all(self, wanted: Sequence[tuple[nn.Parameter, torch.dtype]], role: TensorRole) -> list[torch.Tensor]:
+        """Return what `like` would for each parameter, those of one placement in one piece of memory.
+
+        Args:
+            wanted: parameters of the model, and the type of the tensor like each.
+            role: of all.
+        """
+        self._trim_for(role)
+        by_placement: dict[Placement, list[int]] = {}
+        for index, (parameter, dtype) in enumerate(wanted):
+            placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
+            by_placement.setdefault(placement, []).append(index)
+        tensors: dict[int, torch.Tensor] = {}
+        for placement, indices in by_placement.items():
+            parts = [wanted[index] for index in indices]
+            sizes = [parameter.numel() * dtype.itemsize for parameter, dtype in parts]
+            starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1])]
+            piece = self.memory.allocate(starts[-1] + sizes[-1], placement, role)
+            for index, (parameter, dtype), start, size in zip(indices, parts, starts, sizes, strict=True):
+                flat = piece.slice(start, size).tensor((parameter.numel(),), dtype)
+                tensors[index] = laid_out_as(flat, parameter)
+        return [tensors[index] for index in range(len(wanted))]
+
+    def _trim_for(self, role: TensorRole) -> None:
+        if self._heap is not None and role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
+            self._heap.trim()  # in backward, where the C library's heap grows most
+
+    def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return an uninitialised 1-D tensor for a parameter."""
+        placement = self.placements.for_parameter(parameter, role, numel * dtype.itemsize)
+        return self.memory.tensor((numel,), dtype, placement, role)
+
+    def activation(self, nbytes: int, unit: str) -> Buffer:
+        """Return memory for an input of a unit."""
+        placement = self.placements.for_unit(unit, TensorRole.ACTIVATIONS, nbytes)
+        self._plan_activation(nbytes, unit, placement)
+        return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
+
+    def forward_is_over(self) -> None:
+        """Let the plan of activations be complete."""
+        if self._seen_units:
+            self._seen_units = None
+
+    def _plan_activation(self, nbytes: int, unit: str, placement: Placement) -> None:
+        """Plan the inputs of all units from those of the first two: a batch's size is not known before its forward.
+
+        The first may keep what all of them share, such as a mask. The others are taken to be like the second.
+        """
+        if self._seen_units is None:
+            return
+        if unit not in self._seen_units:
+            self._seen_units.append(unit)
+        if len(self._seen_units) > 2:
+            self._seen_units = None
+        elif unit == self._seen_units[0]:
+            self._plan.add(TensorRole.ACTIVATIONS, nbytes, placement)
+        else:
+            for other in self._units:
+                if other != self._seen_units[0]:
+                    where = self.placements.for_unit(other, TensorRole.ACTIVATIONS, nbytes)
+                    self._plan.add(TensorRole.ACTIVATIONS, nbytes, where)
+
+    def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
+        """Return memory for the weights of several parameters that belong on the same tier.
+
+        What weights that have moved before have left is given back first: it is of another stack, which nobody needs.
+        """
+        self.memory.trim()
+        placement = self.placements.for_parameter(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
+        return self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
+
+    def weights(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return memory for the weights of a parameter; None if they are where they belong."""
+        nbytes = parameter.numel() * parameter.element_size()
+        placement = self.placements.for_parameter(parameter, TensorRole.COMPUTE_WEIGHTS, nbytes)
+        if self._is_at_home(parameter, placement):
+            return None
+        return self.like(parameter, TensorRole.COMPUTE_WEIGHTS, parameter.dtype)
+
+    def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move an optimizer's state in ordinary memory to where the policy wants it.
+
+        Args:
+            optimizer: holds master weights. INOUT.
+            compute_of: the model's parameter of a master.
+        """
+        if isinstance(optimizer, CPUAdam):
+            return  # keeps to the memory it was given
+        role = TensorRole.MOMENTUM
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
+                    continue
+                if self.memory.tier_at(value.data_ptr()) is not None:
+                    continue
+                nbytes = value.numel() * value.element_size()
+                placement = self.placements.for_parameter(compute_of(parameter), role, nbytes)
+                state[key] = self.memory.tensor(value.shape, value.dtype, placement, role).copy_(value)
+
+    def reserve(self, wanted: Iterable[Wanted]) -> None:
+        """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit any more.
+
+        Weights move from where they are, which [Note: Planning a run] has counted: here they are not checked again.
+        What they have left is given back.
+
+        Raises:
+            TierFullError: it does not fit.
+        """
+        self.memory.trim()
+        requests = []
+        for parameter, role, nbytes in wanted:
+            placement = self.placements.for_parameter(parameter, role, nbytes)
+            self._plan.add(role, nbytes, placement)
+            if role is not TensorRole.COMPUTE_WEIGHTS:
+                requests.append((role, nbytes, placement))
+        check_fits(requests, self.memory.free_bytes(), self._on_tier_full)
+
+    def _is_at_home(self, parameter: torch.Tensor, placement: Placement) -> bool:
+        """Whether weights lie already where they should, because they were created there."""
+        return is_ordinary(parameter) and self.memory.is_placed(parameter.data_ptr(), placement)

@@ -1,0 +1,115 @@
+"""Planned and measured bytes per tier and role: the dict behind `strategy.report()` and its one-screen text."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.planning.fit import split_bytes
+from lightning_cxl.units import format_bytes
+
+_WIDTH = 110
+_MAX_REASONS = 8
+
+
+class Plan:
+    """What a run intends to hold, summed up while it is set up, before the bytes are taken."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, dict[str, int]] = {}
+        self._reasons: dict[str, dict[str, None]] = {}  # an ordered set per role
+
+    def add(self, role: TensorRole, nbytes: int, placement: Placement) -> None:
+        """Count `nbytes` of a role for the tiers of its placement, by their shares."""
+        tiers = self._bytes.setdefault(role.value, {})
+        for tier, size in split_bytes(nbytes, placement).items():
+            tiers[tier] = tiers.get(tier, 0) + size
+        self._reasons.setdefault(role.value, {})[placement.describe()] = None
+
+    def roles(self) -> dict[str, dict[str, int]]:
+        """Return planned bytes by role and tier."""
+        return {role: dict(tiers) for role, tiers in self._bytes.items()}
+
+    def reasons(self) -> dict[str, list[str]]:
+        """Return, by role, why its bytes go where they go."""
+        return {role: list(reasons) for role, reasons in self._reasons.items()}
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Return the report as text of at most about forty lines of at most 110 columns."""
+    lines = [f"CXL offload on {report['device']}, {report['state']}"]
+    lines += _table(
+        ("tier", "capacity", "budget", "used", "peak"),
+        [
+            (name, *(_size(tier[key]) for key in ("capacity_bytes", "budget_bytes", "used_bytes", "peak_bytes")))
+            for name, tier in report["tiers"].items()
+        ],
+    )
+    rows = []
+    for role in dict.fromkeys([*report["planned_roles"], *report["peak_roles"]]):
+        tiers = dict.fromkeys([*report["planned_roles"].get(role, {}), *report["peak_roles"].get(role, {})])
+        rows += [
+            (
+                role,
+                tier,
+                _size(report["planned_roles"].get(role, {}).get(tier)),
+                _size(report["roles"].get(role, {}).get(tier, 0)),
+                _size(report["peak_roles"].get(role, {}).get(tier, 0)),
+            )
+            for tier in tiers
+        ]
+    if rows:
+        lines += ["", *_table(("role", "tier", "planned", "used", "peak"), rows), _total(report)]
+    lines += ["", f"policy: {report['policy']}", *_reasons(report["reasons"])]
+    lines.append(f"parameters: {report['num_parameters']:,} ({report['num_trainable']:,} trained)")
+    lines.append(f"units: {_units(report['units'])}")
+    if streamed := report["streamed"]:
+        lines.append(
+            f"streamed weights: {_size(streamed['host_bytes'])} of {streamed['num_units']} units through "
+            f"{_size(streamed['slot_bytes'])} on the device, {streamed['num_fetches']} copies, "
+            f"{streamed['num_late']} not fetched ahead"
+        )
+    lines += [f"optimizer: {text}" for text in report["optimizers"]]
+    lines += [f"note: {text}" for text in report["notes"]]
+    return "\n".join(lines)
+
+
+def _total(report: Mapping[str, Any]) -> str:
+    """Return the line that compares the plan with what was measured."""
+    planned, peak = (
+        sum(sum(tiers.values()) for tiers in report[key].values()) for key in ("planned_roles", "peak_roles")
+    )
+    of_plan = f" ({peak / planned:.0%})".replace("%", " %") if planned else ""
+    return f"in all, each role at its peak: planned {format_bytes(planned)}, peak {format_bytes(peak)}{of_plan}"
+
+
+def _reasons(reasons: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line per role that says where it goes and why."""
+    lines = []
+    for role, all_of_role in list(reasons.items())[:_MAX_REASONS]:
+        more = f" (and {len(all_of_role) - 1} more)" if len(all_of_role) > 1 else ""
+        lines.append(textwrap.shorten(f"{role}: {all_of_role[0]}", _WIDTH - 2 - len(more), placeholder=" ...") + more)
+    return [f"  {line}" for line in lines]
+
+
+def _units(names: list[str]) -> str:
+    if not names:
+        return "none (activations stay where the model puts them)"
+    if len(names) == 1:
+        return names[0]
+    return f"{len(names)} blocks, {names[0]} to {names[-1]}, inputs kept on the activation tier, recomputed in backward"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < len(header) - 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [header, *rows]
+    ]

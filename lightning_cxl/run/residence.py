@@ -1,0 +1,127 @@
+"""`Residence`: where a model's compute weights live.
+
+[Note: Homes of compute weights]
+* The CPU computes: in host memory that the policy placed.
+* A device apart: on the device, except those that stream.
+* Streamed (`stream_weights`): the parameters of units, each unit in one piece of host memory per tier, and on the
+  device only while the unit computes ([Note: Residency of a unit]). What units share with others, and what lies outside
+  of them (embedding, final norm, head), does not stream.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_cxl.inventory.held import wanted_weights
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.run.placed_memory import PlacedMemory
+from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.streaming.params import ParamStreamer
+from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
+from lightning_cxl.streaming.units import NamedUnits
+from lightning_cxl.streaming.weights import place_weights
+from lightning_cxl.transfer.engine import TransferEngine
+
+
+class Residence:
+    """Moves a model's weights to their homes, and brings those that stream to the device when their unit computes.
+
+    Args:
+        model: INOUT.
+        memory: gives the homes.
+        engine: copies streamed weights; its device is where the rest goes.
+        streamed: units whose weights stream; empty for none.
+
+    Raises:
+        TierFullError: the weights do not fit; nothing has been moved then.
+    """
+
+    def __init__(self, model: nn.Module, memory: PlacedMemory, engine: TransferEngine, streamed: NamedUnits) -> None:
+        self._engine = engine
+        chosen = list(streamable(model, streamed))
+        self.streamed_ids = frozenset(id(parameter) for _, _, own in chosen for parameter in own)
+        """Ids of the parameters that stream."""
+        on_host = engine.device.type == "cpu"
+        weights = TensorRole.COMPUTE_WEIGHTS
+        pieces = [(name, module, memory.placements.grouped(own, weights)) for name, module, own in chosen]
+        memory.reserve(wanted_weights(model, pieces, computes_on_host=on_host))
+        self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in pieces]
+        self.unit_of = {id(place.parameter): unit for unit in self.units for place in unit.places}
+        """Unit of each streamed parameter, by the parameter's id."""
+        self.unplaced: tuple[str, ...] = ()
+        """Names of parameters that stay in ordinary host memory."""
+        self._streamer: ParamStreamer | None = None
+        if on_host:
+            self.unplaced = place_weights(model, lambda p: None if id(p) in self.streamed_ids else memory.weights(p))
+        else:
+            self._move_rest(model, engine.device)
+
+    def stream(self, phase: Callable[[], Literal["forward", "recompute"] | None]) -> ParamStreamer | None:
+        """Let the weights of units come and go from now on; the forward of units is wrapped.
+
+        Args:
+            phase: as of `ActivationOffload`, which must be attached after this.
+
+        Returns:
+            What brings them; None if nothing streams.
+        """
+        if self.units:
+            self._streamer = ParamStreamer(self._engine, self.units, phase)
+        return self._streamer
+
+    def stats(self) -> dict[str, int]:
+        """Return what streams, see `ParamStreamer.stats`; nothing if nothing does."""
+        return {} if self._streamer is None else self._streamer.stats()
+
+    def notes(self) -> list[str]:
+        """Return what a user should know about where weights are."""
+        kept = self.unplaced
+        return [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
+
+    def forget_copies(self) -> None:
+        """Let weights be copied to the device again when they are needed next."""
+        if self._streamer is not None:
+            self._streamer.forget()
+
+    def wait_for_readers(self) -> None:
+        """Return when no copy to the device reads a home: the optimizer writes them next."""
+        for unit in self.units:
+            unit.wait_for_readers()
+
+    def bring_home(self) -> None:
+        """Let every streamed parameter show its home."""
+        if self._streamer is not None:
+            self._streamer.release()
+
+    def close(self) -> None:
+        """Stop streaming. The weights stay where they are. Idempotent."""
+        if self._streamer is not None:
+            self._streamer.detach()
+
+    def _move_rest(self, model: nn.Module, device: torch.device) -> None:
+        """Move what does not stream, through the model's own `to`: modules may do more there than move tensors."""
+        own = [module.__dict__ for module in model.modules()]  # what is set on a compiled module, the one inside gets
+        before = [(attributes, attributes["_parameters"]) for attributes in own]
+        for attributes, parameters in before:
+            rest = {n: p for n, p in parameters.items() if p is None or id(p) not in self.streamed_ids}
+            attributes["_parameters"] = rest
+        try:
+            model.to(device)
+        finally:
+            for attributes, parameters in before:
+                moved = attributes["_parameters"]
+                kept = {n: moved.get(n, p) for n, p in parameters.items() if n in moved or id(p) in self.streamed_ids}
+                attributes["_parameters"] = kept | moved  # in the old order; the move may also drop some and add others
+
+
+def count_parameters(model: nn.Module | None) -> dict[str, int]:
+    """Return the elements of a model's parameters, of all and of those that are trained."""
+    # without a look: updates may be running, or may have failed
+    parameters = [] if model is None else [p for p in {id(p): p for p in peek(model)}.values() if not is_lazy(p)]
+    return {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+    }

@@ -1,1 +1,0 @@
-"""Which memory tiers exist and which tensor goes to which: pure Python, no torch."""

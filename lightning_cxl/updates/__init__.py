@@ -1,0 +1,1 @@
+"""The optimizer's step of a run: adopted optimizers, unit after unit."""

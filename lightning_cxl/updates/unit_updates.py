@@ -1,0 +1,260 @@
+"""`UnitUpdates`: the optimizer updates streamed units one after the other, behind what the device does.
+
+[Note: Overlapped updates]
+One worker thread does what the host does with gradients: it adds and measures them as they land (`GradientSink`) and
+runs the update of one unit after the other. There are two schedules:
+
+* Behind the next forward, always possible: at the time of the step all gradients are there, checked and clipped. What
+  does not stream is updated at once, then each unit in the order of the forward, and the step returns.
+* Behind the backward as well, if nothing can call the step off and nobody looks at gradients (`in_backward`): a unit is
+  updated when its backward is over, with the gradients that have been started on their way. They never become
+  ``p.grad``, and a few units' worth of them exist at a time: whoever is too far ahead waits. The masters of what stays
+  on the device (embedding, head) are updated when their gradients come, and are copied to it by the step.
+
+A step reads hyper-parameters when it begins, so schedulers may go on. Versions of the weights go up when an update is
+started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
+*updating*: its forward waits (`ParamStreamer.enter`), whoever looks at its parameters through their modules waits
+([Note: Awaited parameters]), and so does whoever looks at the optimizer's state. When it is done, the worker has the
+unit fetched if it is expected next. An error in an update is raised where it is waited for.
+
+A unit that ran more than once since the step began, or part of which the worker cannot update, is left to the end of
+the backward. An exception in the middle of a backward leaves a step half made where updates ran behind it.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.updates.host_step import has_step_hooks
+
+log = logging.getLogger(__name__)
+
+MAX_UNITS_IN_FLIGHT = 3
+"""Units whose gradients are on the host and wait for their update: one is updated, one lands, one is slack."""
+
+
+class UnitUpdates:
+    """Starts the updates of units and keeps track of them. See [Note: Overlapped updates].
+
+    Args:
+        units: streamed ones, in the order of the forward.
+        worker: one thread; the sink folds gradients on it, too.
+        masters: of the run.
+        grads: hands gradients over, and says when some come of what does not stream.
+        fetch_ahead: called when a unit's weights are new.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitWeights],
+        worker: Executor,
+        masters: MasterWeights,
+        grads: GradientSink,
+        fetch_ahead: Callable[[], None],
+    ) -> None:
+        self.in_backward = False
+        """Whether updates may run behind the backward of a step's closure."""
+        self._units = units
+        self._unit_of = {id(place.parameter): unit for unit in units for place in unit.places}
+        self._worker = worker
+        self._masters = masters
+        self._grads = grads
+        grads.on_resident = self._resident_has_come
+        self._fetch_ahead = fetch_ahead
+        self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
+        self._step: AdamStep | None = None  # of that closure, once a unit has been updated
+        self._started: deque[Future[None]] = deque()
+        self._is_last_backward = False  # of that closure
+        self._residents: list[tuple[HostParameter, Future[None]]] = []  # updated, but the device has old weights
+
+    def allow_in_backward(self, objection: str | None, optimizers: Sequence[Optimizer]) -> bool:
+        """Decide whether updates may run behind the backward, and say why not.
+
+        Args:
+            objection: what may call a step off, or look at gradients, once its closure runs; None if nothing does.
+            optimizers: of the run.
+        """
+        objection = why_after_backward(objection, optimizers)
+        self.in_backward = objection is None
+        if objection is not None:
+            log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
+        return self.in_backward
+
+    def begin(self, optimizer: CPUAdam) -> None:
+        """Note that the closure of a step of `optimizer` is about to be evaluated."""
+        self._step = None
+        self._is_last_backward = False
+        self._optimizer = optimizer if self.in_backward and not has_step_hooks(optimizer) else None
+        for unit in self._units:
+            unit.num_forwards = 0
+
+    def begin_backward(self) -> None:
+        """Note that the backward begins after which the step comes, if a closure is being evaluated."""
+        self._is_last_backward = self._optimizer is not None
+
+    def give_up(self) -> None:
+        """Start no more updates before the end of a backward: it has failed, or nobody knows what follows."""
+        self._optimizer = None
+        self._end_residents()
+
+    def _end_residents(self) -> BaseException | None:
+        """Write back the masters whose updates run or ran; return the first error of those that failed."""
+        updated, self._residents = self._residents, []
+        errors = [update.exception() for _, update in updated]  # waits for each
+        self._masters.write_back([host.master for (host, _), error in zip(updated, errors, strict=True) if not error])
+        return next(filter(None, errors), None)
+
+    def unit_is_over(self, unit: UnitWeights) -> None:
+        """Start the update of a unit whose backward is over, if it may start now."""
+        if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
+            return
+        found = [self._masters.find(place.parameter) for place in unit.places]
+        hosts = self._grads.hand_over(host for host in found if host is not None and self._is_for_worker(host))
+        if not hosts:
+            return
+        written: list[torch.Tensor] = [host.compute for host in hosts]
+        self.start(unit, written, self._updating(self._optimizer, hosts))
+        self._masters.write_back([host.master for host in hosts], kernel_wrote=True)
+        while len(self._started) > MAX_UNITS_IN_FLIGHT:
+            wait([self._started.popleft()])  # an error is raised by the unit
+
+    def _resident_has_come(self, host: HostParameter) -> None:
+        """Start the update of a master whose compute weights stay on the device, if it may start now.
+
+        They get the new values at the end of the step: a recompute may read them until then.
+        """
+        if self._optimizer is None or not self._is_last_backward or host.version != host.compute._version:
+            return
+        self._grads.hand_over([host])  # a gradient that has landed was computed with what the master was copied to
+        update: Future[None] = Future()
+        torch.autograd.graph.increment_version([host.master])
+        self._residents.append((host, update))
+        self._worker.submit(_run, self._updating(self._optimizer, [host]), update)
+
+    def _updating(self, optimizer: CPUAdam, hosts: list[HostParameter]) -> Callable[[], None]:
+        """Return the job that updates parameters whose gradients have been handed over."""
+        if self._step is None:
+            self._step = AdamStep(optimizer)
+        return partial(self._update_arrived, self._step, hosts, optimizer.grad_scale)
+
+    def update(self, optimizer: CPUAdam) -> None:
+        """Make a step with the gradients that parameters have: of units on the worker, of the rest now."""
+        step = AdamStep(optimizer) if self._step is None else self._step
+        self._optimizer = self._step = None
+        work = step.collect()
+        optimizer.drop_stale_scale()
+        parts: dict[int, list[Work]] = {}
+        now: list[Work] = []
+        for each in work:
+            host = self._masters.find(each.update.parameter)
+            unit = None if host is None else self._unit_of.get(id(host.compute))
+            if host is not None and unit is not None and self._is_for_worker(host):
+                parts.setdefault(id(unit), []).append(each)
+            else:
+                now.append(each)
+        step.apply(now, optimizer.grad_scale)
+        torch.autograd.graph.increment_version(written_by(now))
+        for unit in self._units:
+            part = parts.get(id(unit))
+            if part is not None:
+                self.start(unit, written_by(part), partial(_apply, step, part, optimizer.grad_scale))
+        optimizer.grad_scale = 1.0
+        self._raise_of_residents()
+
+    def wait(self) -> None:
+        """Return when every update is done, e.g. before an optimizer's state is read."""
+        for unit in self._units:
+            unit.wait()
+        wait([update for _, update in self._residents])  # an error is raised by the step
+        self._masters.wait()
+
+    def close(self, *, after_error: bool = False) -> None:
+        """Return when every update is done, and keep none: an error that stays behind keeps what its frames hold.
+
+        Args:
+            after_error: an error has ended the run. Those of updates are logged then: raised, they would end the
+                teardown of whoever handles that one.
+
+        Raises:
+            BaseException: the error of an update, where nobody has seen it.
+        """
+        self._optimizer = None
+        self._started.clear()
+        try:
+            with ExitStack() as waits:
+                waits.callback(self._masters.wait)
+                waits.callback(self._raise_of_residents)
+                for unit in self._units:
+                    waits.callback(unit.wait)
+        except Exception as error:
+            if not after_error:
+                raise
+            log.warning(f"the error that ended the run was not the only one. An update failed: {error!r}")
+
+    def _raise_of_residents(self) -> None:
+        error = self._end_residents()
+        if error is not None:
+            raise error
+
+    def _is_for_worker(self, host: HostParameter) -> bool:
+        """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
+        return host.is_shared or host.master in self._masters.kernel_weights
+
+    def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
+        """Let a job that writes the homes of `unit` run on the worker.
+
+        Args:
+            unit: waited for by whoever needs it, until the job is done.
+            written: parameters that the job writes: they count as written from now on.
+            job: raises where the unit is waited for.
+        """
+        while self._started and self._started[0].done():
+            self._started.popleft()
+        update: Future[None] = Future()
+        unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
+        torch.autograd.graph.increment_version(written)
+        update.add_done_callback(self._after_update)
+        self._worker.submit(_run, job, update)
+        self._started.append(update)
+
+    def _after_update(self, _update: "Future[None]") -> None:
+        self._fetch_ahead()
+
+    @torch.no_grad()
+    def _update_arrived(self, step: AdamStep, hosts: list[HostParameter], scale: float) -> None:
+        grads: dict[torch.Tensor, torch.Tensor] = {host.master: self._grads.take(host) for host in hosts}
+        step.apply(step.collect(grads), scale)
+
+
+def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -> str | None:
+    """Return why updates must wait for the end of the backward; None if they need not."""
+    if objection is None and len(optimizers) > 1:
+        return "there are several optimizers"
+    if objection is None and any(map(has_step_hooks, optimizers)):
+        return "there are hooks around the optimizer's step"
+    return objection
+
+
+def _run(job: Callable[[], None], update: "Future[None]") -> None:
+    try:
+        job()
+    except BaseException as error:
+        update.set_exception(error)
+    else:
+        update.set_result(None)
+
+
+@torch.no_grad()
+def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
+    step.apply(work, scale)

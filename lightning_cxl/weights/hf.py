@@ -1,0 +1,293 @@
+"""Models of transformers: `from_pretrained`, with weights straight on their tier, and `save_pretrained`.
+
+transformers is imported when a model is loaded, not with this package.
+"""
+
+import copy
+import functools
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.memory.weights import empty_weight
+from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.load import LoadReport, load_translated
+from lightning_cxl.weights.model_weights import distinct, model_weights
+from lightning_cxl.weights.save import named_tensors, save_tensors
+from lightning_cxl.weights.sources import FileTensor, MergedTensor, WeightSource
+from lightning_cxl.weights.tensor_file import NamedTensor
+from lightning_cxl.weights.weight_folder import open_weights
+
+_INITIALIZED = "_is_hf_initialized"  # how transformers marks what its initialisation must leave alone
+
+
+def from_pretrained(
+    model_class: Any,
+    folder: str | PathLike[str],
+    dtype: torch.dtype | None = None,
+    *,
+    strict: bool = True,
+    **config_overrides: Any,
+) -> Any:
+    """Build a transformers model without weights and load them, each straight into the memory it will stay in.
+
+    The result equals what ``model_class.from_pretrained(folder)`` returns, bit by bit: in evaluation mode, weights
+    tied, generation settings read. See `load_weights` for where weights go and what errors say. Tensors of which
+    transformers makes one (experts) take up to twice that weight's memory meanwhile, one weight after the other.
+
+    Args:
+        model_class: ``AutoModelForCausalLM`` or another class of transformers.
+        folder: with ``config.json`` and safetensors files.
+        dtype: of the model; None: what the config says, else that of the files.
+        strict: refuse when weights are missing, or files hold more than the model has; False: initialise the missing
+            (a new head) as transformers does, and warn.
+        **config_overrides: fields of the config, such as ``attn_implementation="eager"``.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or do not fit the model.
+        ConfigError: there is no such folder, or it has no config.
+        UnsupportedError: quantized files, or transformers before version 5.
+        TierFullError: the weights do not fit in memory.
+
+    Example::
+
+        model = lightning_cxl.from_pretrained(AutoModelForCausalLM, "folder", torch.bfloat16)
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype is {dtype!r}; give one of torch, such as torch.bfloat16, or None for the config's")
+    path = Path(fspath(folder))
+    config = _config(model_class, path, config_overrides)
+    with empty_weights():
+        model = _build(model_class, config, dtype or _dtype(config, path))
+    _keep_wide(model)
+    names = _Names(model)
+    report = load_translated(model, path, names, strict=strict)
+    model._weight_conversions = names.used()  # so that it is saved under the names that it came with
+    _complete(model, report)
+    model.tie_weights()
+    if model.can_generate() and (path / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(path)
+    return model.eval()
+
+
+def save_pretrained(
+    model: Any,
+    folder: str | PathLike[str],
+    max_shard_bytes: int | str = "5GiB",
+    dtype: torch.dtype | None = None,
+) -> list[Path]:
+    """Write a transformers model as a folder that `from_pretrained` loads, ours and that of transformers.
+
+    Weights are written as `save_weights` does, under the names that other tools know, then the config and generation
+    settings. Tensors that transformers merged when it loaded the model stay merged, with a warning.
+
+    Args:
+        model: of transformers, on any device.
+        folder: is created; of an earlier save, the same files are replaced.
+        max_shard_bytes: above this size the weights become several files and an index.
+        dtype: of the weights in the files; None: the one they have.
+
+    Returns:
+        The files with weights.
+
+    Raises:
+        CheckpointError: the file system refused, or the model has no values yet.
+        ConfigError: `max_shard_bytes` is no size, or `folder` a file.
+    """
+    path = Path(fspath(folder))
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"`{path}` is a file: give a folder")
+    written = save_tensors(_with_original_names(model, named_tensors(model, dtype)), path, max_shard_bytes)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype or model.dtype
+    config.save_pretrained(path)
+    if model.can_generate():
+        model.generation_config.save_pretrained(path)
+    return written
+
+
+def _with_original_names(model: Any, tensors: list[NamedTensor]) -> list[NamedTensor]:
+    """Return tensors under the names in the files of other tools, where transformers has others in memory."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return tensors  # before version 5 there was no difference
+    # it works on tensors: with ones that have no memory only names are translated, and one that comes back is renamed
+    empty = {item.name: torch.empty_like(item.tensor, device="meta") for item in tensors}
+    names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(empty)).items()}
+    merged = [name for name, tensor in empty.items() if id(tensor) not in names]
+    if merged:
+        warnings.warn(
+            f"{len(merged)} tensors of {type(model).__name__} are merged from several, such as `{merged[0]}`, and are "
+            "saved so: transformers 5 and `lightning_cxl.from_pretrained` load these files, other tools do not.",
+            LightningCXLWarning,
+            stacklevel=3,
+        )
+    return [item._replace(name=names.get(id(empty[item.name]), item.name)) for item in tensors]
+
+
+def _config(model_class: Any, path: Path, overrides: dict[str, Any]) -> Any:
+    """Return the config in a folder, with fields replaced."""
+    from transformers import AutoConfig
+
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"`{path}` is not a folder with a config.json. Give the folder of a transformers model; a model of the Hub "
+            "must be downloaded first (`hf download NAME --local-dir FOLDER`)."
+        )
+    config_class = getattr(model_class, "config_class", None) or AutoConfig
+    config = config_class.from_pretrained(path, **overrides)
+    unknown = [name for name in overrides if not hasattr(config, name) and name != "attn_implementation"]
+    if unknown:
+        raise ConfigError(f"{type(config).__name__} has no field {', '.join(map(repr, unknown))}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"the weights in `{path}` are quantized; this version loads plain ones. Load with `from_pretrained` of "
+            "transformers."
+        )
+    config.name_or_path = str(path)
+    return config
+
+
+def _dtype(config: Any, path: Path) -> torch.dtype:
+    """Return the dtype that a config names, else the one of the first floating-point tensor in the files."""
+    named = getattr(config, "dtype", None)
+    if named is not None:
+        dtype: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
+        return dtype
+    with open_weights(path) as files:
+        found = (entry.dtype for file in files for entry in file.entries.values() if entry.dtype.is_floating_point)
+        return next(found, torch.get_default_dtype())
+
+
+def _build(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    # an auto class offers the same under a public name
+    make = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
+    if make is None:
+        raise ConfigError(f"{model_class!r} is not a model class of transformers, such as AutoModelForCausalLM")
+    return make(config, dtype=dtype)
+
+
+def _keep_wide(model: Any) -> None:
+    """Make weights float32 that a model wants to stay so when the rest is 16 bit."""
+    patterns = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if model.dtype == torch.float16:
+        patterns += getattr(model, "_keep_in_fp32_modules", None) or ()
+    if model.dtype not in (torch.float16, torch.bfloat16) or not patterns:
+        return
+    wide = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns))
+    for name, parameter in model.named_parameters():
+        if wide.search(name) and parameter.is_floating_point():
+            parameter.data = parameter.data.float()  # on the meta device
+
+
+class _Names:
+    """Translates tensors of files to those of a model, as transformers does when it loads.
+
+    Args:
+        model: on the meta device.
+
+    Raises:
+        UnsupportedError: transformers is too old.
+    """
+
+    def __init__(self, model: Any) -> None:
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter, WeightRenaming
+        except ImportError:
+            raise UnsupportedError(
+                "from_pretrained needs transformers 5 or newer. Build the model in `lightning_cxl.empty_weights()` and "
+                "call `lightning_cxl.load_weights`, where names in the files are the model's."
+            ) from None
+        self._model = model
+        self._all = get_model_conversion_mapping(model)
+        self._renamings = [conversion for conversion in self._all if isinstance(conversion, WeightRenaming)]
+        self._converters = [conversion for conversion in self._all if isinstance(conversion, WeightConverter)]
+        self._own = model.state_dict()
+
+    def __call__(self, tensors: Sequence[FileTensor]) -> list[tuple[str, WeightSource]]:
+        """Return the model's names, and for each the tensor of a file or those it is computed from.
+
+        Raises:
+            CheckpointError: tensors that make up one do not fit together.
+        """
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        found: list[tuple[str, WeightSource]] = []
+        groups: dict[str, list[tuple[FileTensor, str]]] = {}
+        for tensor in tensors:
+            prefix = self._model.base_model_prefix
+            name, pattern = rename_source_key(tensor.name, self._renamings, self._converters, prefix, self._own)
+            if tensor.name in self._own and name not in self._own:
+                found.append((tensor.name, tensor))
+            elif pattern is None:
+                found.append((name, tensor))
+            else:
+                groups.setdefault(name, []).append((tensor, pattern))
+        for name, group in groups.items():  # experts in the order of their numbers, whichever file they are in
+            found += self._merged(name, sorted(group, key=lambda part: dot_natural_key(part[0].name)))
+        return found
+
+    def _merged(self, name: str, group: list[tuple[FileTensor, str]]) -> list[tuple[str, WeightSource]]:
+        """Return the weights that are computed from a group of tensors."""
+        sources, patterns = [tensor for tensor, _ in group], [pattern for _, pattern in group]
+        converter = next(one for one in self._converters if patterns[0] in one.source_patterns)
+
+        def convert(parts: list[torch.Tensor]) -> dict[str, Any]:
+            own = copy.deepcopy(converter)
+            for source, pattern in zip(sources, patterns, strict=True):
+                own.add_tensor(name, source.name, pattern, parts.pop(0))  # the converter frees each as soon as it can
+            result: dict[str, Any] = own.convert(name, model=self._model, config=self._model.config)
+            return {key: value[0] if isinstance(value, list) else value for key, value in result.items()}
+
+        try:
+            targets = list(convert([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]))
+            return [(key, MergedTensor(sources, functools.partial(_pick, convert, key))) for key in targets]
+        except Exception as error:
+            raise CheckpointError(
+                f"{len(sources)} tensors of the files, `{sources[0].name}` to `{sources[-1].name}`, do not make up "
+                f"`{name}`: {error}. Complete the files."
+            ) from error
+
+    def used(self) -> list[Any]:
+        """Return the translations that applied to a name."""
+        return [conversion for conversion in self._all if conversion.was_used()]
+
+
+def _pick(convert: Callable[[list[torch.Tensor]], dict[str, Any]], key: str, parts: list[torch.Tensor]) -> Any:
+    return convert(parts)[key]
+
+
+def _complete(model: Any, report: LoadReport) -> None:
+    """Initialise weights that no file holds as transformers does, and say what did not fit."""
+    if report.missing_keys or report.unexpected_keys:
+        warnings.warn(
+            f"{type(model).__name__}: newly initialised, because no file holds them: {report.missing_keys or 'none'}. "
+            f"In the files but not in the model: {report.unexpected_keys or 'none'}.",
+            LightningCXLWarning,
+            stacklevel=3,
+        )
+    weights = distinct(model_weights(model))
+    missing = set(report.missing_keys) | {weight.names[0] for weight in weights if weight.tensor.is_meta}
+    if not missing:
+        return
+    for weight in weights:
+        meta = weight.tensor
+        if meta.is_meta:
+            memory = empty_weight(meta, meta.dtype, weight.spec)
+            weight.put(nn.Parameter(memory, requires_grad=meta.requires_grad) if weight.is_parameter else memory)
+        if weight.names[0] not in missing:
+            setattr(weight.tensor, _INITIALIZED, True)
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        setattr(module, _INITIALIZED, not any(key.startswith(prefix) for key in missing))
+    model.initialize_weights()

@@ -1,0 +1,35 @@
+"""Short measurements that leave nothing behind."""
+
+import pytest
+
+from lightning_cxl.commands.calibrate import measure
+from lightning_cxl.commands.calibrate.nodes import Caches
+from lightning_cxl.commands.measuring import timing
+
+
+class SmallCaches(Caches):
+    """Of 1 MiB: those of a server would make buffers of gigabytes."""
+
+    def __init__(self, cpus, root):
+        super().__init__(frozenset(), root)
+        self.all_bytes = self.largest_bytes = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    monkeypatch.setattr(timing, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "Caches", SmallCaches)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The folder of caches: empty."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_devices():
+    """Here devices are looked up, those of the test."""

@@ -1,0 +1,105 @@
+"""The whole command on this machine: numbers that a machine can have, and the files that keep them."""
+
+import json
+import sys
+import warnings
+
+import pytest
+
+from lightning_cxl.__main__ import main as command
+from lightning_cxl.commands.calibrate import command as calibrate
+from lightning_cxl.commands.calibrate import ssd
+from lightning_cxl.commands.calibrate.options import QUICK, Options
+from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.machine.calibration import load_calibration
+from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.machine.speeds import machine_of
+from lightning_cxl.machine.topology import Topology
+from tests.unit.machine.test_calibration import CALIBRATION
+
+TINY = Options(
+    rounds=2,
+    node_bytes=16 << 20,
+    chase_bytes=1 << 20,
+    chase_steps=2000,
+    copy_bytes=1 << 20,
+    matmul_sizes=(64,),
+    ssd_bytes=4 << 20,
+)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return a function that runs the command in short turns."""
+    monkeypatch.setattr(ssd, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "QUICK", TINY)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lightning-cxl", "calibrate", *map(str, arguments)])
+        command()
+
+    return run
+
+
+def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, capsys):
+    output, rows = tmp_path / "machine.yaml", tmp_path / "rows.json"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run("--quick", "--ssd", tmp_path, "--output", output, "--json", rows)
+    shown = capsys.readouterr().out
+    topology = Topology.detect()
+    kept = load_calibration(topology, [device.name for device in devices_apart()])
+    for node in kept.nodes:
+        for value in (node.read_bytes_per_s, node.write_bytes_per_s, node.adam_bytes_per_s):
+            assert 1e7 < value < 1e13
+        assert 1 < node.latency_ns < 1e5
+        assert f"node {node.node_id}, Adam's mix" in shown
+    assert 1e6 < kept.device("cpu").flops < 1e16
+    assert kept.ssds[0].folder == str(tmp_path)
+    assert 1e5 < kept.ssds[0].write_bytes_per_s < 1e12
+    written = load_machine(output)
+    assert written == machine_of(topology, devices_apart()[0].device.type if devices_apart() else "cpu")
+    assert written.tiers[0].adam_bytes_per_s > 0
+    assert f"calibration of {kept.date}" in written.source
+    table = json.loads(rows.read_text())
+    assert table["machine"]["cpu"]
+    by_name = {row["name"]: row for row in table["rows"]}
+    node = kept.nodes[0]
+    assert by_name[f"node {node.node_id}, latency"]["value"] == node.latency_ns
+    assert by_name[f"node {node.node_id}, latency"]["unit"] == "ns"
+    assert f"node {node.node_id}, read, spread" in by_name
+    assert [path.name for path in (cache / "calibration").iterdir()] == [shown.split("calibration/")[1].split()[0]]
+
+
+def test_without_quick_it_is_thorough(monkeypatch, run):
+    given = []
+
+    def stop(topology, engines, options, **kwargs):
+        given.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "measure_machine", stop)
+    for arguments in ([], ["--quick"]):
+        with pytest.raises(KeyboardInterrupt):
+            run(*arguments)
+    assert given == [Options(), TINY]
+    assert QUICK.rounds < Options().rounds
+
+
+def test_a_busy_machine_is_doubtful(monkeypatch, run, capsys):
+    monkeypatch.setattr(calibrate, "measure_machine", lambda *args, **kwargs: (CALIBRATION, []))
+    monkeypatch.setattr(calibrate, "others_fraction", lambda start, end: 0.5)
+    run("--quick")
+    assert "doubtful: other processes took 50% of the CPU time" in capsys.readouterr().out
+    topology = Topology.detect()
+    assert load_calibration(topology, [device.name for device in devices_apart()]).others_fraction == 0.5
+    monkeypatch.setattr(calibrate, "others_fraction", lambda start, end: 0.0)
+    run("--quick")
+    assert "doubtful" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--json", "--output"])
+def test_a_folder_that_does_not_exist_is_noticed_before_anything_is_measured(run, monkeypatch, option):
+    monkeypatch.setattr(calibrate, "measure_machine", None)
+    with pytest.raises(SystemExit, match="its folder does not exist"):
+        run(option, "/nowhere/at/all.yaml")

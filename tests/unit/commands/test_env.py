@@ -1,0 +1,136 @@
+import copy
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lightning_cxl.commands.env import advice, environment_report, format_environment
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "sysfs"
+NODE = "sys/devices/system/node"
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    """A report of a machine with a card and nothing to change."""
+    report = environment_report(FIXTURES / "3node")
+    report["limits"]["memlock_bytes"] = None
+    report["kernel"]["numa_balancing"] = "0"
+    return report
+
+
+def test_a_healthy_machine_needs_no_change(healthy):
+    assert advice(healthy) == []
+    text = format_environment({**healthy, "advice": []})
+    assert text.endswith("What to change\n  nothing")
+    assert "locked memory: unlimited" in text
+
+
+def test_report_of_a_machine_with_two_cards():
+    report = environment_report(FIXTURES / "3node")
+    assert [(tier["name"], tier["node_ids"], tier["emulated"]) for tier in report["tiers"]] == [
+        ("dram", [0], False),
+        ("cxl", [1, 2], False),
+    ]
+    card = report["nodes"][1]
+    assert (card["zone"], card["allowed"], card["has_cpus"], card["distance"]) == ("normal", True, False, 24)
+    assert 0 < card["free_bytes"] < card["capacity_bytes"]
+    assert report["limits"]["memlock_bytes"] == 8 << 20
+    assert report["limits"]["cgroups"] == []
+    assert report["kernel"]["transparent_hugepage"] == "always"
+    assert report["kernel"]["numa_balancing"] == "1"
+    assert report["cpu"]["threads"] >= 1
+    assert report["cpu"]["isa"] in report["cpu"]["supported_isas"]
+    assert report["versions"]["torch"]
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_text_shows_what_was_found():
+    text = format_environment(environment_report(FIXTURES / "3node"))
+    assert "cxl: 2.0 GiB on nodes 1, 2 (57.3 GB/s read, 250 ns)" in text
+    assert "node 1: memory only, 1007.8 MiB" in text
+    assert "distance 24, normal zone, read 28.7 GB/s 250 ns, write 28.7 GB/s 250 ns" in text
+    assert "locked memory: 8.0 MiB" in text
+    assert "transparent huge pages: always, NUMA balancing: 1" in text
+    assert "torch 2." in text
+
+
+def test_this_machine_can_be_reported_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = environment_report()
+    assert report["limits"]["available_bytes"] <= report["limits"]["memory_bytes"]
+    assert format_environment(report).startswith("Versions\n")
+
+
+def test_missing_card_is_told_in_the_report_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = environment_report(FIXTURES / "2socket")
+    assert report["tiers"][1]["emulated"]
+    assert any("no CXL memory" in text for text in report["advice"])
+
+
+def test_card_outside_the_cpuset_or_movable(tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(FIXTURES / "3node", root)
+    (root / "proc/self/status").write_text("Mems_allowed_list:\t0-1\n")
+    (root / NODE / "has_normal_memory").write_text("0\n")
+    report = environment_report(root)
+    assert [node["allowed"] for node in report["nodes"]] == [True, True, False]
+    movable, outside = report["advice"][:2]
+    assert "Node 1 is online as movable memory" in movable
+    assert "--no-movable" in movable
+    assert "Node 2 (1007.0 MiB) is outside this process's cpuset" in outside
+    text = format_environment(report)
+    assert "movable zone" in text
+    assert "not allowed by the cpuset" in text
+
+
+def test_control_group_is_shown(tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(FIXTURES / "2node", root)
+    (root / "proc/self/cgroup").write_text("0::/job\n")
+    (root / "sys/fs/cgroup/job").mkdir(parents=True)
+    (root / "sys/fs/cgroup/job/memory.max").write_text(f"{512 << 20}\n")
+    (root / "sys/fs/cgroup/job/memory.current").write_text(f"{128 << 20}\n")
+    report = environment_report(root)
+    assert report["limits"]["memory_bytes"] == 512 << 20
+    assert report["limits"]["available_bytes"] == 384 << 20
+    assert "/sys/fs/cgroup/job: 512.0 MiB, 128.0 MiB used" in format_environment(report)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("limits", {"memlock_bytes": 65536}, "limited to 64.0 KiB.*ulimit -l unlimited"),
+        ("kernel", {"transparent_hugepage": "never"}, "echo madvise"),
+        ("kernel", {"numa_balancing": "2"}, "kernel.numa_balancing=0"),
+        ("cpu", {"isa": None, "isa_error": "LIGHTNING_CXL_ISA='neon'"}, "cannot be used: LIGHTNING_CXL_ISA='neon'"),
+    ],
+)
+def test_advice(healthy, section, values, message):
+    report = copy.deepcopy(healthy)
+    report[section].update(values)
+    (text,) = advice(report)
+    assert re.search(message, text)
+
+
+def test_wrong_isa_is_reported_not_raised(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CXL_ISA", "neon")
+    report = environment_report(FIXTURES / "2node")
+    assert report["cpu"]["isa"] is None
+    assert "neon" in report["advice"][0]
+    assert "ISA invalid" in format_environment(report)
+
+
+def test_unlimited_locked_memory(tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(FIXTURES / "2node", root)
+    (root / "proc/self/limits").write_text(
+        "Max locked memory         unlimited            unlimited            bytes\n"
+    )
+    assert environment_report(root)["limits"]["memlock_bytes"] is None

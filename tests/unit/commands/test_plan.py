@@ -1,0 +1,299 @@
+"""`python -m lightning_cxl plan` end to end: text, status, advice, JSON, picture, errors."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lightning_cxl.commands.plan import command
+from lightning_cxl.commands.plan.command import main
+from lightning_cxl.commands.plan.model_source import model_on_meta
+from lightning_cxl.commands.plan.shapes import SHAPES
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.planning.policies.registry import POLICIES
+from tests.integration.llama import tiny_llama
+
+MACHINE = """
+name: test machine
+tiers:
+  - {{name: dram0, kind: dram, capacity_bytes: {dram}, adam_bytes_per_s: 200 GB/s,
+     device_read_bytes_per_s: 200 GB/s, device_write_bytes_per_s: 200 GB/s}}
+  - {{name: cxl0, kind: cxl, capacity_bytes: {cxl}, adam_bytes_per_s: 60 GB/s,
+     device_read_bytes_per_s: 50 GB/s, device_write_bytes_per_s: 35 GB/s}}
+device: {{name: test gpu, memory_bytes: {gpu}, flops: 1.0e+14, h2d_bytes_per_s: 55 GB/s, d2h_bytes_per_s: 55 GB/s,
+         is_host: {is_host}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(4, vocab_size=2048, hidden_size=256, intermediate_size=768).config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def plan(model, tmp_path, capsys):
+    """Runs the command on an invented machine; returns status, text and the JSON it wrote."""
+
+    def run(*arguments, dram="1GiB", cxl="1GiB", gpu="1GiB", is_host="false", model=model):
+        machine, data = tmp_path / "machine.yaml", tmp_path / "plan.json"
+        machine.write_text(MACHINE.format(dram=dram, cxl=cxl, gpu=gpu, is_host=is_host))
+        status = main(["--model", model, "--tiers", str(machine), "--seq", "512", "--json", str(data), *arguments])
+        return status, capsys.readouterr().out, json.loads(data.read_text())
+
+    return run
+
+
+def test_a_job_that_fits(plan):
+    status, text, data = plan()
+    assert status == 0 and data["fits"]
+    assert text.rstrip().endswith("It fits.")
+    lines = text.splitlines()
+    assert len(lines) <= 45 and max(map(len, lines)) <= 118
+    for name in (*POLICIES, "predicted", "momentum", "activations", "test gpu at its peak", "tokens/s"):
+        assert name in text
+    assert "measured" not in text
+
+
+def test_json_has_everything_and_adds_up(plan):
+    _, _, data = plan("--accumulate-grad-batches", "2")
+    assert data["num_tokens"] == 1024
+    assert data["device_bytes"] == sum(data["device_parts"].values())
+    assert data["host_bytes"] == sum(data["roles"].values())
+    assert list(data["policies"]) == list(POLICIES) and data["policy"] == "bandwidth"
+    for each in data["policies"].values():
+        for role, nbytes in data["roles"].items():
+            assert sum(each["bytes"][role].values()) == pytest.approx(nbytes, abs=len(each["bytes"][role]))
+            assert each["reasons"][role]
+        predicted = each["predicted"]
+        assert predicted["seconds"] == pytest.approx(sum(phase["seconds"] for phase in predicted["phases"].values()))
+        assert predicted["tokens_per_s"] == pytest.approx(1024 / predicted["seconds"])
+        assert predicted["of_dram_only"] == pytest.approx(data["predicted_dram_only_seconds"] / predicted["seconds"])
+    assert data["policies"]["dram_only"]["predicted"]["of_dram_only"] == pytest.approx(1)
+
+
+def test_options_change_the_bytes(plan):
+    def roles(*arguments):
+        return plan(*arguments)[2]["roles"]
+
+    base, wide, small = roles(), roles("--precision", "32-true"), roles("--state", "8bit")
+    assert wide["compute_weights"] == 2 * base["compute_weights"]
+    assert small["momentum"] < 0.6 * base["momentum"]
+    assert roles("--master", "fp32")["master_weights"] > 1.5 * base["master_weights"]
+    assert roles("--seq", "1024")["activations"] == 2 * base["activations"]
+    assert roles("--batch", "2")["activations"] == 2 * base["activations"]
+    assert roles("--precision", "bf16-mixed")["activations"] == 2 * base["activations"]
+    summed = roles("--accumulate-grad-batches", "2")["compute_grads"]
+    assert 2 * base["compute_grads"] <= summed < 2.5 * base["compute_grads"]
+    assert roles("--accumulate-grad-batches", "2", "--accumulate", "bf16")["compute_grads"] == base["compute_grads"]
+    assert "compute_weights" not in roles("--no-stream-weights")
+    assert "activations" not in roles("--no-activation-offload")
+    paper = plan("--layout", "paper")[2]
+    static = sum(nbytes for role, nbytes in paper["roles"].items() if role != "activations")
+    assert static == 20 * paper["num_parameters"]
+    long = ["--seq", "8192"]
+    assert plan(*long, "--loss", "chunked")[2]["device_bytes"] < plan(*long)[2]["device_bytes"]
+    overlaps = {name: plan("--overlap", name)[2]["overlap"] for name in ("auto", "none", "backward", "forward")}
+    assert overlaps == {"auto": "forward", "none": "none", "backward": "backward", "forward": "forward"}
+
+
+def test_a_job_that_does_not_fit_the_host_says_what_would(plan):
+    _, _, data = plan()
+    room = f"{sum(data['roles'].values()) // 2 - (8 << 20)}B"
+    status, text, data = plan(dram=room, cxl=room)
+    assert status == 2 and not data["fits"] and data["fits_device"]
+    assert "It does not fit host memory (policy bandwidth)." in text
+    assert 'state="bf16"' in data["what_fits"] and 'state="8bit"' in data["what_fits"]
+    assert "another card like the last one" in data["what_fits"]
+    assert all(f"  {each}\n" in text for each in data["what_fits"])
+    # what is said is true
+    assert plan("--state", "bf16", dram=room, cxl=room)[0] == 0
+    assert plan("--seq", "256", dram=room, cxl=room)[0] == 2 or "half the sequence, 256" in data["what_fits"]
+
+
+def test_two_changes_together_where_one_is_not_enough(plan):
+    _, _, data = plan()
+    room = f"{int(sum(data['roles'].values()) * 0.29)}B"
+    status, _, data = plan("--precision", "32-true", dram=room, cxl=room)
+    assert status == 2
+    assert data["what_fits"] and all(" and " in each for each in data["what_fits"])
+
+
+def test_a_device_that_is_too_small(plan):
+    _, _, data = plan()
+    status, text, data = plan(gpu=f"{data['device_bytes'] - 1}B")
+    assert status == 2 and not data["fits_device"]
+    assert "DOES NOT FIT" in text and "It does not fit test gpu's memory." in text
+    assert "half the sequence, 256" in data["what_fits"]
+    assert not any("card" in each for each in data["what_fits"])
+
+
+def test_nothing_helps(plan):
+    status, text, data = plan(dram="1MiB", cxl="1MiB")
+    assert status == 2 and data["what_fits"] == []
+    assert "use a smaller model" in text
+    assert "dram_only does not fit: cannot place" in text
+
+
+def test_the_cpu_as_device(plan):
+    status, text, data = plan(is_host="true")
+    assert status == 0
+    assert data["host_bytes"] == sum(data["roles"].values()) + data["device_bytes"]
+    assert "that the CPU works in" in text and "at its peak" not in text
+    assert data["overlap"] == "none"
+    with pytest.raises(ConfigError, match="needs weights that stream"):
+        plan("--overlap", "backward", is_host="true")
+    assert plan("--overlap", "backward", "--stream-weights", is_host="true")[2]["overlap"] == "backward"
+
+
+def test_a_picture(plan, tmp_path):
+    picture = tmp_path / "plan.png"
+    plan("--plot", str(picture))
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    plan("--plot", str(picture), dram="1MiB", cxl="1MiB")  # nothing fits: no bars, but a picture
+    with pytest.raises(ConfigError, match="cannot write the picture"):
+        plan("--plot", str(tmp_path / "nowhere" / "plan.png"))
+
+
+def test_a_picture_needs_matplotlib(plan, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        plan("--plot", str(tmp_path / "plan.png"))
+
+
+def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_path):
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(MACHINE.format(dram="1MiB", cxl="1MiB", gpu="1GiB", is_host="false"))
+    command = [sys.executable, "-m", "lightning_cxl", "plan", "--tiers", str(machine), "--model"]
+    done = subprocess.run([*command, model, "--seq", "64"], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "It does not fit" in done.stdout
+    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].startswith("ConfigError: folder ") and "Traceback" not in failed.stderr
+
+
+def test_unknown_names(plan, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="no known shape, and the hub cannot be asked") as raised:
+        plan(model="nobody/nothing")
+    assert "llama-3.1-8b" in str(raised.value)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text('{"model_type": "not a model"}')
+    with pytest.raises(ConfigError, match="cannot be used"):
+        plan(model=str(tmp_path / "bad"))
+    with pytest.raises(ConfigError, match="no policy 'fastest'"):
+        plan("--policy", "fastest")
+    with pytest.raises(ConfigError, match="sequence must be at least 1"):
+        plan("--seq", "0")
+    with pytest.raises(ConfigError, match="cannot read the machine file"):
+        main(["--model", "llama-3.1-8b", "--tiers", str(tmp_path / "none.yaml")])
+
+
+def test_this_machine_is_planned_for_with_what_is_free_on_it(model, tmp_path, capsys, monkeypatch):
+    asked = {}
+    described = tmp_path / "machine.yaml"
+    described.write_text(MACHINE.format(dram="1GiB", cxl="1GiB", gpu="0", is_host="true"))
+
+    def known(topology, device, *, capacity_bytes):
+        asked.update(device=device, **capacity_bytes)
+        return load_machine(described)
+
+    monkeypatch.setattr(command, "machine_of", known)
+    monkeypatch.setattr(command.Topology, "detect", lambda: Topology.fake(("3GiB",), ("5GiB", "6GiB")))
+    monkeypatch.setattr(command, "devices_apart", lambda: [])
+    assert main(["--model", model, "--seq", "64"]) == 0
+    assert asked == {"device": "cpu", "dram": 3 << 30, "cxl": 11 << 30}
+
+
+@pytest.fixture
+def unknown_speeds(model, tmp_path, capsys, monkeypatch):
+    """Runs the command on a machine whose speeds nobody knows; returns status, text and the JSON it wrote."""
+    monkeypatch.setattr(command, "machine_of", lambda *_, **__: None)
+    monkeypatch.setattr(command, "devices_apart", lambda: [])
+
+    def run(*arguments, topology, together=None):
+        monkeypatch.setattr(command.Topology, "detect", lambda: topology)
+        if together is not None:
+            monkeypatch.setattr(command.Topology, "host_available_bytes", lambda _: together)
+        data = tmp_path / "plan.json"
+        status = main(["--model", model, "--seq", "512", "--json", str(data), *arguments])
+        return status, capsys.readouterr().out, json.loads(data.read_text())
+
+    return run
+
+
+def test_bytes_are_planned_where_speeds_are_not_known(unknown_speeds, tmp_path):
+    picture = tmp_path / "plan.png"
+    status, text, data = unknown_speeds("--plot", str(picture), topology=Topology.fake(("1GiB",), ("1GiB",)))
+    assert status == 0 and data["fits"] and data["policy"] == "latency_first"
+    assert text.count("calibrate") == 1 and "not known" in text and text.rstrip().endswith("It fits.")
+    assert not any(word in text for word in ("TFLOP", "tokens/s", "of DRAM only", "step s"))
+    assert data["predicted_dram_only_seconds"] is None
+    assert data["machine"]["has_speeds"] is False and data["machine"]["device"]["flops"] is None
+    assert {name for name, each in data["policies"].items() if each["needs_speeds"]} == {"bandwidth"}
+    for name, each in data["policies"].items():
+        assert each["predicted"] is None
+        assert each["fits"] is (None if name == "bandwidth" else True)
+        held = sum(sum(tiers.values()) for tiers in each["bytes"].values())
+        assert name == "bandwidth" or held == pytest.approx(sum(data["roles"].values()), abs=20)
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(ConfigError, match=r"'bandwidth' needs the speeds.*calibrate"):
+        unknown_speeds("--policy", "bandwidth", topology=Topology.fake())
+
+
+def test_what_would_make_it_fit_is_found_without_speeds(unknown_speeds):
+    needed = unknown_speeds(topology=Topology.fake())[2]["host_bytes"]
+    status, text, data = unknown_speeds(topology=Topology.fake((f"{needed - (8 << 20)}B",), ()))
+    assert status == 2 and not data["fits"]
+    assert data["what_fits"] and "seconds are not known" in text
+
+
+def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
+    emulated = Topology.fake(("1GiB",), ())
+    _, _, data = unknown_speeds(topology=emulated)
+    needed = data["host_bytes"]
+    room = f"{needed + (1 << 20)}B"
+    assert unknown_speeds("--policy", "interleave", topology=Topology.fake((room,), ()))[0] == 0
+    room = f"{needed - (1 << 20)}B"
+    assert unknown_speeds("--policy", "interleave", topology=Topology.fake((room,), ()))[0] == 2
+    # a control group's limit counts once, not for every tier
+    two = Topology.fake(("1GiB",), ("1GiB",))
+    status, text, _ = unknown_speeds(topology=two, together=needed - (1 << 20))
+    assert status == 2 and "together" in text
+    assert unknown_speeds(topology=two, together=needed + (1 << 20))[0] == 0
+
+
+def test_a_policy_by_import_path_is_shown_beside_the_built_in_ones(plan):
+    name = "lightning_cxl.planning.policies.baselines.Interleave"
+    _, _, data = plan("--policy", name)
+    assert list(data["policies"]) == [*POLICIES, name] and data["policy"] == name
+    assert data["policies"][name]["bytes"] == data["policies"]["interleave"]["bytes"]
+
+
+PARAMETERS = {
+    "qwen2.5-7b": 7_615_616_512,  # arXiv 2507.03305's authors, numa_allocation_patch.py
+    "mistral-nemo-12b": 12_247_782_400,  # the same
+    # safetensors metadata on the Hugging Face hub
+    "qwen2.5-0.5b": 494_032_768,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_248_023_552,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_shapes_have_the_published_number_of_parameters(name):
+    model = model_on_meta(name.upper())
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_every_shape_can_be_built_in_name_only():
+    assert set(PARAMETERS) < set(SHAPES)
+    assert all(name == name.lower() for name in SHAPES)

@@ -1,0 +1,214 @@
+"""`GradientSink` on shared 16-bit parameters: what autograd delivers is added up in float32, or stochastically."""
+
+import pytest
+import torch
+
+from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.memory.host_tensors import mirror
+from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.transfer.engine import make_engine
+
+
+class Sink:
+    """A sink over parameters of its own, and a record of the memory it asked for."""
+
+    def __init__(self, *shapes, dtype=torch.bfloat16, form="split", half_sums=False, hook=None):
+        generator = torch.Generator().manual_seed(0)
+        self.params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+        for p in self.params if hook else []:
+            p.register_post_accumulate_grad_hook(hook)
+        self.asked = []
+
+        def allocate(parameter, role, dtype):
+            self.asked.append((role, dtype))
+            return mirror(parameter, dtype, lambda count, dt: torch.empty(count, dtype=dt))
+
+        masters = MasterWeights({}, allocate)
+        self.hosts = [masters.adopt(p, form) for p in self.params]
+        self.asked.clear()
+        self.meter = GradientMeter()
+        self.sink = GradientSink(make_engine(torch.device("cpu")), allocate, self.meter, half_sums=half_sums)
+        self.sink.watch(self.hosts)
+
+    def backward(self, step):
+        """Run one backward; returns the gradients autograd made."""
+        made = []
+        for index, p in enumerate(self.params):
+            generator = torch.Generator().manual_seed(100 * step + index)
+            made.append(torch.randn(p.shape, generator=generator).to(p.dtype))
+        torch.autograd.backward(self.params, made)
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_float32_from_the_second_gradient_on(dtype):
+    form = "split" if dtype is torch.bfloat16 else "fp32"
+    sink = Sink((40, 3), (), dtype=dtype, form=form)
+    total = [g.float() for g in sink.backward(0)]
+    targets = [host.master for host in sink.hosts]
+    assert [p.grad.dtype for p in targets] == [dtype, dtype]
+    for step in (1, 2, 3):
+        total = [t + g.float() for t, g in zip(total, sink.backward(step), strict=True)]
+        for p, expected in zip(targets, total, strict=True):
+            assert p.grad.dtype == torch.float32 and torch.equal(p.grad, expected)
+    sums = sink.meter.sums([p.grad for p in targets])
+    assert sums == pytest.approx([float(t.double().square().sum()) for t in total], rel=1e-12)
+
+
+def test_bf16_sums_stay_in_the_memory_they_have():
+    sink = Sink((20_000,), half_sums=True)
+    (p,) = sink.params
+    first = sink.backward(0)[0]
+    memory = p.grad.data_ptr()
+    second = sink.backward(1)[0]
+    exact = first.float() + second.float()
+    assert p.grad.dtype == torch.bfloat16 and p.grad.data_ptr() == memory
+    assert not torch.equal(p.grad, exact.bfloat16()), "not to nearest"
+    below = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    above = ((exact.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)
+    assert ((p.grad.float() == below) | (p.grad.float() == above) | (p.grad.float() == exact)).all()
+    unbiased = float((p.grad.double() - exact.double()).mean())
+    assert abs(unbiased) < 3 * float((above - below).abs().double().mean()) / 2 / 20_000**0.5
+
+
+def test_small_gradients_are_not_lost():
+    """Sums of ones that are rounded to the nearest bfloat16 stop growing at 256."""
+    for half_sums in (False, True):
+        sink = Sink((1000,), half_sums=half_sums)
+        (p,) = sink.params
+        for _ in range(600):
+            p.backward(torch.full_like(p, 1.0))
+        assert float(p.grad.float().mean()) == pytest.approx(600, rel=0.005 if half_sums else 1e-6)
+
+
+def test_two_runs_round_alike_and_two_sums_differently():
+    def run():
+        sink = Sink((5000,), (5000,), half_sums=True)
+        for step in range(3):
+            torch.autograd.backward(sink.params, [torch.full_like(p, 1.001 + step / 300) for p in sink.params])
+        return [p.grad for p in sink.params]
+
+    one, two = run(), run()
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+    assert not torch.equal(one[0], one[1])
+
+
+def test_float32_parameters_are_added_by_autograd_itself():
+    sink = Sink((7,), dtype=torch.float32)
+    (p,) = sink.params
+    first = sink.backward(0)[0]
+    memory = p.grad.data_ptr()
+    second = sink.backward(1)[0]
+    assert p.grad.data_ptr() == memory and torch.equal(p.grad, first + second)
+    assert sink.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)] * 2, "reserved, and the first gradient"
+
+
+def test_a_gradient_at_the_address_of_an_old_one_of_ours_is_not_taken_for_it():
+    """The allocator may give memory that was only reserved, or has been given back, to autograd."""
+    sink = Sink((7,), dtype=torch.float32)
+    (host,) = sink.hosts
+    for step in range(2):
+        ours = sink.sink._sums.new([host], [torch.float32])[0] if step == 0 else host.master.grad
+        same_memory = ours.detach()
+        del ours
+        host.master.grad = None
+        sink.asked.clear()
+        host.compute.grad = same_memory
+        sink.sink._receive_shared(host)
+        assert sink.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)]
+        assert host.master.grad is not same_memory and host.master.grad.data_ptr() != same_memory.data_ptr()
+
+
+def test_another_optimizers_gradients_are_float32():
+    sink = Sink((7,), form=None)
+    made = sink.backward(0)[0]
+    host = sink.hosts[0]
+    assert not host.is_shared and host.compute.grad is None
+    assert host.master.grad.dtype == torch.float32 and torch.equal(host.master.grad, made.float())
+
+
+def test_the_user_may_take_replace_and_drop_gradients():
+    sink = Sink((50,))
+    (p,) = sink.params
+    first = sink.backward(0)[0]
+    kept = p.grad
+    p.grad = torch.ones_like(p)
+    second = sink.backward(1)[0]
+    assert torch.equal(p.grad, 1 + second.float()) and torch.equal(kept, first)
+    p.grad = None
+    third = sink.backward(2)[0]
+    assert p.grad.dtype == torch.bfloat16 and torch.equal(p.grad, third)
+    p.grad.zero_()
+    assert torch.equal(sink.backward(3)[0].float(), p.grad.float())
+    p.grad = torch.ones(1, dtype=torch.bfloat16).expand(50)
+    fifth = sink.backward(4)[0]
+    assert torch.equal(p.grad, 1 + fifth.float())
+
+
+def test_a_gradient_in_another_element_order():
+    sink = Sink((6, 8))
+    (p,) = sink.params
+    for _ in range(2):
+        p.backward(torch.arange(48.0).view(8, 6).T.bfloat16())
+    assert torch.equal(p.grad, torch.arange(48.0).view(8, 6).T * 2)
+
+
+def test_frozen_parameters_cost_nothing_until_they_are_unfrozen():
+    sink = Sink((5,), (6,))
+    sink.params[1].requires_grad_(False)
+    sink.params[0].backward(torch.ones_like(sink.params[0]))
+    assert sink.params[1].grad is None
+    sink.params[1].requires_grad_(True)
+    for _ in range(2):
+        sink.params[1].backward(torch.ones_like(sink.params[1]))
+    assert sink.params[1].grad.dtype == torch.float32 and sink.params[1].grad.tolist() == [2.0] * 6
+
+
+def test_a_backward_that_fails_adds_nothing_to_a_later_one():
+    sink = Sink((50,))
+    (p,) = sink.params
+    sink.backward(0)
+    for clears in (False, True):
+        sink.sink._set_aside(sink.hosts[0])  # autograd is about to add, and fails
+        assert p.grad is None, "what `zero_grad` leaves, too"
+        if clears:
+            sink.sink.start_backward()
+            assert not sink.sink._aside
+        new = sink.backward(1)[0]
+        assert torch.equal(p.grad, new)
+
+
+def test_hooks_the_user_had_before_see_the_sum():
+    seen = []
+    sink = Sink((5,), hook=lambda p: seen.append(p.grad.clone()))
+    total = sink.backward(0)[0].float()
+    total = total + sink.backward(1)[0].float()
+    assert torch.equal(seen[1], total) and len(seen) == 2
+
+
+def test_close_gives_up_what_a_failed_backward_left():
+    sink = Sink((5,))
+    sink.backward(0)
+    sink.sink._set_aside(sink.hosts[0])
+    sink.params[0].grad = torch.ones_like(sink.params[0])  # autograd's, alone
+    sink.sink.close()
+    assert sink.params[0].grad is None and sink.params[0].grad_dtype == torch.bfloat16
+    kept = Sink((5,))
+    mine = kept.params[0].grad = torch.ones_like(kept.params[0])
+    kept.sink.close()
+    assert kept.params[0].grad is mine and kept.params[0].grad_dtype == torch.bfloat16
+
+
+def test_after_close_autograd_is_on_its_own():
+    sink = Sink((5,), (6,))
+    sink.backward(0)
+    sink.backward(1)
+    mine = sink.params[1].grad = torch.ones(6)
+    sink.sink.close()
+    assert sink.params[0].grad is None and sink.params[0].grad_dtype == torch.bfloat16
+    assert sink.params[1].grad is mine, "the user's own stays"
+    for _ in range(2):
+        sink.params[0].backward(torch.ones_like(sink.params[0]))
+    assert sink.params[0].grad.dtype == torch.bfloat16

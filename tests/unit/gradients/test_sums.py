@@ -1,0 +1,20 @@
+"""Which memory is taken for a gradient of ours."""
+
+import torch
+from torch.nn import Parameter
+
+from lightning_cxl.gradients.sums import GradientSums, one_by_one
+from lightning_cxl.optim.masters import HostParameter
+from lightning_cxl.optim.meter import GradientMeter
+
+
+def test_only_the_very_tensor_that_was_given_out_is_ours_not_what_lies_at_its_address():
+    memory = torch.zeros(4)
+    sums = GradientSums(one_by_one(lambda parameter, role, dtype: memory.view(4)), GradientMeter(1))
+    parameter = Parameter(torch.zeros(4))
+    host = HostParameter("p", parameter, parameter, torch.float32)
+    assert not sums.is_ours(host, memory)
+    (own,) = sums.new([host], [torch.float32])
+    assert sums.is_ours(host, own) and not sums.is_ours(host, memory.view(4))
+    del own
+    assert not sums.is_ours(host, memory.view(4))

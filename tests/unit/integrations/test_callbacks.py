@@ -1,0 +1,104 @@
+import pickle
+import sys
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
+from lightning_cxl.integrations.lightning.lightning_api import LightningModule, Trainer
+
+
+class Numbers(LightningModule):
+    """A user's module that knows nothing of this package."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        self.log("tokens_per_s", 12345.6, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch).square().mean(), prog_bar=True)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(7, 2))
+
+    def val_dataloader(self):
+        return DataLoader(torch.ones(2, 2))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(bar, tmp_path, **options):
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=7,
+        callbacks=[bar],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        log_every_n_steps=1,
+        **options,
+    )
+    trainer.fit(Numbers())
+    return trainer
+
+
+@pytest.fixture
+def quiet_loaders(monkeypatch):
+    """Lightning recommends worker processes for a DataLoader; not for seven rows."""
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.data_connector._worker_check", lambda **_: None)
+
+
+@pytest.mark.usefixtures("quiet_loaders")
+def test_without_a_terminal_it_prints_plain_lines(tmp_path, capsys):
+    fit(OffloadProgressBar(plain_every_n_steps=3), tmp_path, limit_val_batches=0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/7", "3/7", "6/7"]
+    assert all("loss " in line and "host_GiB " in line and "tokens_per_s 12,346" in line for line in lines)
+
+
+@pytest.mark.usefixtures("quiet_loaders")
+def test_plain_lines_show_new_validation_metrics(tmp_path, capsys):
+    fit(OffloadProgressBar(plain_every_n_steps=100), tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/7", "7/7"]
+    assert "val_loss" in lines[1]
+
+
+@pytest.mark.usefixtures("quiet_loaders")
+def test_on_a_terminal_it_is_lightnings_rich_bar(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    bar = OffloadProgressBar(console_kwargs={"force_terminal": True, "width": 200})
+    fit(bar, tmp_path, limit_val_batches=0)
+    shown = capsys.readouterr().out
+    assert "host_GiB" in shown
+    assert "Epoch" in shown
+    assert "step 1/7" not in shown
+
+
+@pytest.mark.usefixtures("quiet_loaders")
+def test_host_gib_is_this_processs_resident_memory(tmp_path):
+    bar = OffloadProgressBar()
+    trainer = fit(bar, tmp_path)
+    shown = bar.get_metrics(trainer, trainer.lightning_module)["host_GiB"]
+    assert shown == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.2)
+
+
+def test_it_can_be_pickled_to_another_process():
+    copy = pickle.loads(pickle.dumps(OffloadProgressBar(plain_every_n_steps=4)))
+    assert copy.plain_every_n_steps == 4
+    assert copy._process.memory_info().rss > 0
+
+
+def test_an_impossible_interval_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        OffloadProgressBar(plain_every_n_steps=0)

@@ -1,0 +1,95 @@
+"""What the overlap benchmark compares with: ideals, and placements of the paper, against figures worked out by hand."""
+
+import pytest
+from schedule.ideal import UnitShape
+from schedule.paper import GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, paper_links, paper_machine, update_traffic
+from schedule.replay import Setting, closed_form, contenders
+from simulation.links import Traffic
+
+from lightning_cxl.placement.placement import TensorRole
+
+ROLES = set(PAPER_LAYOUT.roles) | {TensorRole.ACTIVATIONS}
+SEVEN, TWELVE = MODELS
+CONTENDERS = [pytest.param(each, id=f"{each.name}, {each.layout.name}") for each in contenders()]
+
+
+def setting_of(shape, mode="after backward", dram_bytes=128 * GIB):
+    return Setting(shape, 8, 4096, 150e12, dram_bytes, mode)
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize("shape", MODELS)
+@pytest.mark.parametrize("mode", ["after backward", "during backward"])
+def test_every_contender_places_every_role_and_fits_the_machine(shape, contender, mode):
+    setting = setting_of(shape, mode)
+    splits, layout = setting.splits(contender), contender.layout
+    assert set(splits) == set(layout.roles) | {TensorRole.ACTIVATIONS}
+    local = splits[TensorRole.ACTIVATIONS].get("dram0", 0) * setting.activation_bytes
+    for role, each in layout.roles.items():
+        assert sum(splits[role].values()) == pytest.approx(1)
+        local += splits[role].get("dram0", 0) * each.stored * shape.num_parameters
+    if contender.num_cards:
+        assert local <= setting.dram_bytes * (1 + 1e-6)
+    else:  # as if there were enough of it
+        assert all(split == {"dram0": 1.0} for split in splits.values())
+
+
+def test_contenders_are_the_packages_policies_on_one_card_and_two():
+    paper = [each.name for each in contenders() if each.layout is PAPER_LAYOUT]
+    names = ("naive interleave", "latency-first", "ours")
+    assert paper == ["DRAM only", *(f"{n}, 1 card" for n in names), *(f"{n}, 2 cards" for n in names)]
+    assert {each.policy for each in contenders()} == {"dram_only", "interleave", "latency_first", "bandwidth"}
+    two = next(each for each in contenders() if each.name == "naive interleave, 2 cards")
+    assert setting_of(SEVEN).splits(two)[TensorRole.MOMENTUM] == pytest.approx(
+        dict.fromkeys(("dram0", "cxl0", "cxl1"), 1 / 3)
+    )
+
+
+def test_dram_of_another_size_changes_what_the_greedy_places():
+    one = next(each for each in contenders() if each.name == "latency-first, 1 card")
+    parts = [setting_of(TWELVE, dram_bytes=size * GIB).splits(one)[TensorRole.MASTER_GRADS] for size in (100, 128)]
+    assert [part["dram0"] * 45.63 for part in parts] == pytest.approx([8.7, 22.8], abs=0.06)
+
+
+def test_machines_have_the_flops_that_are_asked_for():
+    assert paper_machine(1, 75e12).device.flops == 75e12
+    assert paper_machine(2, 75e12).names == ("dram0", "cxl0", "cxl1")
+    assert paper_machine(1, 75e12, 100 * GIB).tier("dram0").capacity_bytes == 100 * GIB
+
+
+def test_an_update_streams_what_the_paper_counts():
+    traffic = update_traffic(PAPER_LAYOUT, {role: {"dram0": 0.75, "cxl0": 0.25} for role in ROLES}, 100)
+    assert traffic == {"dram0": Traffic(18, 18) * 75, "cxl0": Traffic(18, 18) * 25}  # 6N + 28N + 2N
+    only_dram = update_traffic(OUR_LAYOUT, {role: {"dram0": 1.0} for role in ROLES}, 100)
+    assert only_dram == {"dram0": Traffic(14, 12) * 100}
+
+
+def test_the_closed_form_of_an_update_in_dram_is_its_bytes_over_its_bandwidth():
+    setting = setting_of(SEVEN)
+    closed = closed_form(setting, contenders()[0])
+    assert closed.update_s == pytest.approx(36 * SEVEN.num_parameters / 276e9)
+    assert closed.forward_s == setting.forward_s
+    assert closed.step_s == pytest.approx(closed.forward_s + closed.backward_s + closed.update_s)
+    behind = closed_form(setting_of(SEVEN, "during backward"), contenders()[0])
+    assert behind.step_s == pytest.approx(behind.forward_s + behind.overlapped_s)
+
+
+def test_ideal_and_bound():
+    shape = UnitShape(4, 4, 4, update_s=1.0, h2d_bytes_per_s=2.0, d2h_bytes_per_s=4.0)
+    step = shape.step(num_units=10, num_slots=3, forward_s=5.0, backward_s=15.0)
+    # to the device 10 weights, 7 once more, and 9 inputs; from it 10 inputs and 10 gradients; 10 updates
+    assert step.serial_s() == 20 + 2 * 26 + 20 + 10
+    assert step.ideal_s() == 2 * 26 + 2 + 1 + 1
+    assert step.bound_s() == (20 + 0.5) + (2 * 16 + 1.5 + 1 + 1)
+    slow = shape.step(num_units=10, num_slots=3, forward_s=100.0, backward_s=300.0)
+    writing = UnitShape(4, 40, 4, update_s=1.0, h2d_bytes_per_s=20.0, d2h_bytes_per_s=4.0)
+    assert writing.step(10, 3, 5.0, 15.0).bound_s() == (90 + 0.5) + (9 * 2 + 7 * 0.2 + 1.5 + 1 + 1)
+    assert slow.ideal_s() == 400 + 2 + 1 + 1 == slow.bound_s()
+
+
+def test_ours_updates_on_both_equally_long():
+    ours = next(each for each in contenders() if each.name == "ours, 1 card" and each.layout is OUR_LAYOUT)
+    traffic = update_traffic(OUR_LAYOUT, setting_of(SEVEN).splits(ours), 1e9)
+    links = paper_links(1)
+    dram, card = (links.host_route({tier: traffic[tier]}).seconds(traffic[tier].nbytes) for tier in ("dram0", "cxl0"))
+    assert dram == pytest.approx(card, rel=0.05)

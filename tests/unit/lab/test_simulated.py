@@ -1,0 +1,241 @@
+"""The machine is noisy: durations are compared with what they cannot be below, and what must not end is held up."""
+
+import contextlib
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from simulation.engine import SimulatedEngine
+from simulation.links import Link, Links, Traffic
+
+from lightning_cxl.errors import TierNotFoundError
+from tests.fakes import RecyclingMemory
+
+MB = 1_000_000
+LINKS = Links(
+    device=Link(10 * MB, 20 * MB, 1e-3, duplex=2),
+    tiers={"dram": Link(40 * MB, 40 * MB), "cxl": Link(5 * MB, 4 * MB)},
+)
+
+
+class Tiers:
+    """Memory is DRAM, except what a test says; counts what it is asked."""
+
+    def __init__(self):
+        self.by_address = {}
+        self.asked = []
+
+    def __call__(self, address, nbytes):
+        self.asked.append((address, nbytes))
+        return self.by_address.get(address, "dram")
+
+
+@pytest.fixture
+def tiers():
+    return Tiers()
+
+
+@pytest.fixture
+def engine(tiers):
+    engine = SimulatedEngine(LINKS, tiers)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def hold(engine, monkeypatch):
+    """A context in which time stands still for the engine and its workers do nothing, however long it takes."""
+
+    @contextlib.contextmanager
+    def held():
+        now_s = time.perf_counter()
+        with engine._changed, monkeypatch.context() as patch:
+            patch.setattr("simulation.engine.time", SimpleNamespace(perf_counter=lambda: now_s))
+            yield
+
+    return held
+
+
+def empty(nbytes):
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("direction", "tier", "seconds"),
+    [
+        ("h2d", "dram", 0.05),
+        ("d2h", "dram", 0.025),
+        ("h2d", "cxl", 0.1),
+        ("d2h", "cxl", 0.125),
+        ("d2h", {"dram": 0.75, "cxl": 0.25}, 0.03125),
+    ],
+)
+def test_a_copy_takes_at_least_what_its_links_allow(engine, tiers, direction, tier, seconds):
+    on_host, on_device = empty(MB // 2), empty(MB // 2)
+    tiers.by_address[on_host.data_ptr()] = tier
+    copy = engine.d2h(on_device, on_host) if direction == "d2h" else engine.h2d(on_host, on_device)
+    copy.wait()
+    (interval,) = engine.trace.lane(direction)
+    assert interval.end_s - interval.start_s >= 1e-3 + seconds
+    assert interval.nbytes == MB // 2
+    assert interval.name == (tier if isinstance(tier, str) else "dram + cxl")
+    assert tiers.asked == [(on_host.data_ptr(), MB // 2)]
+    assert engine.max_lag_s > 0
+
+
+def test_directions_run_at_once_and_each_is_in_order(engine, hold):
+    with hold():
+        copies = [engine.h2d(empty(MB // 2), empty(MB // 2)) for _ in range(2)]
+        out = engine.d2h(empty(MB // 2), empty(MB // 2))
+        copies += [out, engine.h2d(empty(MB // 2), empty(MB // 2), after=[out])]
+        assert not any(copy.done() for copy in copies)
+    engine.synchronize()
+    assert all(copy.done() for copy in copies)
+    first, second, third = engine.trace.lane("h2d")
+    (other,) = engine.trace.lane("d2h")
+    assert first.start_s == other.start_s
+    assert first.end_s <= second.start_s < second.end_s <= third.start_s
+    assert third.end_s >= other.end_s
+    assert third.end_s - first.start_s >= 3 * (1e-3 + 0.05)
+
+
+def test_directions_on_one_tier_slow_each_other_down(engine, tiers, hold):
+    out, back = empty(MB // 2), empty(MB // 2)
+    tiers.by_address = {out.data_ptr(): "cxl", back.data_ptr(): "cxl"}
+    with hold():
+        engine.d2h(empty(MB // 2), out)
+        engine.h2d(back, empty(MB // 2))
+    engine.synchronize()
+    (write,), (read,) = engine.trace.lane("d2h"), engine.trace.lane("h2d")
+    assert read.start_s == write.start_s
+    assert max(read.end_s, write.end_s) - read.start_s >= 0.5 / 4 + 0.5 / 5  # alone: 0.125 and 0.1 s
+
+
+def test_a_reader_that_does_not_wait_finds_the_last_bytes_missing(engine, hold):
+    on_device, on_host = torch.ones(MB, dtype=torch.uint8), empty(MB)
+    with hold():
+        copy = engine.d2h(on_device, on_host)
+        assert on_host[-1] == 0
+        assert not copy.done()
+    copy.wait_host()
+    assert copy.done()
+    assert torch.equal(on_host, on_device)
+
+
+def test_both_sides_may_be_dropped_at_once_and_are_held_until_the_copy_is_done(engine, hold):
+    memory = RecyclingMemory()
+    on_host = empty(MB)
+    with hold():
+        copy = engine.d2h(memory.allocate(MB, "unit").tensor((MB,), torch.uint8).fill_(3), on_host)
+        back = engine.d2h(empty(MB), memory.allocate(MB, "unit").tensor((MB,), torch.uint8))
+        assert memory.live_bytes == 2 * MB
+    copy.wait_host()
+    back.wait_host()
+    assert memory.live_bytes == 0
+    assert torch.equal(on_host, torch.full((MB,), 3, dtype=torch.uint8))
+
+
+def test_the_version_of_a_destination_goes_up_when_the_copy_is_asked_for(engine):
+    for source, destination in ((torch.ones(6), torch.zeros(6)), (torch.ones(3, 2), torch.zeros(2, 3).t())):
+        copy = engine.h2d(source, destination)
+        version = destination._version
+        assert version == 1
+        copy.wait()
+        assert destination._version == version
+        assert torch.equal(source, destination)
+
+
+def test_lazily_conjugated_and_strided_values_arrive(engine):
+    source = torch.tensor([1 + 2j, 3 - 4j])
+    destination = torch.zeros(4, dtype=torch.complex64)[::2]
+    engine.h2d(source.conj(), destination).wait()
+    assert torch.equal(destination, source.conj().resolve_conj())
+
+
+def test_an_unknown_tier_is_refused_before_anything_starts(engine, tiers):
+    on_host = empty(10)
+    tiers.by_address[on_host.data_ptr()] = "tape"
+    with pytest.raises(TierNotFoundError, match="`tape`"):
+        engine.h2d(on_host, empty(10))
+    engine.synchronize()
+    assert engine.trace.intervals == []
+
+
+def test_what_fails_on_the_worker_is_raised_where_it_is_waited_for(engine):
+    copy = engine.h2d(torch.ones(2, 3), torch.zeros(1, 3).expand(2, 3))
+    behind = engine.d2h(torch.ones(3), torch.zeros(3), after=[copy])
+    for each in (copy, behind):
+        with pytest.raises(RuntimeError, match="single memory location"):
+            each.wait()
+    engine.h2d(torch.ones(3), torch.zeros(3)).wait()
+
+
+def test_close_ends_the_workers_and_a_later_copy_starts_them_again(engine):
+    before = threading.active_count()
+    engine.h2d(empty(10), empty(10))
+    engine.d2h(empty(10), empty(10))
+    assert threading.active_count() == before + 2
+    engine.close()
+    assert threading.active_count() == before
+    destination = empty(10)
+    engine.h2d(torch.ones(10, dtype=torch.uint8), destination).wait()
+    assert destination.all()
+
+
+def test_copies_are_called_what_the_caller_calls_their_host_memory(tiers):
+    on_host = empty(10)
+    names = {(on_host.data_ptr(), 10): "block 3"}
+    engine = SimulatedEngine(LINKS, tiers, lambda *where: names[where])
+    engine.h2d(on_host, empty(10)).wait()
+    assert [interval.name for interval in engine.trace.lane("h2d")] == ["block 3"]
+    engine.close()
+
+
+def test_host_work_takes_at_least_what_its_tiers_allow(engine):
+    with engine.host_work("unit 0", {"dram": Traffic(MB // 2, MB // 2), "cxl": Traffic(0, MB // 10)}):
+        done = time.perf_counter()
+    (interval,) = engine.trace.lane("host step")
+    assert interval.end_s - interval.start_s >= 0.025
+    assert interval.start_s <= done < interval.end_s <= time.perf_counter()
+    assert (interval.name, interval.nbytes) == ("unit 0", MB + MB // 10)
+
+
+def test_host_work_and_a_copy_on_one_tier_slow_each_other_down(engine, tiers):
+    source = empty(MB // 2)
+    tiers.by_address = {source.data_ptr(): "cxl"}
+    with engine.host_work("unit 0", {"cxl": Traffic(MB // 2, 0)}):
+        copy = engine.h2d(source, empty(MB // 2))
+    copy.wait()
+    (work,), (read,) = engine.trace.lane("host step"), engine.trace.lane("h2d")
+    assert max(work.end_s, read.end_s) - work.start_s >= 0.2  # alone: 0.1 s each
+
+
+def test_host_work_that_raises_has_taken_its_time(engine):
+    with pytest.raises(KeyError), engine.host_work("unit 0", {"dram": Traffic(MB, 0)}):
+        raise KeyError
+    (interval,) = engine.trace.lane("host step")
+    assert interval.end_s - interval.start_s >= 0.025
+
+
+def test_host_work_of_several_threads_is_one_after_the_other(engine):
+    def work(name):
+        with engine.host_work(name, {"dram": Traffic(MB // 2, 0)}):
+            pass
+
+    threads = [threading.Thread(target=work, args=(f"unit {index}",)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    intervals = sorted(engine.trace.lane("host step"), key=lambda interval: interval.start_s)
+    # starts and ends are those of the clock, of which the machine sees the ends late
+    assert all(later.start_s - earlier.start_s >= 0.0125 * 0.999 for earlier, later in itertools.pairwise(intervals))
+
+
+def test_host_work_on_an_unknown_tier_is_refused_before_the_body(engine):
+    with pytest.raises(TierNotFoundError, match="`tape`"), engine.host_work("unit 0", {"tape": Traffic(1, 1)}):
+        raise AssertionError
+    assert engine.trace.intervals == []

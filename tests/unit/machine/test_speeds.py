@@ -1,0 +1,236 @@
+"""Which source of speeds wins: file, calibration, firmware, and nothing is guessed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_cxl.commands.env import advice, environment_report, format_environment
+from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.machine.calibration import save_calibration
+from lightning_cxl.machine.machine_file import save_machine
+from lightning_cxl.machine.speeds import adam_mix, machine_of, machine_without_speeds, tier_speeds
+from lightning_cxl.machine.topology import TierKind, Topology
+from tests.unit.machine.test_calibration import CALIBRATION
+
+NODE = "sys/devices/system/node"
+RATINGS = [f"access1/initiators/{way}_{kind}" for way in ("read", "write") for kind in ("bandwidth", "latency")]
+
+
+def unrated(node: int) -> dict[str, None]:
+    return dict.fromkeys(f"{NODE}/node{node}/{name}" for name in RATINGS)
+
+
+def rated(node: int, way: str, megabytes_per_s: int) -> dict[str, str]:
+    return {f"{NODE}/node{node}/access1/initiators/{way}_bandwidth": f"{megabytes_per_s}\n"}
+
+
+def test_adams_mix_of_reading_and_writing_in_turns():
+    assert adam_mix(16.0, 12.0) == 14.0  # a second each, 28 bytes
+    assert adam_mix(5.0, 5.0) == pytest.approx(5.0)
+
+
+def test_firmware(machine):
+    topology = Topology.detect(machine("3node", rated(1, "read", 20000) | rated(2, "write", 10000)))
+    found = machine_of(topology)
+    assert found.names == ("dram", "cxl")
+    cards = found.tier("cxl")
+    assert (cards.kind, cards.num_nodes, cards.backed_by) == (TierKind.CXL, 2, None)
+    assert cards.capacity_bytes == topology.tier("cxl").capacity_bytes
+    # stripes have parts in proportion to read ratings: reads end together, the second card is the last with writes
+    assert cards.device_read_bytes_per_s == pytest.approx(20000e6 + 28672e6)
+    part = 28672 / (20000 + 28672)
+    assert cards.device_write_bytes_per_s == pytest.approx(10000e6 / part)
+    assert cards.adam_bytes_per_s == pytest.approx(adam_mix(28672e6, 10e9) / part)
+    assert cards.latency_ns == 250
+    assert "dram: firmware; cxl: firmware" in found.source
+    assert "\n" not in found.source
+
+
+def test_calibration_wins_over_firmware(machine):
+    topology = Topology.detect(machine("2node"))
+    save_calibration(CALIBRATION, topology, [])
+    found = machine_of(topology)
+    dram, card = found.tiers
+    assert (dram.adam_bytes_per_s, dram.latency_ns) == (25e9, 90.5)
+    # no device was measured on node 0: the CPU shows what the memory can do
+    assert (dram.device_read_bytes_per_s, dram.device_write_bytes_per_s) == (30e9, 20e9)
+    assert (card.device_read_bytes_per_s, card.device_write_bytes_per_s) == (7e9, 5e9)
+    assert (found.cache.nbytes, found.cache.bytes_per_s) == (32 << 20, 1e11)
+    assert "cxl: calibration of 2026-01-31 with 2 threads" in found.source
+
+
+def test_a_tier_with_a_node_that_was_not_measured_keeps_its_ratings(machine):
+    topology = Topology.detect(machine("3node"))
+    save_calibration(CALIBRATION, topology, [])  # nodes 0 and 1
+    found = machine_of(topology)
+    assert found.tier("dram").adam_bytes_per_s == 25e9
+    assert found.tier("cxl").device_read_bytes_per_s == pytest.approx(2 * 28672e6)
+    assert "dram: calibration of 2026-01-31 with 2 threads; cxl: firmware" in found.source
+
+
+def test_nodes_without_ratings_have_equal_parts(machine):
+    topology = Topology.detect(machine("3node", unrated(1) | unrated(2)))
+    second = replace(CALIBRATION.node(1), node_id=2, adam_bytes_per_s=6e9)
+    save_calibration(replace(CALIBRATION, nodes=(*CALIBRATION.nodes, second)), topology, [])
+    assert machine_of(topology).tier("cxl").adam_bytes_per_s == pytest.approx(2 * 6e9)
+    assert machine_of(topology).tier("cxl").device_read_bytes_per_s == pytest.approx(2 * 7e9)
+
+
+def test_a_file_wins_field_by_field(machine, tmp_path):
+    topology = Topology.detect(machine("2node"))
+    save_calibration(CALIBRATION, topology, [])
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\n"
+        "write_contention: 4\n"
+        "source: my own hands\n"
+        "tiers:\n"
+        "  - {name: cxl, adam_bytes_per_s: 12e9, device_read_bytes_per_s: 2 GiB/s, capacity_bytes: 512MiB}\n"
+        "device: {flops: 3.0e+12}\n"
+        "cache: {nbytes: 1MiB}\n"
+    )
+    found = machine_of(topology, file=file)
+    card = found.tier("cxl")
+    assert (card.adam_bytes_per_s, card.device_read_bytes_per_s) == (12e9, 2 * 2**30)
+    assert card.device_write_bytes_per_s == 5e9  # still the calibration's
+    assert card.latency_ns == 250
+    assert card.capacity_bytes == 512 << 20
+    assert found.tier("dram").adam_bytes_per_s == 25e9
+    assert found.device.flops == 3e12
+    assert (found.cache.nbytes, found.cache.bytes_per_s) == (1 << 20, 1e11)
+    assert (found.name, found.write_contention) == ("mine", 4)
+    assert "cxl: file and calibration of 2026-01-31 with 2 threads" in found.source
+    assert "but flops: file" in found.source
+    assert found.source.endswith("(my own hands)")
+
+
+def test_a_whole_machine_file_will_do(machine, tmp_path):
+    topology = Topology.detect(machine("2node"))
+    first = machine_of(topology)
+    save_machine(first, tmp_path / "whole.yaml")
+    again = machine_of(topology, file=tmp_path / "whole.yaml")
+    assert (again.tiers, again.device, again.cache) == (first.tiers, first.device, first.cache)
+    assert "dram: file; cxl: file" in again.source
+
+
+@pytest.mark.parametrize("missing", [unrated(1), {f"{NODE}/node1/access1/initiators/write_bandwidth": None}])
+def test_nothing_is_guessed(machine, tmp_path, missing):
+    topology = Topology.detect(machine("2node", missing))
+    assert machine_of(topology) is None
+    assert tier_speeds(topology.tier("cxl"), None).origin == "unknown"
+    file = tmp_path / "all.yaml"
+    file.write_text(
+        "tiers: [{name: cxl, adam_bytes_per_s: 1, device_read_bytes_per_s: 2, device_write_bytes_per_s: 3}]\n"
+    )
+    assert machine_of(topology, file=file).tier("cxl").adam_bytes_per_s == 1
+
+
+def test_an_invented_machine_is_unknown():
+    assert machine_of(Topology.fake()) is None
+
+
+def test_an_emulated_tier_is_as_fast_as_the_memory_behind_it(machine):
+    topology = Topology.detect(machine("2node", {f"{NODE}/has_memory": "0\n"}))
+    assert topology.tier("cxl").emulated
+    found = machine_of(topology)
+    dram, cxl = found.tiers
+    assert (cxl.backed_by, cxl.kind) == ("dram", TierKind.CXL)
+    assert cxl.adam_bytes_per_s == dram.adam_bytes_per_s
+
+
+def test_capacity_is_the_smallest_that_is_said(machine, tmp_path):
+    topology = Topology.detect(machine("2node"))
+    file = tmp_path / "mine.yaml"
+    file.write_text("tiers: [{name: dram, capacity_bytes: 100MiB}, {name: cxl, capacity_bytes: 300MiB}]\n")
+    given = {"dram": 200 << 20, "cxl": 200 << 20}
+    assert [tier.capacity_bytes for tier in machine_of(topology, capacity_bytes=given).tiers] == [200 << 20, 200 << 20]
+    both = machine_of(topology, file=file, capacity_bytes=given)
+    assert [tier.capacity_bytes for tier in both.tiers] == [100 << 20, 200 << 20]
+
+
+def test_devices_without_a_measurement_are_marked(machine):
+    topology = Topology.detect(machine("2node"))
+    host = machine_of(topology, "cpu")
+    assert host.device.is_host
+    assert host.device.flops > 0
+    assert host.device.h2d_bytes_per_s == host.tiers[0].device_read_bytes_per_s
+    assert "cpu: default" in host.source
+    gpu = machine_of(topology, torch.device("cuda"))
+    assert not gpu.device.is_host
+    assert gpu.device.h2d_bytes_per_s == 51.8 * 2**30
+    assert "default, as an H100 with PCIe 5.0 x16" in gpu.source
+
+
+def test_devices_with_a_measurement(machine):
+    topology = Topology.detect(machine("2node"))
+    save_calibration(CALIBRATION, topology, [])
+    host = machine_of(topology, "cpu")
+    assert host.device.flops == 1e11
+    assert "cpu: calibration of 2026-01-31 with 2 threads" in host.source
+    gpu = machine_of(topology, "cuda").device
+    assert (gpu.flops, gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s, gpu.copy_latency_s) == (4e14, 5e10, 4e10, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("tiers: [{name: nvm, adam_bytes_per_s: 1}]", TierNotFoundError, "no tier 'nvm'"),
+        ("tiers: [{adam_bytes_per_s: 1}]", ConfigError, "tier 1 of 1 needs a name"),
+        ("tiers: {cxl: {adam_bytes_per_s: 1}}", ConfigError, "tiers must be a list"),
+        ("tiers: [{name: cxl, adam: 1}]", ConfigError, "unknown key 'adam'.*adam_bytes_per_s"),
+        ("tiers: [{name: cxl, adam_bytes_per_s: fast}]", ConfigError, "got 'fast'"),
+        ("tiers: [{name: cxl, adam_bytes_per_s: -1}]", ConfigError, "-1"),
+        ("speed: 3", ConfigError, "unknown key 'speed'"),
+        ("[1, 2]", ConfigError, "the file must map"),
+        ("device: 3", ConfigError, "device must map"),
+        ("a: [", ConfigError, "is not YAML"),
+    ],
+)
+def test_files_with_mistakes_are_refused(machine, tmp_path, text, error, message):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(error, match=message):
+        machine_of(Topology.detect(machine("2node")), file=file)
+
+
+def test_a_missing_file_and_an_unknown_tier_are_refused(machine, tmp_path):
+    topology = Topology.detect(machine("2node"))
+    with pytest.raises(ConfigError, match=r"cannot read speeds from .*none\.yaml"):
+        machine_of(topology, file=tmp_path / "none.yaml")
+    with pytest.raises(TierNotFoundError, match="no tier 'nvm'"):
+        machine_of(topology, capacity_bytes={"nvm": 1})
+
+
+def test_an_empty_file_changes_nothing(machine, tmp_path):
+    topology = Topology.detect(machine("2node"))
+    (tmp_path / "empty.yaml").write_text("")
+    assert machine_of(topology, file=tmp_path / "empty.yaml") == machine_of(topology)
+
+
+def test_the_report_shows_speeds_and_their_source(machine, tmp_path):
+    root = machine("2node", unrated(1))
+    report = environment_report(root)
+    assert report["speeds"]["cxl"] == {"source": "unknown"}
+    assert "cxl: unknown (no ratings of the firmware, no calibration)" in format_environment(report)
+    assert any("python -m lightning_cxl calibrate" in text for text in advice(report))
+    assert "firmware)" in format_environment(environment_report(root))
+    save_calibration(CALIBRATION, Topology.detect(root), [])
+    report = environment_report(root)
+    assert report["speeds"]["cxl"]["adam_bytes_per_s"] == 9e9
+    line = "cxl: Adam 9.0, devices read 7.0 and write 5.0 GB/s, 250 ns (calibration of 2026-01-31 with 2 threads)"
+    assert line in format_environment(report)
+    assert not any("calibrate" in text for text in advice(report))
+
+
+def test_a_machine_without_speeds_says_so_and_knows_everything_else(machine):
+    topology = Topology.detect(machine("2node"))
+    known = machine_of(topology, "cpu")
+    unknown = machine_without_speeds(topology, "cpu")
+    assert known.has_speeds and not unknown.has_speeds
+    assert unknown.device.is_host and not machine_without_speeds(topology, "cuda").device.is_host
+    assert [(t.name, t.kind, t.capacity_bytes, t.num_nodes, t.backed_by) for t in unknown.tiers] == [
+        (t.name, t.kind, t.capacity_bytes, t.num_nodes, t.backed_by) for t in known.tiers
+    ]
+    emulated = machine_without_speeds(Topology.fake(("1GiB",), ()))
+    assert [tier.backed_by for tier in emulated.tiers] == [None, "dram"]

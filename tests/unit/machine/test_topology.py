@@ -1,0 +1,186 @@
+import copy
+import pickle
+import warnings
+
+import pytest
+
+from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
+from lightning_cxl.machine.topology import TierKind, Topology
+
+GIB = 1 << 30
+NODE = "sys/devices/system/node"
+
+
+def cpuset(nodes):
+    return {"proc/self/status": f"Name:\tpython\nMems_allowed_list:\t{nodes}\n"}
+
+
+@pytest.mark.parametrize(("name", "cards"), [("2node", (1,)), ("3node", (1, 2))])
+def test_memory_only_nodes_are_cxl(machine, name, cards):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        topology = Topology.detect(machine(name))
+    assert topology.names == ("dram", "cxl")
+    assert topology.tier("dram").node_ids == (0,)
+    cxl = topology.tier("cxl")
+    assert (cxl.kind, cxl.node_ids, cxl.emulated) == (TierKind.CXL, cards, False)
+    assert cxl.capacity_bytes == {1: 1031208, 2: 1032020 + 1031208}[len(cards)] * 1024
+    assert cxl.read_bytes_per_s == cxl.write_bytes_per_s == 28672e6 * len(cards)
+    assert cxl.read_latency_ns == 250
+    assert topology.notes == ()
+
+
+def test_nearer_cards_come_first(machine):
+    topology = Topology.detect(machine("3node", {f"{NODE}/node1/distance": "28 10 28\n"}))
+    assert topology.tier("cxl").node_ids == (2, 1)
+
+
+def test_speed_of_a_tier_is_unknown_when_one_node_has_no_rating(machine):
+    root = machine(
+        "3node", {f"{NODE}/node2/access1/initiators/{kind}": None for kind in ("read_bandwidth", "read_latency")}
+    )
+    cxl = Topology.detect(root).tier("cxl")
+    assert cxl.read_bytes_per_s is None
+    assert cxl.read_latency_ns is None
+    assert cxl.write_bytes_per_s == 2 * 28672e6
+
+
+def test_two_sockets_without_a_card_fall_back_with_one_warning(machine):
+    with pytest.warns(MissingTierWarning) as caught:
+        topology = Topology.detect(machine("2socket"))
+    assert len(caught) == 1
+    assert "node 0, 1" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    assert topology.tier("dram").node_ids == (0, 1)
+    cxl = topology.tier("cxl")
+    assert (cxl.emulated, cxl.kind, cxl.node_ids) == (True, TierKind.CXL, (0, 1))
+    assert cxl.describe().endswith("[emulated: backed by DRAM]")
+
+
+def test_missing_tier_can_be_refused(machine):
+    with pytest.raises(TierNotFoundError, match=r"no CXL memory.*dram: 2\.9 GiB.*daxctl"):
+        Topology.detect(machine("2socket"), on_missing_tier="error")
+
+
+def test_unknown_on_missing_tier(machine):
+    with pytest.raises(ConfigError, match="fallback"):
+        Topology.detect(machine("2node"), on_missing_tier="ignore")
+
+
+def test_cpuset_leaves_a_card_out(machine):
+    topology = Topology.detect(machine("3node", cpuset("0,2")))
+    assert topology.tier("cxl").node_ids == (2,)
+    (note,) = topology.notes
+    assert "node 1 (CXL, 1007.8 MiB)" in note
+    assert "cpuset" in note
+
+
+def test_cpuset_without_any_card_says_so(machine):
+    with pytest.raises(TierNotFoundError, match=r"node 1 .* cpuset"):
+        Topology.detect(machine("2node", cpuset("0")), on_missing_tier="error")
+
+
+def test_cpuset_of_cards_alone(machine):
+    topology = Topology.detect(machine("3node", cpuset("1-2")))
+    assert topology.names == ("cxl",)
+
+
+def test_cpuset_without_usable_node(machine):
+    with pytest.raises(TierNotFoundError, match=r"cpuset allows \[7\]"):
+        Topology.detect(machine("2node", cpuset("7")))
+
+
+def test_empty_node_is_no_tier(machine):
+    root = machine("3node", {f"{NODE}/node1/meminfo": "Node 1 MemTotal: 0 kB\n"})
+    assert Topology.detect(root).tier("cxl").node_ids == (2,)
+
+
+def test_this_machine_has_both_tiers():
+    topology = Topology.detect()
+    assert topology.tier("dram").capacity_bytes > 0
+    assert topology.tier("cxl").capacity_bytes > 0
+    assert 0 < topology.host_available_bytes() <= topology.host_limit_bytes()
+    assert 0 < topology.node_free_bytes(topology.tiers[0].node_ids[0]) <= topology.host_available_bytes()
+
+
+def test_unknown_tier_names_what_exists(machine):
+    with pytest.raises(TierNotFoundError, match=r"no tier 'cxl7'.*'dram', 'cxl'"):
+        Topology.detect(machine("2node")).tier("cxl7")
+
+
+def test_node_tier(machine):
+    topology = Topology.detect(machine("3node"))
+    assert topology.node_tier(0).name == "dram"
+    assert topology.node_tier(2).name == "cxl"
+    assert topology.node_tier(9) is None
+
+
+def test_node_tier_is_never_an_emulated_one():
+    assert Topology.fake(("1GiB",), ()).node_tier(0).name == "dram"
+
+
+def test_select(machine):
+    topology = Topology.detect(machine("2node"))
+    assert [tier.name for tier in topology.select(kind=TierKind.CXL)] == ["cxl"]
+    assert topology.select(kind=TierKind.SSD) == ()
+
+
+def test_node_free_reads_now(machine):
+    root = machine("2node")
+    topology = Topology.detect(root)
+    before = topology.node_free_bytes(1)
+    assert 0 < before < topology.tier("cxl").capacity_bytes
+    (root / NODE / "node1/meminfo").write_text("Node 1 MemTotal: 1032020 kB\nNode 1 MemFree: 102400 kB\n")
+    assert topology.node_free_bytes(1) < before
+
+
+def test_node_free_respects_a_control_group(machine):
+    group = "sys/fs/cgroup/job"
+    root = machine(
+        "2node",
+        {
+            "proc/self/cgroup": "0::/job\n",
+            f"{group}/memory.max": str(256 << 20),
+            f"{group}/memory.current": str(200 << 20),
+        },
+    )
+    topology = Topology.detect(root)
+    assert topology.node_free_bytes(1) == 56 << 20
+    assert topology.host_limit_bytes() == 256 << 20
+
+
+def test_node_free_of_an_unknown_node(machine):
+    with pytest.raises(ConfigError, match=r"no usable node 5.*\[0, 1\]"):
+        Topology.detect(machine("2node")).node_free_bytes(5)
+
+
+def test_fake():
+    topology = Topology.fake(("64GiB", "64GiB"), ("256GiB",))
+    assert topology.tier("dram").node_ids == (0, 1)
+    assert topology.tier("cxl").node_ids == (2,)
+    assert topology.tier("cxl").capacity_bytes == 256 * GIB
+    assert topology.host_limit_bytes() == topology.host_available_bytes() == 384 * GIB
+    assert topology.node_free_bytes(2) == 256 * GIB
+
+
+def test_fake_without_a_card_is_backed_by_dram():
+    topology = Topology.fake(("8GiB",), ())
+    assert topology.tier("cxl").emulated
+    assert topology.host_limit_bytes() == 8 * GIB
+
+
+def test_fake_of_nothing():
+    with pytest.raises(ConfigError, match="at least one"):
+        Topology.fake((), ())
+
+
+def test_describe(machine):
+    text = Topology.detect(machine("3node", cpuset("0-1"))).describe()
+    assert text.splitlines()[1] == "cxl: 1007.8 MiB on node 1 (28.7 GB/s read, 250 ns)"
+    assert "node 2" in text.splitlines()[2]
+
+
+def test_copies_and_pickles(machine):
+    topology = Topology.detect(machine("3node"))
+    assert copy.deepcopy(topology) == topology
+    assert pickle.loads(pickle.dumps(topology)) == topology

@@ -1,0 +1,307 @@
+import copy
+import inspect
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.placement.decorators import TierSpec, class_spec, constructing_spec, instance_spec, tier
+from lightning_cxl.placement.placement import TensorRole
+
+
+@tier(weights="cxl", activations="cxl")
+class Block(nn.Module):
+    """Remembers which spec was active while it was built."""
+
+    def __init__(self, width: int = 4, *, bias: bool = True) -> None:
+        super().__init__()
+        self.seen = constructing_spec()
+        self.linear = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Wider(Block):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.seen_after_super = constructing_spec()
+
+
+@tier(weights="dram")
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = constructing_spec()
+        self.block = Block()
+        self.after = constructing_spec()
+
+
+BLOCK = TierSpec(weights="cxl", activations="cxl")
+
+
+def test_for_role():
+    spec = TierSpec("w", "g", "o", "a")
+    assert {role: spec.for_role(role) for role in TensorRole} == {
+        TensorRole.COMPUTE_WEIGHTS: "w",
+        TensorRole.COMPUTE_GRADS: "g",
+        TensorRole.MASTER_GRADS: "g",
+        TensorRole.MASTER_WEIGHTS: "o",
+        TensorRole.MOMENTUM: "o",
+        TensorRole.VARIANCE: "o",
+        TensorRole.ACTIVATIONS: "a",
+        TensorRole.STAGING: None,
+    }
+
+
+def test_spec_is_active_only_during_construction():
+    assert constructing_spec() is None
+    assert Block().seen == BLOCK
+    assert constructing_spec() is None
+
+
+def test_subclass_including_what_follows_super_init():
+    module = Wider()
+    assert module.seen == module.seen_after_super == BLOCK
+    assert constructing_spec() is None
+
+
+def test_subclass_of_a_subclass_without_init():
+    class Leaf(Wider):
+        pass
+
+    assert Leaf().seen_after_super == BLOCK
+
+
+def test_init_of_a_mixin_before_the_decorated_class():
+    class Mixin:
+        def __init__(self):
+            self.__dict__["seen_in_mixin"] = constructing_spec()
+            super().__init__()
+
+    class Mixed(Mixin, Block):
+        pass
+
+    assert Mixed().seen_in_mixin == BLOCK
+
+
+def test_innermost_class_wins_and_outer_ones_fill_in():
+    module = Outer()
+    assert module.before == module.after == TierSpec(weights="dram")
+    assert module.block.seen == BLOCK
+
+    @tier(gradients="dram")
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+    assert Around().block.seen == TierSpec(weights="cxl", gradients="dram", activations="cxl")
+
+
+def test_same_class_nested_in_itself():
+    @tier("cxl")
+    class Tree(nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.child = Tree(depth - 1) if depth else None
+            self.seen = constructing_spec()
+
+    assert Tree(2).child.child.seen == TierSpec("cxl", "cxl", "cxl", "cxl")
+    assert constructing_spec() is None
+
+
+def test_constructor_that_raises_leaves_nothing_behind():
+    @tier("cxl")
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        Broken()
+    assert constructing_spec() is None
+
+
+def test_class_decorated_after_its_subclass_was_defined():
+    class Base(nn.Module):
+        def __init__(self):
+            super().__init__()
+
+    class Derived(Base):
+        def __init__(self):
+            super().__init__()
+            self.seen = constructing_spec()
+
+    assert tier("dram")(Base) is Base
+    assert Derived().seen == TierSpec("dram", "dram", "dram", "dram")
+
+
+def test_other_classes_are_not_touched():
+    class Base(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = constructing_spec()
+
+    @tier("cxl")
+    class Decorated(Base):
+        pass
+
+    assert Base().seen is None
+    assert Decorated().seen is not None
+    assert class_spec(Base) is None
+
+
+def test_subclass_adds_to_its_base():
+    @tier(weights="dram", gradients="dram")
+    class Sub(Block):
+        pass
+
+    expected = TierSpec(weights="dram", gradients="dram", activations="cxl")
+    assert class_spec(Sub) == Sub().seen == expected
+    assert class_spec(Block) == BLOCK
+
+
+def test_own_init_subclass_still_runs():
+    @tier("cxl")
+    class Registry(nn.Module):
+        names: tuple[str, ...] = ()
+
+        def __init_subclass__(cls, *, key, **kwargs):
+            super().__init_subclass__(**kwargs)
+            Registry.names = (*Registry.names, f"{cls.__name__}:{key}")
+
+    @tier(weights="dram")
+    class Sub(Registry, key=3):
+        pass
+
+    class SubSub(Sub, key=4):
+        def __init__(self):
+            super().__init__()
+            self.seen = constructing_spec()
+
+    assert Registry.names == ("Sub:3", "SubSub:4")
+    assert SubSub().seen.weights == "dram"
+
+
+def test_decorating_twice_adds_and_replaces():
+    @tier(gradients="dram", weights="dram")
+    @tier(weights="cxl", activations="cxl")
+    class Twice(nn.Module):
+        pass
+
+    assert class_spec(Twice) == TierSpec(weights="dram", gradients="dram", activations="cxl")
+    module = tier(weights="cxl")(tier("dram")(nn.Linear(1, 1)))
+    assert instance_spec(module) == TierSpec("cxl", "dram", "dram", "dram")
+
+
+def test_all_with_an_exception():
+    assert class_spec(tier("cxl", optimizer_state="dram")(type("M", (nn.Module,), {}))) == TierSpec(
+        "cxl", "cxl", "dram", "cxl"
+    )
+
+
+def test_signature_source_and_explicit_base_call_are_those_of_the_user():
+    assert list(inspect.signature(Block).parameters) == ["width", "bias"]
+    assert inspect.isfunction(Block.__init__)
+    assert "self.linear = nn.Linear(width, width, bias=bias)" in inspect.getsource(Block.__init__)
+
+    class Explicit(Block):
+        def __init__(self):
+            Block.__init__(self, 2, bias=False)
+
+    assert Explicit().seen == BLOCK
+
+
+def test_lightning_hyperparameters_of_decorated_modules_are_complete():
+    lightning = pytest.importorskip("lightning")
+
+    @tier("cxl")
+    class Base(lightning.LightningModule):
+        def __init__(self, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Sub(Base):
+        def __init__(self, width, lr=0.2):
+            super().__init__(lr=lr)
+
+    assert dict(Base(lr=0.3).hparams) == {"lr": 0.3}
+    assert dict(Sub(7).hparams) == {"width": 7, "lr": 0.2}
+
+
+def test_instance_mark_survives_copies_and_does_not_leak_to_the_class():
+    module = tier("dram")(nn.Linear(2, 2))
+    assert instance_spec(copy.deepcopy(module)) == instance_spec(module)
+    assert instance_spec(pickle.loads(pickle.dumps(module))) == instance_spec(module)
+    assert instance_spec(nn.Linear(2, 2)) is None
+    assert class_spec(nn.Linear) is None
+    assert set(module.state_dict()) == {"weight", "bias"}
+
+
+def test_decorated_modules_copy_and_pickle_and_compute():
+    module = copy.deepcopy(pickle.loads(pickle.dumps(Wider())))
+    assert module(torch.zeros(1, 8)).shape == (1, 8)
+
+
+def test_another_thread_sees_nothing():
+    seen = []
+
+    @tier("cxl")
+    class Spy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            thread = threading.Thread(target=lambda: seen.append(constructing_spec()))
+            thread.start()
+            thread.join()
+
+    Spy()
+    assert seen == [None]
+
+
+def test_self_may_have_any_name_and_be_captured():
+    @tier(weights="cxl")
+    class Odd(nn.Module):
+        def __init__(this):
+            super().__init__()
+            this.seen = constructing_spec()
+            this.read_seen = lambda: this.seen
+
+    assert Odd().read_seen() == TierSpec(weights="cxl")
+
+
+def test_lightning_cli_reads_the_arguments_of_decorated_classes_and_subclasses():
+    class Sub(Block):
+        def __init__(self, depth: int, **kwargs) -> None:
+            super().__init__(**kwargs)
+
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(Sub, "model")
+    arguments = parser.parse_args(["--model.depth=3", "--model.width=2"])
+    assert arguments.model.as_dict() == {"depth": 3, "width": 2, "bias": True}
+    assert Sub(**arguments.model.as_dict()).seen == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((), {}, "places nothing"),
+        ((3,), {}, r"all=3\) is not a tier name"),
+        (("",), {}, "is not a tier name"),
+        ((), {"weights": 1}, r"weights=1\) is not a tier name"),
+        ((Block,), {}, r'call the decorator: @tier\("cxl"\)'),
+    ],
+)
+def test_bad_arguments(arguments, options, message):
+    with pytest.raises(ConfigError, match=message):
+        tier(*arguments, **options)
+
+
+@pytest.mark.parametrize(("target", "kind"), [(torch.zeros(1), "a Tensor"), (int, "int"), (len, "a builtin_function")])
+def test_only_modules_are_decorated(target, kind):
+    with pytest.raises(ConfigError, match=f"nn.Module class or instance, got {kind}"):
+        tier("cxl")(target)

@@ -1,0 +1,78 @@
+from collections.abc import Mapping
+
+import pytest
+
+from lightning_cxl.errors import TierNotFoundError
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.placement.decorators import TierSpec
+from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.policy import PlacementRequest, RoleHomePolicy
+
+TOPOLOGY = Topology.fake(dram=("4GiB",), cxl=("8GiB",))
+
+
+class RecordingPolicy:
+    """Remembers what it was asked."""
+
+    def __init__(self, answer: Placement) -> None:
+        self.answer = answer
+        self.asked: list[tuple[PlacementRequest, Mapping[str, int]]] = []
+
+    def place(self, request: PlacementRequest, free: Mapping[str, int]) -> Placement:
+        self.asked.append((request, free))
+        return self.answer
+
+
+def make_placer(policy=None, free=None, owner=None) -> Placer:
+    return Placer(TOPOLOGY, policy or RoleHomePolicy(TOPOLOGY), lambda: free or {}, owner)
+
+
+def test_without_a_wish_the_policy_decides_by_role():
+    placer = make_placer()
+    assert placer.place(TensorRole.COMPUTE_WEIGHTS, 100).tiers == ("cxl", "dram")
+    assert placer.place(TensorRole.MOMENTUM, 100).tiers == ("dram", "cxl")
+
+
+def test_an_explicit_tier_beats_the_decorator_and_the_decorator_beats_the_policy():
+    spec = TierSpec(weights="dram")
+    placer = make_placer()
+    assert placer.place(TensorRole.COMPUTE_WEIGHTS, 100, spec=spec).tiers[0] == "dram"
+    assert placer.place(TensorRole.COMPUTE_WEIGHTS, 100, spec=spec, tier="cxl").tiers[0] == "cxl"
+
+
+def test_a_decorator_that_says_nothing_about_the_role_leaves_it_to_the_policy():
+    assert make_placer().place(TensorRole.MOMENTUM, 100, spec=TierSpec(weights="cxl")).tiers[0] == "dram"
+
+
+def test_the_policy_is_told_everything_and_what_is_free_now():
+    policy = RecordingPolicy(Placement(("cxl",)))
+    free = {"dram": 1, "cxl": 2}
+    make_placer(policy, free).place(TensorRole.VARIANCE, 7, spec=TierSpec(optimizer_state="cxl"), module="net.0")
+    request, seen = policy.asked[0]
+    assert request == PlacementRequest(TensorRole.VARIANCE, 7, "net.0", "cxl", "tier(optimizer_state=cxl)")
+    assert seen == free
+
+
+def test_the_given_source_is_kept_for_messages():
+    placement = make_placer().place(TensorRole.MOMENTUM, 1, tier="cxl", source="rule 'net.*'")
+    assert placement.describe() == "cxl, else dram (rule 'net.*')"
+
+
+@pytest.mark.parametrize("wish", [{"tier": "hbm"}, {"spec": TierSpec(weights="hbm")}])
+def test_an_unknown_tier_names_what_exists(wish):
+    policy = RecordingPolicy(Placement(("dram",)))  # one that would not have noticed
+    with pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
+        make_placer(policy).place(TensorRole.COMPUTE_WEIGHTS, 1, **wish)
+
+
+def test_a_policy_that_names_an_unknown_tier_is_found_out():
+    with pytest.raises(TierNotFoundError, match=r"'moon'.*'dram', 'cxl'"):
+        make_placer(RecordingPolicy(Placement(("cxl", "moon")))).place(TensorRole.MOMENTUM, 1)
+
+
+def test_owner_asks_the_function_it_was_given():
+    spec = TierSpec(weights="cxl")
+    assert make_placer(owner={"p": spec}.get).owner("p") is spec
+    assert make_placer(owner={"p": spec}.get).owner("q") is None
+    assert make_placer().owner("p") is None

@@ -1,0 +1,131 @@
+import pytest
+from torch import nn
+
+from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.placement.decorators import TierSpec, tier
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.rules import resolve
+
+TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",))
+WEIGHTS, ACTIVATIONS, MOMENTUM = TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS, TensorRole.MOMENTUM
+
+
+@tier(weights="cxl", activations="cxl")
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(2, 1)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(1, 2)
+
+
+def resolved(model, rules=None, topology=TOPOLOGY):
+    return resolve(model.named_modules(), rules or {}, topology)
+
+
+def test_nothing_asked_for_leaves_it_to_the_policy():
+    assert resolved(Model()).lookup("embed", WEIGHTS) == (None, "")
+
+
+def test_class_decorator_reaches_what_the_module_contains():
+    tiers = resolved(Model())
+    assert tiers.lookup("layers.1", WEIGHTS) == ("cxl", "decorator on class Block")
+    assert tiers.lookup("layers.1.mlp.0", WEIGHTS) == ("cxl", "decorator on class Block")
+    assert tiers.lookup("layers.1.mlp.0", MOMENTUM) == (None, "")
+    assert tiers.lookup("lm_head", WEIGHTS) == (None, "")
+
+
+def test_nearest_decorated_class_wins_for_each_field():
+    @tier(weights="dram", optimizer_state="dram")
+    class Inner(nn.Linear):
+        pass
+
+    model = Model()
+    model.layers[0].mlp[0] = Inner(1, 1)
+    tiers = resolved(model)
+    assert tiers.lookup("layers.0.mlp.0", WEIGHTS)[0] == "dram"
+    assert tiers.lookup("layers.0.mlp.0", ACTIVATIONS)[0] == "cxl"
+    assert tiers.spec("layers.0.mlp.0") == TierSpec(weights="dram", optimizer_state="dram", activations="cxl")
+
+
+def test_rule_beats_class_and_instance_beats_rule():
+    model = Model()
+    tier(weights="cxl")(model.layers[0])
+    tiers = resolved(model, {"layers.*": {"weights": "dram"}})
+    assert tiers.lookup("layers.1", WEIGHTS) == ("dram", "rule 'layers.*'")
+    assert tiers.lookup("layers.0.mlp.0", WEIGHTS) == ("cxl", "tier(...) on 'layers.0'")
+    assert tiers.lookup("layers.1", ACTIVATIONS)[0] == "cxl"
+
+
+def test_nearest_instance_wins():
+    model = Model()
+    tier("dram")(model)
+    tier(weights="cxl")(model.lm_head)
+    tiers = resolved(model)
+    assert tiers.lookup("lm_head", WEIGHTS)[0] == "cxl"
+    assert tiers.lookup("lm_head", MOMENTUM) == ("dram", "tier(...) on the whole Model")
+    assert tiers.lookup("embed", WEIGHTS)[0] == "dram"
+
+
+def test_last_matching_rule_wins_for_each_field():
+    tiers = resolved(Model(), {"*": "dram", "layers.0": {"activations": "cxl"}, "layers.*": {"gradients": "cxl"}})
+    assert tiers.spec("layers.0.mlp") == TierSpec("dram", "cxl", "dram", "cxl")
+    assert tiers.spec("embed") == TierSpec("dram", "dram", "dram", "dram")
+    tiers = resolved(Model(), {"layers.0": {"activations": "cxl"}, "*": "dram"})
+    assert tiers.spec("layers.0.mlp") == TierSpec("dram", "dram", "dram", "dram")
+
+
+def test_rule_on_a_module_holds_for_what_it_contains():
+    tiers = resolved(Model(), {"layers.1": "dram"})
+    assert tiers.lookup("layers.1.mlp.1", WEIGHTS)[0] == "dram"
+    assert tiers.lookup("layers.0.mlp.1", WEIGHTS)[0] == "cxl"
+
+
+def test_staging_belongs_to_no_module():
+    assert resolved(Model(), {"*": "dram"}).lookup("embed", TensorRole.STAGING) == (None, "")
+
+
+def test_module_added_later_answers_as_its_parent():
+    tiers = resolved(Model(), {"lm_head": "cxl"})
+    assert tiers.lookup("lm_head.adapter.down", WEIGHTS) == ("cxl", "rule 'lm_head'")
+    assert tiers.lookup("elsewhere", WEIGHTS) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"layer.*": "cxl"}, r"'layer\.\*' matches no module\. Closest: 'layers"),
+        ({"qqq": "cxl"}, r"'qqq' matches no module\. The model has: 'embed', 'layers', 'lm_head'"),
+        ({"embed": {"weight": "cxl"}}, "unknown field 'weight'; use weights, gradients, optimizer_state, activations"),
+    ],
+)
+def test_bad_rules(rules, message):
+    with pytest.raises(ConfigError, match=message):
+        resolved(Model(), rules)
+
+
+def test_rule_with_an_unknown_tier():
+    with pytest.raises(TierNotFoundError, match=r"tier_rules: 'embed' asks for gradients on tier 'hbm'.*'dram', 'cxl'"):
+        resolved(Model(), {"embed": {"gradients": "hbm"}})
+
+
+def test_decorators_with_an_unknown_tier():
+    model = Model()
+    tier(weights="hbm")(model.embed)
+    with pytest.raises(TierNotFoundError, match=r"tier\(\.\.\.\) on 'embed' asks for weights on tier 'hbm'"):
+        resolved(model)
+    cxl_less = Topology(Topology.fake().tiers[:1])
+    with pytest.raises(TierNotFoundError, match="the decorator on class Block asks for weights on tier 'cxl'"):
+        resolved(Model(), topology=cxl_less)
+
+
+def test_closest_names_are_offered_whole():
+    with pytest.raises(ConfigError, match="Closest: 'lm_head'"):
+        resolved(Model(), {"lm_haed": "cxl"})

@@ -1,0 +1,234 @@
+"""Planned bytes against what the report of a real run says, role by role."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.gradients.leaving import MAX_STAGED
+from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.jobs.footprint import ModelShape, split_masters
+from lightning_cxl.planning.jobs.model_job import job_of, measure, model_job
+from lightning_cxl.planning.jobs.moves import Traffic, engine_moves
+from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.training import make_trainer, offload
+from tests.models import TinyTransformer, token_data
+
+VOCAB, BATCH = 512, 2
+PRECISIONS = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.float32}
+
+
+def llama(num_layers=3):
+    return tiny_llama(num_layers, vocab_size=VOCAB, hidden_size=128, intermediate_size=384)
+
+
+def measured_roles(precision, length, options, *, num_layers=3, accumulate=1):
+    """Peak bytes by role of two steps of a real run on the CPU."""
+    strategy = offload(**options)
+    trainer = make_trainer(strategy, max_steps=2, precision=precision, accumulate_grad_batches=accumulate)
+    trainer.fit(LlamaTask(llama(num_layers)), token_data(batch=BATCH, length=length, vocab=VOCAB))
+    return {role: sum(tiers.values()) for role, tiers in strategy.report()["peak_roles"].items()}
+
+
+def planned(precision, length, options, *, num_layers=3, accumulate=1, computes_on_host=True, tier_of=None):
+    model = llama(num_layers).to("meta", PRECISIONS[precision])
+    ids = torch.zeros(BATCH, length, dtype=torch.long, device="meta")
+    load = Workload(
+        batch=BATCH,
+        sequence=length,
+        num_micro_batches=accumulate,
+        mixed=precision == "bf16-mixed",
+        computes_on_host=computes_on_host,
+        updates_in_backward=options.get("on_overflow") == "ignore",
+    )
+    config = OffloadConfig(**options)
+    seen = measure(model, config, load, lambda: model(input_ids=ids, labels=ids, use_cache=True).loss)
+    return model_job("llama", model, config, load, seen, **({} if tier_of is None else {"tier_of": tier_of}))
+
+
+def roles_of(job):
+    return {role.value: nbytes for role, nbytes in job.bytes_of().items()}
+
+
+@pytest.mark.parametrize("length", [64, 128, 320])  # in bfloat16, inputs of 64 tokens are too small to be stored
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("32-true", {}),
+        ("bf16-true", {}),
+        ("bf16-true", {"state": "bf16", "stream_weights": True}),
+        ("bf16-true", {"state": "8bit"}),
+        ("bf16-true", {"master": "fp32", "stream_weights": True}),
+        ("bf16-mixed", {"stream_weights": True, "overlap_step": True}),
+        ("32-true", {"activation_offload": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "default",
+)
+def test_every_role_is_within_3_percent_of_a_real_run(precision, options, length):
+    plan = planned(precision, length, options)
+    assert not plan.notes
+    roles, real = roles_of(plan.job), measured_roles(precision, length, options)
+    assert roles.keys() == real.keys()
+    for role, nbytes in real.items():
+        assert roles[role] == pytest.approx(nbytes, rel=0.03), role
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": "bf16"}], ids=["fp32 sums", "bf16 sums"])
+def test_sums_of_several_micro_batches(options):
+    roles = roles_of(planned("bf16-true", 128, options, accumulate=3).job)
+    real = measured_roles("bf16-true", 128, options, accumulate=3)
+    assert roles == pytest.approx(real, rel=0.03)
+    # while a sum becomes float32, the gradient that it starts with is there, too
+    widened = 0 if options else VOCAB * 128 * 2
+    assert roles["compute_grads"] == roles["compute_weights"] * (1 if options else 2) + widened
+
+
+def test_updates_behind_the_backward_plan_gradients_of_four_units():
+    options = {"stream_weights": True, "overlap_step": True, "on_overflow": "ignore"}
+    plan = planned("bf16-true", 128, options, num_layers=12)
+    everything = planned("bf16-true", 128, {**options, "on_overflow": "skip"}, num_layers=12)
+    real = measured_roles("bf16-true", 128, options, num_layers=12)
+    assert plan.job.overlap == "backward" and everything.job.overlap == "forward"
+    role = "compute_grads"
+    assert real[role] <= roles_of(plan.job)[role] < roles_of(everything.job)[role]
+    block = sum(parameter.nbytes for parameter in llama(1).bfloat16().model.layers[0].parameters())
+    assert roles_of(everything.job)[role] - roles_of(plan.job)[role] == 8 * block
+
+
+def test_a_device_apart_keeps_what_does_not_stream_and_its_masters_are_on_the_host():
+    plan, roles = planned("bf16-true", 128, {}, computes_on_host=False), {}
+    roles = roles_of(plan.job)
+    model = llama().bfloat16()
+    in_units = sum(p.nbytes for p in model.model.layers.parameters())
+    rest = sum(p.nbytes for p in model.parameters()) - in_units
+    assert roles["compute_weights"] == roles["compute_grads"] == in_units
+    assert roles["master_grads"] == rest
+    assert roles["master_weights"] == in_units + 2 * rest  # lower halves of all, upper halves of what is not here
+    assert "staging" not in roles  # the only gradient of a step lands where it stays
+    parts = plan.device_parts
+    assert parts["weights that stay on the device"] == pytest.approx(rest, rel=0.01)  # and rotary frequencies
+    assert parts["3 slots for weights that stream"] == in_units
+    assert plan.job.device_bytes == sum(parts.values())
+    assert plan.job.overlap == "forward"
+
+
+def test_staging_is_for_a_few_units_or_other_parameters_at_a_time():
+    plan = planned("bf16-true", 128, {}, computes_on_host=False, num_layers=8, accumulate=2)
+    model = llama(8).bfloat16().model
+    units = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
+    sizes = sorted([*units, model.embed_tokens.weight.nbytes, model.embed_tokens.weight.nbytes], reverse=True)
+    assert roles_of(plan.job)["staging"] == sum(sizes[:MAX_STAGED])
+    assert plan.device_parts["gradients on their way to the host"] == sum(sizes[:2])
+
+
+def test_without_streaming_everything_is_on_the_device_and_copied_masters_are_on_the_host():
+    roles = roles_of(planned("bf16-true", 128, {"stream_weights": False}, computes_on_host=False).job)
+    total = sum(p.nbytes for p in llama().bfloat16().parameters())
+    assert "compute_weights" not in roles
+    assert roles["master_weights"] == 2 * total
+    assert roles["master_grads"] == total
+
+
+def test_decorated_modules_are_classes_of_their_own_and_no_byte_is_lost():
+    def tier_of(owner, role):
+        on_card = owner == "model.layers.0" if isinstance(owner, str) else owner.dim() == 1
+        return "cxl0" if on_card else None
+
+    options = {"stream_weights": True}
+    plain, ruled = planned("bf16-true", 128, options).job, planned("bf16-true", 128, options, tier_of=tier_of).job
+    assert ruled.bytes_of() == plain.bytes_of()
+    fixed = {each.role: each for each in ruled.classes if each.tier == "cxl0"}
+    assert fixed[TensorRole.ACTIVATIONS].nbytes == 128 * 2 * 128 * 2
+    norms = sum(p.nbytes for p in llama().bfloat16().parameters() if p.dim() == 1)
+    assert fixed[TensorRole.COMPUTE_GRADS].nbytes == norms
+
+    def moved(job):
+        totals: dict = {}
+        for each in job.classes:
+            for phase, kind, nbytes in each.moves:
+                key = each.role, phase, kind
+                totals[key] = totals.get(key, 0) + nbytes
+        return totals
+
+    assert moved(ruled) == pytest.approx(moved(plain))
+
+
+def test_a_real_model_has_the_bytes_of_its_twin_on_the_meta_device():
+    model = llama().bfloat16()
+    twin = copy.deepcopy(model).to("meta")
+    ids = torch.zeros(BATCH, 128, dtype=torch.long, device="meta")
+    config = OffloadConfig(stream_weights=True)
+    load = Workload(batch=BATCH, sequence=128, computes_on_host=True)
+    seen = measure(twin, config, load, lambda: twin(input_ids=ids, labels=ids, use_cache=True).loss)
+    jobs = [model_job("llama", each, config, load, seen).job for each in (model, twin)]
+    assert jobs[0].bytes_of() == jobs[1].bytes_of()
+
+
+def test_tied_weights_count_once_and_frozen_ones_have_no_state():
+    model = TinyTransformer(tied=True, width=64).to("meta")
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    tokens = torch.zeros(2, 12, dtype=torch.long, device="meta")
+    load = Workload(batch=2, sequence=12, computes_on_host=True)
+    job = job_of("tiny", model, OffloadConfig(), load, lambda: model(tokens).sum())
+    bytes_of = job.bytes_of()
+    distinct = sum(p.nbytes for p in model.parameters())
+    frozen = sum(p.nbytes for p in model.blocks[0].parameters())
+    assert bytes_of[TensorRole.COMPUTE_WEIGHTS] == distinct
+    assert bytes_of[TensorRole.MOMENTUM] == bytes_of[TensorRole.COMPUTE_GRADS] == distinct - frozen
+
+
+def test_a_model_that_looks_at_values_is_estimated_with_a_note():
+    class Looks(TinyTransformer):
+        def forward(self, tokens):
+            return super().forward(tokens) * (2 if tokens.sum() > 0 else 1)
+
+    model = Looks(width=64).to("meta")
+    tokens = torch.zeros(2, 100, dtype=torch.long, device="meta")
+    load = Workload(batch=2, sequence=100, computes_on_host=True)
+    seen = measure(model, OffloadConfig(), load, lambda: model(tokens).sum())
+    plan = model_job("looks", model, OffloadConfig(), load, seen)
+    assert "cannot be run without values" in plan.notes[0]
+    assert plan.job.bytes_of()[TensorRole.ACTIVATIONS] == 3 * 2 * 100 * 64 * 4
+    assert plan.job.device_bytes is None
+
+
+def test_several_devices_each_keep_activations():
+    model = llama().to("meta")
+    ids = torch.zeros(BATCH, 128, dtype=torch.long, device="meta")
+    jobs = [
+        job_of(
+            "llama",
+            model,
+            OffloadConfig(),
+            Workload(batch=BATCH, sequence=128, num_devices=count, num_micro_batches=2),
+            lambda: model(input_ids=ids, labels=ids, use_cache=True).loss,
+        )
+        for count in (1, 4)
+    ]
+    for role in (TensorRole.ACTIVATIONS, TensorRole.STAGING):
+        assert jobs[1].bytes_of()[role] == 4 * jobs[0].bytes_of()[role]
+    assert jobs[1].num_tokens == 4 * jobs[0].num_tokens
+    assert jobs[1].bytes_of()[TensorRole.MOMENTUM] == jobs[0].bytes_of()[TensorRole.MOMENTUM]
+
+
+def test_moves_agree_with_the_formulas_for_published_shapes():
+    shape = ModelShape(name="x", num_parameters=1_000_000, num_layers=10, hidden=100)
+    traffic = Traffic(
+        weight_bytes=2_000_000, trained_bytes=2_000_000, grad_bytes=2_000_000, arriving_bytes=2_000_000, staged_bytes=0
+    )
+    for each in split_masters(shape, 1, 1000).classes:
+        own = engine_moves(each.role, each.nbytes, traffic)
+        # the formulas leave out that the host reads gradients once when they arrive, to measure them
+        assert [move for move in own if (move.phase, move.kind) != ("backward", "cpu")] == list(each.moves)
+
+
+def test_one_layer_without_units_is_planned_too():
+    model = nn.Linear(64, 64, device="meta")
+    x = torch.empty(8, 64, device="meta")
+    job = job_of("layer", model, OffloadConfig(), Workload(batch=8, sequence=1), lambda: model(x).sum())
+    assert job.num_units == 1
+    assert TensorRole.ACTIVATIONS not in job.bytes_of()

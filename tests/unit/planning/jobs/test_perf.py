@@ -1,0 +1,196 @@
+"""Predictions against measurements, and what holds for every machine.
+
+Measured: raw data of the authors of arXiv 2507.03305, github.com/DandinPower, folder `example` of each repository.
+`-s` prints the largest errors.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_cxl.errors import TierNotFoundError
+from lightning_cxl.machine.machine import Cache
+from lightning_cxl.planning.jobs.perf import load_machine, predict_adam_seconds, predict_copy_seconds, soft_maximum
+
+MACHINES = Path(__file__).resolve().parents[4] / "examples" / "machines"
+PAPER = load_machine(MACHINES / "paper_a.yaml")
+TWO_CARDS = load_machine(MACHINES / "paper_a_two_cards.yaml")
+GIB, MIB = 2**30, 2**20
+TOLERANCE = 0.08
+
+# numa-cpu-adam-bench, one process: elements, the card's share, milliseconds of an update
+ADAM = [
+    (67_900_000, 0, 6.312), (67_900_000, 1, 23.75),
+    (73_400_320, 0, 6.903475), (73_400_320, 1, 25.723525),
+    (73_400_320, 1 / 2, 13.258038), (73_400_320, 2 / 3, 17.756514),
+    (73_400_320, 3 / 4, 19.385301), (73_400_320, 4 / 5, 20.839248),
+    (545_000_000, 0, 54.83), (545_000_000, 1, 228.8),
+    (671_088_640, 0, 67.625959), (671_088_640, 1, 273.293186),
+    (671_088_640, 1 / 2, 138.926295), (671_088_640, 2 / 3, 175.588529),
+    (671_088_640, 3 / 4, 200.241537), (671_088_640, 4 / 5, 216.251592),
+]  # fmt: skip
+
+# numa-gpu-xfer-bench, one GPU: MiB, the card's share, milliseconds of a copy to the device and from it
+COPIES = [
+    (64, 0, 1.21316, 1.21586), (128, 0, 2.42078, 2.424), (256, 0, 4.83443, 4.84374), (512, 0, 9.66112, 9.67931),
+    (1024, 0, 19.3182, 19.3493), (2048, 0, 38.6314, 38.6934),
+    (64, 1, 1.21737, 1.21426), (128, 1, 2.45648, 2.58275), (256, 1, 4.95443, 6.14526), (512, 1, 9.97096, 13.4816),
+    (1024, 1, 19.9704, 27.9887), (2048, 1, 40.1498, 57.708),
+    (64, 1 / 2, 1.21483, 1.21921), (128, 1 / 2, 2.4194, 2.4271), (256, 1 / 2, 4.83528, 4.84519),
+    (512, 1 / 2, 9.66369, 9.69304), (1024, 1 / 2, 19.3157, 19.6872), (2048, 1 / 2, 38.6266, 40.0606),
+    (64, 2 / 3, 1.21384, 1.2192), (128, 2 / 3, 2.42317, 2.427), (256, 2 / 3, 4.83574, 4.895),
+    (512, 2 / 3, 9.66222, 10.0996), (1024, 2 / 3, 19.3162, 20.7701), (2048, 2 / 3, 38.6212, 43.5853),
+    (64, 3 / 4, 1.21223, 1.2194), (128, 3 / 4, 2.4185, 2.42821), (256, 3 / 4, 4.83325, 5.15755),
+    (512, 3 / 4, 9.66109, 10.8456), (1024, 3 / 4, 19.3195, 22.621), (2048, 3 / 4, 38.6253, 46.3201),
+    (64, 4 / 5, 1.21199, 1.21539), (128, 4 / 5, 2.41947, 2.43071), (256, 4 / 5, 4.834, 5.28455),
+    (512, 4 / 5, 9.66382, 11.1153), (1024, 4 / 5, 19.3188, 22.8463), (2048, 4 / 5, 38.6294, 47.5593),
+]  # fmt: skip
+
+# numa-gpu-xfer-bench, two GPUs at once, 2 GiB each: the card's share, GiB/s of each GPU to the device and from it
+TWO_GPUS = [
+    (0, 51.8, 51.2), (1, 24.9, 18.2),
+    (1 / 2, 49.6, 34.4), (2 / 3, 37.2, 26.6), (3 / 4, 33.1, 23.7), (4 / 5, 31.0, 22.3),
+]  # fmt: skip
+
+
+def split_of(card_share):
+    return {"dram0": 1 - card_share, "cxl0": card_share}
+
+
+def check(name, rows):
+    """Fail where a prediction is off by more than the tolerance, and print the largest error."""
+    errors = {row: predicted / measured - 1 for row, predicted, measured in rows}
+    worst = max(errors, key=lambda row: abs(errors[row]))
+    print(f"\n{name}: {len(errors)} measurements, largest error {errors[worst]:+.1%} at {worst}")
+    assert abs(errors[worst]) < TOLERANCE
+
+
+def test_adam_takes_as_long_as_measured():
+    check(
+        "Adam",
+        [((n, share), predict_adam_seconds(n, split_of(share), PAPER) * 1e3, measured) for n, share, measured in ADAM],
+    )
+
+
+@pytest.mark.parametrize(("direction", "column"), [("h2d", 2), ("d2h", 3)])
+def test_copies_take_as_long_as_measured(direction, column):
+    rows = []
+    for row in COPIES:
+        seconds = predict_copy_seconds(row[0] * MIB, split_of(row[1]), PAPER, direction)
+        rows.append((row[:2], seconds * 1e3, row[column]))
+    check(f"{direction}, one GPU", rows)
+
+
+@pytest.mark.parametrize(("direction", "column"), [("h2d", 1), ("d2h", 2)])
+def test_copies_of_two_devices_share_what_the_tiers_can_do(direction, column):
+    rows = []
+    for row in TWO_GPUS:
+        seconds = predict_copy_seconds(2 * GIB, split_of(row[0]), PAPER, direction, num_devices=2)
+        rows.append((row[:1], 2 / seconds, row[column]))
+    check(f"{direction}, two GPUs", rows)
+
+
+def test_by_hand_without_cache_and_contention():
+    plain = replace(PAPER, cache=Cache(), write_contention=math.inf)
+    card = plain.tier("cxl0")
+    assert predict_adam_seconds(10**9, split_of(0.5), plain) == pytest.approx(14e9 / card.adam_bytes_per_s)
+    latency = plain.device.copy_latency_s
+    expected = 2 * 0.75 * GIB / card.device_read_bytes_per_s + latency
+    assert predict_copy_seconds(GIB, split_of(0.75), plain, "h2d", 2) == pytest.approx(expected)
+    expected = (0.75 * GIB - card.device_write_buffer_bytes) / card.device_write_bytes_per_s + latency
+    assert predict_copy_seconds(GIB, split_of(0.75), plain, "d2h") == pytest.approx(
+        max(expected, GIB / plain.device.d2h_bytes_per_s + latency)
+    )
+
+
+def test_cards_work_side_by_side():
+    one = predict_adam_seconds(10**9, {"cxl0": 1.0}, TWO_CARDS)
+    both = predict_adam_seconds(10**9, {"cxl0": 0.5, "cxl1": 0.5}, TWO_CARDS)
+    assert both == pytest.approx(one / 2, rel=0.02)  # the cache's part takes as long in both
+    striped = {"cxl0": 0.5, "cxl1": 0.5}
+    to_dram = predict_copy_seconds(2 * GIB, {"dram0": 1.0}, TWO_CARDS, "d2h")
+    assert predict_copy_seconds(2 * GIB, striped, TWO_CARDS, "d2h") == pytest.approx(to_dram, rel=0.04)
+
+
+def test_a_tier_that_another_one_backs_is_as_fast_as_that_one():
+    emulated = replace(PAPER, tiers=(PAPER.tier("dram0"), replace(PAPER.tier("cxl0"), backed_by="dram0")))
+    for split in (split_of(0.5), split_of(1)):
+        assert predict_adam_seconds(10**9, split, emulated) == predict_adam_seconds(10**9, split_of(0), PAPER)
+        assert predict_copy_seconds(GIB, split, emulated, "d2h", 4) == pytest.approx(
+            predict_copy_seconds(GIB, split_of(0), PAPER, "d2h", 4)
+        )
+
+
+def test_nothing_takes_no_time():
+    assert predict_adam_seconds(0, split_of(0.5), PAPER) == 0
+    assert predict_copy_seconds(0, split_of(0.5), PAPER, "d2h") == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: predict_adam_seconds(1, {"ssd": 1.0}, PAPER), TierNotFoundError, "no tier 'ssd'"),
+        (lambda: predict_adam_seconds(1, {"dram0": 0.5}, PAPER), ValueError, "add up to 1"),
+        (lambda: predict_adam_seconds(-1, split_of(0), PAPER), ValueError, "num_elements must be"),
+        (lambda: predict_copy_seconds(-1, split_of(0), PAPER), ValueError, "num_bytes must be"),
+        (lambda: predict_copy_seconds(1, split_of(0), PAPER, "up"), ValueError, '"h2d" or "d2h", got \'up\''),
+        (lambda: predict_copy_seconds(1, split_of(0), PAPER, "h2d", 0), ValueError, "num_devices must be"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+sizes = st.integers(0, 10**12)
+shares = st.floats(0, 1)
+
+
+@given(sizes, sizes, shares)
+def test_more_elements_take_longer(few, more, share):
+    few, more = sorted((few, more))
+    short, long = (predict_adam_seconds(n, split_of(share), PAPER) for n in (few, more))
+    assert 0 <= short <= long
+
+
+@given(sizes, sizes, shares, st.sampled_from(["h2d", "d2h"]), st.integers(1, 8), st.integers(1, 8))
+def test_more_bytes_and_more_devices_take_longer(few, more, share, direction, devices, others):
+    few, more = sorted((few, more))
+    fewer_devices, more_devices = sorted((devices, others))
+    short = predict_copy_seconds(few, split_of(share), PAPER, direction, fewer_devices)
+    assert 0 <= short <= predict_copy_seconds(more, split_of(share), PAPER, direction, fewer_devices) * (1 + 1e-12)
+    assert short <= predict_copy_seconds(few, split_of(share), PAPER, direction, more_devices) * (1 + 1e-12)
+
+
+@given(sizes, shares, shares, st.sampled_from(["h2d", "d2h"]))
+def test_more_on_the_card_is_no_faster_for_copies(nbytes, share, other, direction):
+    """One link's rate is less than DRAM's, so that only the card can slow a copy down, but for 0.1 % of contention."""
+    less, more = sorted((share, other))
+    fast, slow = (predict_copy_seconds(nbytes, split_of(each), PAPER, direction) for each in (less, more))
+    assert fast <= slow * 1.001
+
+
+@given(sizes, shares, shares)
+def test_adam_is_fastest_where_the_tiers_take_equally_long(n, share, other):
+    """Below the balance DRAM decides, above it the card: moving towards the balance never takes longer."""
+    dram, card = PAPER.tier("dram0").adam_bytes_per_s, PAPER.tier("cxl0").adam_bytes_per_s
+    balance = card / (dram + card)
+    near = balance + (share - balance) * other
+    assert predict_adam_seconds(n, split_of(near), PAPER) <= predict_adam_seconds(n, split_of(share), PAPER) * (
+        1 + 1e-9
+    )
+
+
+durations = st.floats(0, 1e6)
+
+
+@given(durations, durations, st.floats(1, 50))
+def test_the_soft_maximum_lies_between_the_longer_and_the_sum(first, second, sharpness):
+    soft = soft_maximum(first, second, sharpness)
+    assert max(first, second) <= soft <= (first + second) * (1 + 1e-9)
+    assert soft_maximum(second, first, sharpness) == soft
+    assert soft_maximum(first, second, math.inf) == max(first, second)

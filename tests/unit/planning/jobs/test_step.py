@@ -1,0 +1,307 @@
+"""Steps computed by hand, what decides about them, and what holds for every machine."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.machine.machine import Device, Machine, MachineTier
+from lightning_cxl.machine.topology import TierKind
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.jobs.footprint import SHAPES, split_masters, zero_offload
+from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
+from lightning_cxl.planning.jobs.perf import soft_maximum
+from lightning_cxl.planning.jobs.step import StepModel, predict_step
+
+R = TensorRole
+
+
+def tier(name, kind, adam, read, write):
+    return MachineTier(
+        name=name,
+        kind=kind,
+        capacity_bytes=0,
+        adam_bytes_per_s=adam,
+        device_read_bytes_per_s=read,
+        device_write_bytes_per_s=write,
+    )
+
+
+MACHINE = Machine(
+    name="slow",
+    tiers=(tier("dram0", TierKind.DRAM, 100, 100, 100), tier("cxl0", TierKind.CXL, 20, 16, 8)),
+    device=Device(flops=1, h2d_bytes_per_s=10, d2h_bytes_per_s=10),
+)
+DRAM, CARD = {"dram0": 1.0}, {"cxl0": 1.0}
+
+
+def job_of(*classes, units=4, forward=0.0, backward=0.0, overlap="none"):
+    """Return a job of classes given as role and moves."""
+    return Job(
+        name="job",
+        classes=tuple(MemoryClass(role=role, nbytes=10**15, moves=moves) for role, *moves in classes),
+        num_units=units,
+        forward_flops=forward,
+        backward_flops=backward,
+        overlap=overlap,
+    )
+
+
+WEIGHTS = (R.COMPUTE_WEIGHTS, Move("forward", "h2d", 80), Move("backward", "h2d", 80))
+GRADS = (R.COMPUTE_GRADS, Move("backward", "d2h", 40))
+MOMENTUM = (R.MOMENTUM, Move("update", "cpu", 400))
+
+
+def test_a_phase_that_computes_waits_for_the_first_fetch_and_the_last_write():
+    job = job_of(WEIGHTS, GRADS, forward=20, backward=60)
+    time = predict_step(job, {R.COMPUTE_WEIGHTS: DRAM, R.COMPUTE_GRADS: DRAM}, MACHINE)
+    # links take 8 s to the device and 4 s from it; the update has nothing to do
+    assert time.forward.seconds == pytest.approx(20 + 8 / 4)
+    assert time.backward.seconds == pytest.approx(60 + 8 / 4 + 4 / 4)
+    assert time.update.seconds == 0
+    assert [each.bound_by for each in time.phases().values()] == ["compute", "compute", "nothing"]
+    assert time.backward.resources == pytest.approx(
+        {"compute": 60, "link h2d": 8, "link d2h": 4, "tier dram0": 1.2, "tier cxl0": 0}
+    )
+    assert time.seconds == time.serial_seconds == pytest.approx(22 + 63)
+    assert time.hidden_seconds == 0
+
+
+def test_a_phase_that_copies_waits_for_the_last_unit_s_compute():
+    job = job_of(WEIGHTS, forward=4)
+    time = predict_step(job, {R.COMPUTE_WEIGHTS: DRAM}, MACHINE)
+    assert time.forward.seconds == pytest.approx(8 + 4 / 4)
+    assert time.forward.bound_by == "link h2d"
+
+
+def test_a_copy_takes_what_the_slowest_tier_takes():
+    class_ = (R.COMPUTE_GRADS, Move("backward", "d2h", 40))
+    on_card = predict_step(job_of(class_), {R.COMPUTE_GRADS: CARD}, MACHINE).backward
+    assert on_card.seconds == pytest.approx(40 / 8)
+    assert on_card.bound_by == "tier cxl0"
+    spread = predict_step(job_of(class_), {R.COMPUTE_GRADS: {"dram0": 0.5, "cxl0": 0.5}}, MACHINE).backward
+    assert spread.seconds == pytest.approx(40 / 10)
+    assert spread.bound_by == "link d2h"
+
+
+def test_writes_slow_down_where_link_and_tier_are_about_equally_fast():
+    contended = replace(MACHINE, write_contention=5)
+    job = job_of(GRADS)
+    time = predict_step(job, {R.COMPUTE_GRADS: CARD}, contended).backward
+    assert time.seconds == pytest.approx(soft_maximum(40 / 10, 40 / 8, 5))
+    assert time.seconds > 5.2
+    # reads do not
+    job = job_of((R.COMPUTE_WEIGHTS, Move("forward", "h2d", 160)))
+    assert predict_step(job, {R.COMPUTE_WEIGHTS: CARD}, contended).forward.seconds == pytest.approx(16)
+
+
+def test_a_tier_that_is_read_and_written_has_one_bandwidth_for_both():
+    job = job_of(WEIGHTS, GRADS, backward=8)
+    time = predict_step(job, {R.COMPUTE_WEIGHTS: CARD, R.COMPUTE_GRADS: CARD}, MACHINE).backward
+    # 80 / 16 and 40 / 8 take 5 s each, but all of it 120 / 20; link h2d 8 s, link d2h 5 s with the tier
+    assert time.resources["tier cxl0"] == pytest.approx(6)
+    assert time.seconds == pytest.approx((8 + 8 + 5) / 4 + 8 * 3 / 4)
+
+
+def test_the_update_is_done_on_all_tiers_at_once():
+    job = job_of(MOMENTUM, (R.VARIANCE, Move("update", "cpu", 100)))
+    splits = {R.MOMENTUM: {"dram0": 0.9, "cxl0": 0.1}, R.VARIANCE: DRAM}
+    time = predict_step(job, splits, MACHINE)
+    assert time.update.seconds == pytest.approx(max(460 / 100, 40 / 20)) == time.seconds
+    assert time.update.resources["tier cxl0"] == pytest.approx(2)
+    assert time.update.bound_by == "tier dram0"
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_an_update_hides_behind_the_phase_it_overlaps_but_for_one_unit(overlap):
+    job = job_of(WEIGHTS, GRADS, MOMENTUM, forward=20, backward=20, overlap=overlap)
+    splits = {R.COMPUTE_WEIGHTS: DRAM, R.COMPUTE_GRADS: DRAM, R.MOMENTUM: DRAM}
+    time = predict_step(job, splits, MACHINE)
+    # 400 / 100 = 4 s of update, of which 3 s fit beside 20 s of compute
+    assert time.phases()[overlap].seconds == pytest.approx({"forward": 22, "backward": 23}[overlap])
+    assert time.phases()[overlap].resources["tier dram0"] >= 3
+    assert time.update.seconds == pytest.approx(1)
+    assert time.update.bound_by == "tier dram0"
+    assert time.serial_seconds == pytest.approx(22 + 23 + 4)
+    assert time.hidden_seconds == pytest.approx(3)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_an_update_that_takes_longer_than_the_phase_decides_about_it(overlap):
+    job = job_of(MOMENTUM, forward=8, backward=8, overlap=overlap)
+    time = predict_step(job, {R.MOMENTUM: CARD}, MACHINE)
+    # 20 s of update: 15 s beside the phase, and the 2 s of one unit's compute; 5 s alone
+    assert time.phases()[overlap].seconds == pytest.approx(15 + 2)
+    assert time.phases()[overlap].bound_by == "tier cxl0"
+    assert time.seconds == pytest.approx(8 + 17 + 5)
+
+
+def test_a_single_unit_hides_nothing():
+    jobs = [job_of(MOMENTUM, backward=8, units=1, overlap=overlap) for overlap in ("none", "backward", "forward")]
+    assert {predict_step(job, {R.MOMENTUM: DRAM}, MACHINE).seconds for job in jobs} == {12.0}
+
+
+def test_every_unit_s_copy_has_its_latency():
+    slow = replace(MACHINE, device=replace(MACHINE.device, copy_latency_s=0.5))
+    job = job_of(WEIGHTS)
+    assert predict_step(job, {R.COMPUTE_WEIGHTS: DRAM}, slow).forward.seconds == pytest.approx(8 + 4 * 0.5)
+
+
+def test_devices_share_the_tiers_but_not_the_links():
+    two = replace(MACHINE, device=replace(MACHINE.device, count=2))
+    job = job_of(WEIGHTS, MOMENTUM, forward=10)
+    time = predict_step(job, {R.COMPUTE_WEIGHTS: CARD, R.MOMENTUM: DRAM}, two)
+    assert time.forward.resources["link h2d"] == pytest.approx(8)
+    assert time.forward.resources["tier cxl0"] == pytest.approx(160 / 16)
+    assert time.forward.resources["compute"] == 10
+    assert time.forward.seconds == pytest.approx(10 * 3 / 4 + (10 + 10) / 4)
+    assert time.update.seconds == pytest.approx(4)
+
+
+def test_without_a_device_the_cpus_read_and_write_what_would_be_copied():
+    host = replace(MACHINE, device=Device(name="cpu", flops=1, h2d_bytes_per_s=1, d2h_bytes_per_s=1, is_host=True))
+    job = job_of(WEIGHTS, GRADS, MOMENTUM, forward=2, backward=10, overlap="backward")
+    splits = {R.COMPUTE_WEIGHTS: CARD, R.COMPUTE_GRADS: CARD, R.MOMENTUM: DRAM}
+    time = predict_step(job, splits, host)
+    assert time.forward.seconds == pytest.approx(80 / 20)
+    assert time.forward.resources == pytest.approx({"compute": 2, "tier dram0": 0, "tier cxl0": 4})
+    assert time.backward.seconds == 10
+    assert time.update.seconds == pytest.approx(1)
+
+
+def test_a_tier_that_another_one_backs_uses_its_bandwidth():
+    emulated = replace(MACHINE, tiers=(MACHINE.tiers[0], replace(MACHINE.tiers[1], backed_by="dram0")))
+    job = job_of(MOMENTUM, WEIGHTS)
+    on_both = predict_step(job, {R.MOMENTUM: CARD, R.COMPUTE_WEIGHTS: DRAM}, emulated)
+    assert on_both == predict_step(job, {R.MOMENTUM: DRAM, R.COMPUTE_WEIGHTS: DRAM}, emulated)
+    assert "tier cxl0" not in on_both.update.resources
+
+
+def test_what_a_rule_places_lies_there():
+    fixed = Job(name="job", classes=(MemoryClass(role=R.MOMENTUM, nbytes=1, tier="cxl0", moves=MOMENTUM[1:]),))
+    assert predict_step(fixed, {}, MACHINE).seconds == pytest.approx(20)
+    assert predict_step(fixed, {R.MOMENTUM: DRAM}, MACHINE).seconds == pytest.approx(20)
+    both = Job(name="job", classes=(*fixed.classes, MemoryClass(role=R.MOMENTUM, nbytes=1, moves=MOMENTUM[1:])))
+    assert predict_step(both, {R.MOMENTUM: DRAM}, MACHINE).update.resources == pytest.approx(
+        {"compute": 0, "link h2d": 0, "link d2h": 0, "tier dram0": 4, "tier cxl0": 20}
+    )
+
+
+@pytest.mark.parametrize(
+    ("splits", "error", "message"),
+    [
+        ({}, ConfigError, "no split for MOMENTUM"),
+        ({R.MOMENTUM: {"ssd": 1.0}}, TierNotFoundError, "no tier 'ssd'"),
+        ({R.MOMENTUM: {"dram0": 0.5}}, ValueError, "add up to 1"),
+    ],
+)
+def test_splits_that_place_nothing_are_refused(splits, error, message):
+    with pytest.raises(error, match=message):
+        predict_step(job_of(MOMENTUM), splits, MACHINE)
+
+
+def test_a_class_that_is_never_moved_needs_no_split():
+    assert predict_step(job_of((R.STAGING,)), {}, MACHINE).seconds == 0
+
+
+def test_a_step_is_described_in_a_line():
+    job = job_of(WEIGHTS, MOMENTUM, forward=20, backward=20, overlap="backward")
+    splits = {R.COMPUTE_WEIGHTS: DRAM, R.MOMENTUM: DRAM}
+    assert predict_step(job, splits, MACHINE).describe() == (
+        "forward 22.00 s (compute), backward 22.00 s (compute), update 1.00 s (tier dram0); "
+        "the update overlaps the backward and hides 3.00 s"
+    )
+    alone = predict_step(replace(job, overlap="none"), splits, MACHINE)
+    assert alone.describe() == "forward 22.00 s (compute), backward 22.00 s (compute), update 4.00 s (tier dram0)"
+
+
+# -- what holds for every job and machine ------------------------------------------------------------------------------
+
+speeds = st.floats(1e9, 1e12)
+contentions = st.one_of(st.just(math.inf), st.floats(1, 20))
+
+
+@st.composite
+def machines(draw):
+    names = ["dram0", "cxl0", "cxl1"][: draw(st.integers(2, 3))]
+    kinds = {"d": TierKind.DRAM, "c": TierKind.CXL}
+    tiers = tuple(tier(name, kinds[name[0]], draw(speeds), draw(speeds), draw(speeds)) for name in names)
+    device = Device(
+        flops=draw(st.floats(1e11, 1e15)),
+        h2d_bytes_per_s=draw(speeds),
+        d2h_bytes_per_s=draw(speeds),
+        copy_latency_s=draw(st.sampled_from([0.0, 1e-5])),
+        count=draw(st.integers(1, 4)),
+        is_host=draw(st.booleans()),
+    )
+    return Machine(name="drawn", tiers=tiers, device=device, write_contention=draw(contentions))
+
+
+@st.composite
+def jobs(draw):
+    shape = draw(st.sampled_from(list(SHAPES.values())))
+    batch, sequence = draw(st.integers(1, 4)), draw(st.integers(1, 32768))
+    if draw(st.booleans()):
+        return zero_offload(shape, batch, sequence)
+    overlap = draw(st.sampled_from(["none", "backward", "forward"]))
+    return split_masters(shape, batch, sequence, overlap=overlap)
+
+
+def draw_splits(data, job, machine):
+    splits = {}
+    for role in job.free_classes():
+        parts = [data.draw(st.integers(0, 10)) for _ in machine.names]
+        parts[0] += sum(parts) == 0
+        splits[role] = {name: part / sum(parts) for name, part in zip(machine.names, parts, strict=True)}
+    return splits
+
+
+@given(machines(), jobs(), st.data())
+def test_no_phase_is_faster_than_any_of_its_resources(machine, job, data):
+    model, splits = StepModel(job, machine), draw_splits(data, job, machine)
+    time = model.explain(splits)
+    for phase in time.phases().values():
+        assert phase.seconds >= max(phase.resources.values()) * (1 - 1e-9)
+    assert model.seconds(splits) == pytest.approx(time.seconds)
+    assert time.seconds == pytest.approx(predict_step(job, splits, machine).seconds)
+
+
+@given(machines(), jobs(), st.data())
+def test_overlap_never_takes_longer_than_one_phase_after_the_other(machine, job, data):
+    splits = draw_splits(data, job, machine)
+    time = predict_step(job, splits, machine)
+    alone = predict_step(replace(job, overlap="none"), splits, machine)
+    assert time.serial_seconds == pytest.approx(alone.seconds)
+    assert time.seconds <= alone.seconds * (1 + 1e-9)
+
+
+@given(machines(), jobs(), st.floats(0, 1), st.data())
+def test_seconds_are_convex_in_the_splits(machine, job, part, data):
+    model = StepModel(job, machine)
+    one, other = (draw_splits(data, job, machine) for _ in range(2))
+    between = {
+        role: {name: part * one[role][name] + (1 - part) * other[role][name] for name in machine.names} for role in one
+    }
+    assert model.seconds(between) <= (part * model.seconds(one) + (1 - part) * model.seconds(other)) * (1 + 1e-9)
+
+
+@given(machines(), jobs(), st.data())
+def test_faster_parts_never_slow_a_step_down(machine, job, data):
+    splits, device = draw_splits(data, job, machine), machine.device
+    faster = replace(
+        machine,
+        tiers=tuple(replace(t, adam_bytes_per_s=2 * t.adam_bytes_per_s) for t in machine.tiers),
+        device=replace(device, flops=2 * device.flops, d2h_bytes_per_s=2 * device.d2h_bytes_per_s),
+    )
+    assert StepModel(job, faster).seconds(splits) <= StepModel(job, machine).seconds(splits) * (1 + 1e-9)
+
+
+@given(machines(), jobs(), st.data())
+def test_the_order_of_classes_and_tiers_does_not_matter(machine, job, data):
+    splits = draw_splits(data, job, machine)
+    turned = {role: dict(reversed(split.items())) for role, split in reversed(splits.items())}
+    other = replace(job, classes=tuple(reversed(job.classes)))
+    assert StepModel(other, machine).seconds(turned) == pytest.approx(StepModel(job, machine).seconds(splits))

@@ -1,0 +1,74 @@
+"""Policies by name and by import path, and what a decided policy answers."""
+
+import pytest
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.placement.placement import Placement
+from lightning_cxl.placement.policy import PlacementRequest, RoleHomePolicy
+from lightning_cxl.planning.policies.api import Decision
+from lightning_cxl.planning.policies.decided import DecidedPolicy
+from lightning_cxl.planning.policies.registry import POLICIES, get_policy
+from tests.unit.planning.policies.jobs import R, job_of, machine
+
+
+class AllFar:
+    """A policy of somebody else."""
+
+    def decide(self, job, machine):
+        return Decision({role: {machine.names[-1]: 1.0} for role in job.free_classes()}, {})
+
+
+class NeedsArguments:
+    def __init__(self, size):
+        self.size = size
+
+    def decide(self, job, machine): ...
+
+
+def test_built_in_names():
+    assert {type(get_policy(name)) for name in POLICIES} == set(POLICIES.values())
+
+
+def test_import_path():
+    decision = get_policy("tests.unit.planning.policies.test_registry.AllFar").decide(
+        job_of({R.MOMENTUM: 8}), machine()
+    )
+    assert decision.splits == {R.MOMENTUM: {"cxl0": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bandwith", "there is no policy 'bandwith'; choose one of 'dram_only'"),
+        ("nowhere.Policy", "cannot be imported"),
+        ("tests.unit.planning.policies.test_registry.Missing", "cannot be imported"),
+        ("tests.unit.planning.policies.test_registry.test_import_path", "is no class, or has no method `decide`"),
+        ("tests.unit.planning.policies.test_registry.NeedsArguments", "cannot be constructed without arguments"),
+    ],
+)
+def test_names_that_are_no_policy(name, message):
+    with pytest.raises(ConfigError, match=message):
+        get_policy(name)
+
+
+def decided(splits, tiers=("dram", "cxl")):
+    topology = Topology.fake(["1GiB"], ["1GiB"])
+    return DecidedPolicy(Decision(splits, {R.MOMENTUM: "because"}), tiers, RoleHomePolicy(topology))
+
+
+def test_a_decided_split_is_placed_with_its_reason():
+    placement = decided({R.MOMENTUM: {"cxl": 0.75, "dram": 0.25}}).place(PlacementRequest(R.MOMENTUM, 100), {})
+    assert placement == Placement(("cxl", "dram"), False, "because", (0.75, 0.25))
+
+
+def test_a_decided_tier_has_the_others_to_spill_to():
+    placement = decided({R.COMPUTE_GRADS: {"cxl": 1.0}}).place(PlacementRequest(R.COMPUTE_GRADS, 100), {})
+    assert placement == Placement(("cxl", "dram"))
+
+
+def test_what_a_rule_asks_for_or_nobody_decided_is_left_to_the_rest():
+    policy = decided({R.MOMENTUM: {"cxl": 1.0}})
+    asked = policy.place(PlacementRequest(R.MOMENTUM, 100, tier="dram", source="rule 'x'"), {})
+    assert asked.tiers == ("dram", "cxl") and "rule 'x'" in asked.reason
+    assert policy.place(PlacementRequest(R.ACTIVATIONS, 100), {}).tiers == ("cxl", "dram")

@@ -1,0 +1,83 @@
+"""Planned bytes by tier, and what is refused before anything is allocated."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_cxl.errors import TierFullError
+from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.planning.fit import check_fits, split_bytes
+from lightning_cxl.run.report import Plan, format_report
+
+ROLE = TensorRole.MOMENTUM
+SPLIT = Placement(("dram", "cxl"), shares=(0.8, 0.2))
+SPILLING = Placement(("dram", "cxl", "far"), shares=(0.8, 0.2, 0.0))
+
+
+def test_a_plan_counts_every_tier_of_a_split() -> None:
+    plan = Plan()
+    plan.add(ROLE, 1001, SPLIT)
+    plan.add(ROLE, 10, Placement(("cxl", "dram")))
+
+    assert plan.roles() == {"momentum": {"dram": 801, "cxl": 210}}
+    assert plan.reasons() == {"momentum": ["dram 80 %, cxl 20 %", "cxl, else dram"]}
+
+
+@given(st.integers(0, 2**50), st.lists(st.integers(1, 1000), min_size=1, max_size=5))
+def test_parts_add_up_to_the_whole_and_follow_the_shares(nbytes, weights) -> None:
+    shares = tuple(weight / sum(weights) for weight in weights)
+    sizes = split_bytes(nbytes, Placement(tuple(f"t{i}" for i in range(len(weights))), shares=shares))
+
+    assert sum(sizes.values()) == nbytes
+    for size, share in zip(sizes.values(), shares, strict=True):
+        assert size >= 0
+        assert size == pytest.approx(nbytes * share, abs=2 + 1e-9 * nbytes)
+
+
+def test_each_tier_needs_room_for_its_fraction_only() -> None:
+    for mode in ("error", "spill"):
+        check_fits([(ROLE, 100, SPLIT)], {"dram": 80, "cxl": 20}, mode)
+    with pytest.raises(TierFullError, match=r"MOMENTUM \(100 B of 100 B to place now\) on tier `dram` and `cxl`: free"):
+        check_fits([(ROLE, 100, SPLIT)], {"dram": 500, "cxl": 19}, "error")
+
+
+def test_what_does_not_fit_goes_on_as_it_does_in_host_memory() -> None:
+    full = Placement(("dram",))
+    check_fits([(ROLE, 100, SPLIT), (ROLE, 10, full)], {"dram": 100, "cxl": 10}, "spill")  # 90 and 10, then 10
+    with pytest.raises(TierFullError):
+        check_fits([(ROLE, 100, SPLIT), (ROLE, 11, full)], {"dram": 100, "cxl": 10}, "spill")
+    check_fits([(ROLE, 100, SPILLING), (ROLE, 99, full)], {"dram": 99, "cxl": 0, "far": 100}, "spill")
+    with pytest.raises(TierFullError, match="`dram` and `cxl` or any other"):
+        check_fits([(ROLE, 100, SPILLING)], {"dram": 50, "cxl": 40, "far": 99}, "spill")
+    with pytest.raises(TierFullError, match="on tier `dram`: free"):
+        check_fits([(ROLE, 100, full)], {"dram": 99, "cxl": 500}, "spill")
+
+
+REPORT = {
+    "device": "cpu",
+    "state": "finished",
+    "tiers": {"dram": {"capacity_bytes": 9 << 20, "budget_bytes": 8 << 20, "used_bytes": 0, "peak_bytes": 5 << 20}},
+    "roles": {},
+    "planned_roles": {"momentum": {"dram": 3 << 20}, "activations": {"dram": 1 << 20}},
+    "peak_roles": {"momentum": {"dram": 3 << 20}, "activations": {"dram": 2 << 20}},
+    "policy": "bandwidth",
+    "reasons": {"momentum": ["dram 80 %, cxl 20 % (the CPU streams it)", "cxl"], "activations": ["word " * 50]},
+    "num_parameters": 10,
+    "num_trainable": 10,
+    "units": [],
+    "streamed": {},
+    "optimizers": [],
+    "notes": [],
+}
+
+
+def test_the_text_compares_plan_and_peak_and_says_why() -> None:
+    text = format_report(REPORT)
+
+    assert "in all, each role at its peak: planned 4.0 MiB, peak 5.0 MiB (125 %)" in text
+    assert "policy: bandwidth\n  momentum: dram 80 %, cxl 20 % (the CPU streams it) (and 1 more)\n" in text
+    assert "word ...\n" in text
+    many = {f"role{i}": ["here"] for i in range(20)}
+    lines = format_report(REPORT | {"reasons": many}).splitlines()
+    assert sum(": here" in line for line in lines) == 8
+    assert max(map(len, [*lines, *text.splitlines()])) <= 110

@@ -1,0 +1,242 @@
+import ctypes
+import json
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from safetensors.torch import save_file as reference_save
+
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.weights import pieces, tensor_file
+from lightning_cxl.weights.pieces import Staging
+from lightning_cxl.weights.tensor_file import NamedTensor, TensorFile, write_tensors
+
+SAMPLES = {
+    "matrix": torch.randn(33, 17),
+    "half": torch.randn(5, 3).half(),
+    "brain": torch.randn(7).bfloat16(),
+    "double": torch.randn(4).double(),
+    "scalar": torch.tensor(3.5),
+    "count": torch.tensor(7),
+    "flags": torch.tensor([True, False, True]),
+    "bytes": torch.arange(256, dtype=torch.uint8),
+    "eight": torch.randn(9).to(torch.float8_e4m3fn),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "nothing": torch.empty(0, 4),
+    "ünïcode": torch.ones(1, dtype=torch.int16),
+}
+
+
+@pytest.fixture(params=[16, 64, 2**24], ids=lambda size: f"{size} B pieces")
+def piece_bytes(request, monkeypatch):
+    for module in (pieces, tensor_file):
+        monkeypatch.setattr(module, "PIECE_BYTES", request.param)
+    return request.param
+
+
+def write(path, tensors):
+    write_tensors(path, [NamedTensor(name, tensor, tensor.dtype) for name, tensor in tensors.items()], {"format": "pt"})
+    return path
+
+
+def equal(a, b):
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
+    )
+
+
+def test_the_reference_implementation_reads_what_we_write(tmp_path, piece_bytes):
+    loaded = load_file(write(tmp_path / "f.safetensors", SAMPLES))
+    assert loaded.keys() == SAMPLES.keys()
+    assert all(equal(loaded[name], tensor) for name, tensor in SAMPLES.items())
+
+
+def test_we_read_what_the_reference_implementation_writes(tmp_path, piece_bytes):
+    reference_save(SAMPLES, tmp_path / "f.safetensors", metadata={"format": "pt", "by": "them"})
+    with TensorFile(tmp_path / "f.safetensors") as file:
+        assert file.metadata == {"format": "pt", "by": "them"}
+        assert file.entries.keys() == SAMPLES.keys()
+        for name, tensor in SAMPLES.items():
+            target = torch.zeros_like(tensor)
+            version = target._version
+            file.read_into(name, target, Staging())
+            assert equal(target, tensor) and target._version > version
+            assert file.holds(name, tensor)
+
+
+def test_data_is_aligned_for_readers_that_map_the_file(tmp_path):
+    write(tmp_path / "f", {"odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2).double()})
+    with TensorFile(tmp_path / "f") as file:
+        assert all((file._data + e.begin) % e.dtype.itemsize == 0 for e in file.entries.values())
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
+def test_conversion_rounds_as_torch_does_both_ways(tmp_path, piece_bytes, stored, wanted):
+    values = torch.cat([torch.randn(50), torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1 + 2**-8, 65520.0])])
+    values = values.to(stored)
+    with TensorFile(write(tmp_path / "f", {"w": values})) as file:
+        target = torch.empty(values.shape, dtype=wanted)
+        file.read_into("w", target, Staging())
+    write_tensors(tmp_path / "g", [NamedTensor("w", values, wanted)], {})
+    for converted in (target, load_file(tmp_path / "g")["w"]):
+        # the bits of a NaN depend on where in a vector torch meets it
+        assert torch.equal(converted.isnan(), values.isnan())
+        assert equal(converted.nan_to_num(0.0), values.to(wanted).nan_to_num(0.0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(6, 4).t(),
+        lambda: torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.empty(8, 10)[::2, 1::3],
+        lambda: torch.empty(3, 4, 5).permute(2, 0, 1),
+    ],
+)
+def test_tensors_of_any_layout_are_written_and_read(tmp_path, piece_bytes, make):
+    source = make().copy_(torch.randn(make().shape))
+    path = write(tmp_path / "f", {"w": source})
+    assert torch.equal(load_file(path)["w"], source)
+    target = make()
+    strides = target.stride()
+    with TensorFile(path) as file:
+        file.read_into("w", target, Staging())
+        assert file.holds("w", source)
+        assert not file.holds("w", source + 1)
+    assert torch.equal(target, source) and target.stride() == strides
+
+
+def test_lazy_conjugates_are_written_as_what_they_mean(tmp_path):
+    value = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    assert torch.equal(load_file(write(tmp_path / "f", {"w": value.conj()}))["w"], value.conj())
+
+
+def test_equal_numbers_with_other_bits_are_other_tensors(tmp_path):
+    with TensorFile(write(tmp_path / "f", {"zero": torch.zeros(2), "nan": torch.full((2,), float("nan"))})) as file:
+        assert not file.holds("zero", -torch.zeros(2))
+        assert file.holds("nan", torch.full((2,), float("nan")))
+
+
+def test_a_parameter_is_read_in_place_and_its_version_rises(tmp_path):
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    address, version = parameter.data_ptr(), parameter._version
+    values = torch.randn(3, 4)
+    with TensorFile(write(tmp_path / "f", {"w": values})) as file:
+        file.read_into("w", parameter, Staging())
+    assert torch.equal(parameter, values) and parameter.data_ptr() == address
+    assert parameter._version > version and parameter.requires_grad and parameter.grad_fn is None
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "0 bytes, too few"),
+        (b"PK\x03\x04torch", "its header would have .* no safetensors file"),
+        ((2**62).to_bytes(8, "little"), "of 100,000,000 allowed"),
+        ((100).to_bytes(8, "little") + b"{}", "cut off"),
+        ((2).to_bytes(8, "little") + b"{]", "not JSON"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(tmp_path, content, reason):
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{path}.*{reason}.*Download or save it again"):
+        TensorFile(path)
+
+
+def test_every_truncation_is_noticed_and_leaves_no_descriptor(tmp_path):
+    path = write(tmp_path / "f", {"a": torch.ones(3), "b": torch.ones(2, 2)})
+    whole = path.read_bytes()
+    before = len(os.listdir("/proc/self/fd"))
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            TensorFile(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, piece_bytes):
+    path = write(tmp_path / "f", {"a": torch.ones(100)})
+    with TensorFile(path) as file:
+        os.truncate(path, path.stat().st_size - 40)
+        with pytest.raises(CheckpointError, match="has become shorter"):
+            file.read_into("a", torch.zeros(100), Staging())
+
+
+def test_errors_of_the_disk_name_the_file(tmp_path, monkeypatch):
+    path = write(tmp_path / "f", {"a": torch.ones(100)})
+    with pytest.raises(CheckpointError, match=r"gone`: No such file"):
+        TensorFile(tmp_path / "gone")
+    with TensorFile(path) as file:
+
+        def fail(*_):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(CheckpointError, match=rf"{path}.*Input/output error"):
+            file.read_into("a", torch.zeros(100), Staging())
+
+
+def test_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
+    preadv, write_, values = os.preadv, os.write, torch.randn(1000)
+    monkeypatch.setattr(os, "write", lambda fd, memory: write_(fd, memory[:333]))
+    path = write(tmp_path / "f", {"a": values})
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:77]], offset))
+    target = torch.zeros(1000)
+    with TensorFile(path) as file:
+        file.read_into("a", target, Staging())
+    assert torch.equal(target, values)
+
+
+def test_files_do_not_stay_in_the_page_cache(tmp_path):
+    """Asked from the kernel with mincore, through a map that touches nothing."""
+    if file_system(tmp_path) in ("tmpfs", "ramfs"):
+        pytest.skip("files there are nothing but page cache")
+    path = write(tmp_path / "f", {"a": torch.ones(2**20)})
+    with TensorFile(path) as file:
+        file.read_into("a", torch.zeros(2**20), Staging())
+    assert resident_pages(path) < 0.1 * path.stat().st_size / 4096
+    path.read_bytes()
+    assert resident_pages(path) > 0.9 * path.stat().st_size / 4096, "the probe sees pages where there are some"
+
+
+def file_system(path):
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    return max((len(mount[1]), mount[2]) for mount in mounts if path.is_relative_to(mount[1]))[1]
+
+
+def resident_pages(path):
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = path.stat().st_size
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        states = (ctypes.c_ubyte * -(-size // 4096))()
+        start = ctypes.c_char.from_buffer(mapped)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), states)
+        del start
+        assert not failed
+        return sum(state & 1 for state in states)
+
+
+def test_scratch_memory_goes_back_to_the_kernel_with_its_tensor():
+    tensor = pieces.scratch((3, 2**20), torch.float32)
+    address = tensor.fill_(1).data_ptr()
+    mapped = lambda: any(  # noqa: E731
+        int(low, 16) <= address < int(high, 16)
+        for low, high in (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    )
+    assert mapped() and tensor.shape == (3, 2**20)
+    del tensor
+    assert not mapped()
+    assert pieces.scratch((0, 3), torch.float16).shape == (0, 3)
+
+
+def test_metadata_is_what_transformers_asks_for(tmp_path):
+    path = write(tmp_path / "f", {"a": torch.ones(1)})
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    assert json.loads(path.read_bytes()[8 : 8 + length])["__metadata__"] == {"format": "pt"}
