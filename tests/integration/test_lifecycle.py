@@ -96,7 +96,7 @@ def test_model_and_optimizer_are_usable_after_the_run(task):
 
 class Holding(Task):
     def on_train_end(self):
-        self.memory = self.trainer.strategy.runtime.memory
+        self.memory = self.trainer.strategy.host.memory
 
 
 @pytest.mark.on_cpu

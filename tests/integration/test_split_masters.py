@@ -18,7 +18,7 @@ class Masters(Task):
     """Records the float32 masters after the last step, by name of the parameter."""
 
     def on_train_end(self):
-        masters = self.trainer.strategy.runtime.masters
+        masters = self.trainer.strategy.run.masters
         states = {p: s for o in self.trainer.optimizers for p, s in o.state.items()}
         self.masters = {}
         for host in masters:
@@ -151,7 +151,7 @@ class Several(Masters):
 
     def seen(self):
         """The parameters whose gradients the model itself has."""
-        masters = self.trainer.strategy.runtime.masters
+        masters = self.trainer.strategy.run.masters
         hosts = [masters.find(p) for name, p in self.named_parameters() if "unused" not in name]
         return [host.compute for host in hosts if host.is_shared]
 
@@ -167,7 +167,7 @@ def test_two_optimizers_with_and_without_common_parameters(second, shared):
 def test_which_parameters_are_split_beside_another_optimizer():
     class Look(Several):
         def on_train_start(self):
-            self.forms = {host.name: host.is_shared for host in self.trainer.strategy.runtime.masters}
+            self.forms = {host.name: host.is_shared for host in self.trainer.strategy.run.masters}
 
     module, _ = fit({}, task=Look, steps=2)
     assert not module.forms.pop("model.head.weight"), "SGD needs a float32 master"

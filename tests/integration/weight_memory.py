@@ -16,7 +16,7 @@ from torch import nn
 import lightning_cxl
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.run.checkpoint import load_file, save_file
-from lightning_cxl.run.runtime import OffloadRuntime
+from lightning_cxl.run.host import Host
 
 MIB = 2**20
 WIDTH, DEPTH = 1448, 50  # 8 MiB a layer, 400 MiB in all
@@ -63,10 +63,10 @@ def make() -> nn.Module:
 def load(folder: Path, dtype: torch.dtype | None, run: bool) -> tuple[Callable[[], object], nn.Module]:
     with lightning_cxl.empty_weights():
         model = make()
-    runtime = OffloadRuntime(OffloadConfig(), torch.device("cpu"))
+    host = Host(OffloadConfig(), torch.device("cpu"))
 
     def work() -> None:
-        with runtime.activate() if run else nullcontext():
+        with host.activate() if run else nullcontext():
             lightning_cxl.load_weights(model, folder, dtype=dtype)
 
     return work, model

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_cxl.planning.jobs.dry_run import dry_run
+from lightning_cxl.inventory.dry_run import dry_run
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.transfer.engine import HostEngine
