@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from footprint import ModelShape, split_masters
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.gradients.leaving import MAX_STAGED
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.footprint import ModelShape, split_masters
 from lightning_cxl.planning.jobs.model_job import job_of, measure, model_job
 from lightning_cxl.planning.jobs.moves import Traffic, engine_moves
 from tests.integration.llama import LlamaTask, tiny_llama

@@ -3,7 +3,7 @@
 Weights and optimizer state take so many bytes per parameter, by role: `ZERO_OFFLOAD_LAYOUT` is that of arXiv 2507.03305
 (its authors' CXL-Aware-LLM-Finetuning, numa_allocation_patch.py): 20 bytes. An update converts gradients to float32 (2
 read, 4 written), Adam reads 16 and writes 12, and the weights are converted back (2 written). `split_masters_layout` is
-this package's, 14 bytes: a float32 master weight is a compute weight and its lower half, and Adam reads bfloat16
+lightning_cxl's, 14 bytes: a float32 master weight is a compute weight and its lower half, and Adam reads bfloat16
 gradients as they are. Activations are the inputs of layers in bfloat16: 2 B S H L bytes, with batch B, sequence S,
 hidden size H and L layers.
 
@@ -49,7 +49,7 @@ class ModelShape:
         return float(batch * (2 * self.num_parameters * sequence + attention))
 
 
-SHAPES: Mapping[str, ModelShape] = {
+PUBLISHED: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
         # the two models of arXiv 2507.03305; parameter counts in its authors' numa_allocation_patch.py
@@ -69,9 +69,9 @@ def shape_named(name: str) -> ModelShape:
     Raises:
         ConfigError: there is none; the message names those that exist.
     """
-    if name.lower() not in SHAPES:
-        raise ConfigError(f"there is no shape {name!r}; there are: {', '.join(SHAPES)}")
-    return SHAPES[name.lower()]
+    if name.lower() not in PUBLISHED:
+        raise ConfigError(f"there is no shape {name!r}; there are: {', '.join(PUBLISHED)}")
+    return PUBLISHED[name.lower()]
 
 
 class PerParameter(NamedTuple):
@@ -95,7 +95,7 @@ ZERO_OFFLOAD_LAYOUT: Layout = {
 
 
 def split_masters_layout(state: State = "fp32") -> Layout:
-    """Return this package's layout, with gradients of all units at a time.
+    """Return lightning_cxl's layout, with gradients of all units at a time.
 
     Raises:
         ConfigError: an unknown state.
@@ -133,7 +133,7 @@ def split_masters(
     overlap: Overlap = "none",
     num_devices: int = 1,
 ) -> Job:
-    """Return the job as this package runs it in bfloat16: 14 bytes per parameter with float32 state.
+    """Return the job as lightning_cxl runs it in bfloat16: 14 bytes per parameter with float32 state.
 
     Args:
         shape: of the model.
