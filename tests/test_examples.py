@@ -45,7 +45,7 @@ def test_the_quickstart_trains_and_prints_the_report(capsys):
     assert "blocks.0 to blocks.3" in shown and "CPUAdam" in shown
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("configs/*.yaml")), ids=lambda path: path.name)
 @pytest.mark.parametrize("command", ["fit", "validate"])
 def test_every_yaml_parses(path, command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lightning_cxl", command, "--config", str(path), "--print_config"])
