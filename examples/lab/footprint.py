@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from lightning_cxl.commands.plan.shapes import SHAPES
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.workload import Overlap
 from lightning_cxl.placement.placement import TensorRole
@@ -49,17 +50,21 @@ class ModelShape:
         return float(batch * (2 * self.num_parameters * sequence + attention))
 
 
+# of the two models of arXiv 2507.03305 (its authors' numa_allocation_patch.py), and of Llama 3.1 (its config.json)
+_NUM_PARAMETERS = {
+    "qwen2.5-7b": 7_615_616_512,
+    "mistral-nemo-12b": 12_247_782_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+}
 PUBLISHED: Mapping[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        # the two models of arXiv 2507.03305; parameter counts in its authors' numa_allocation_patch.py
-        ModelShape(name="qwen2.5-7b", num_parameters=7_615_616_512, num_layers=28, hidden=3584),
-        ModelShape(name="mistral-nemo-12b", num_parameters=12_247_782_400, num_layers=40, hidden=5120),
-        # config.json of meta-llama/Llama-3.1-8B and -70B: vocabulary 128256, not tied; MLPs of 14336 and 28672;
-        # 8 key/value heads of 128
-        ModelShape(name="llama-3.1-8b", num_parameters=8_030_261_248, num_layers=32, hidden=4096),
-        ModelShape(name="llama-3.1-70b", num_parameters=70_553_706_496, num_layers=80, hidden=8192),
+    name: ModelShape(
+        name=name,
+        num_parameters=count,
+        num_layers=SHAPES[name]["num_hidden_layers"],
+        hidden=SHAPES[name]["hidden_size"],
     )
+    for name, count in _NUM_PARAMETERS.items()
 }
 
 
