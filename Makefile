@@ -7,7 +7,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext
 .PHONY: demo test mutants gpu compat test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
-	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
+	$(BIN)/python -m lightning_cxl fit --config examples/configs/finetune_stdlib.yaml
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest

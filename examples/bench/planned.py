@@ -1,7 +1,7 @@
 """Planned bytes against measured ones: what the planner says a run holds on the host, and what the run then held.
 
-The job of `examples/finetune_stdlib.yaml`, and a Llama of 196 M parameters at three sequence lengths, for two steps on
-the CPU; every job in a process of its own. Three comparisons:
+The job of `examples/configs/finetune_stdlib.yaml`, and a Llama of 196 M parameters at three sequence lengths, for two
+steps on the CPU; every job in a process of its own. Three comparisons:
 
 * roles: `lightning_cxl.planning.jobs.model_job` on the meta device, against the peak of every role in
   `strategy.report()`;

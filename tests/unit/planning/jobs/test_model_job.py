@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from footprint import ModelShape, split_masters
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
@@ -13,7 +14,6 @@ from lightning_cxl.inventory.activations import measure
 from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.footprint import ModelShape, split_masters
 from lightning_cxl.planning.jobs.model_job import model_job
 from lightning_cxl.planning.jobs.moves import Traffic, engine_moves
 from tests.integration.llama import LlamaTask, tiny_llama

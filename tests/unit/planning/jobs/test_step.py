@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from footprint import PUBLISHED, split_masters, zero_offload
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.machine import Device, Machine, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.footprint import SHAPES, split_masters, zero_offload
 from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
 from lightning_cxl.planning.jobs.perf import soft_maximum
 from lightning_cxl.planning.jobs.step import StepModel, predict_step
@@ -242,7 +242,7 @@ def machines(draw):
 
 @st.composite
 def jobs(draw):
-    shape = draw(st.sampled_from(list(SHAPES.values())))
+    shape = draw(st.sampled_from(list(PUBLISHED.values())))
     batch, sequence = draw(st.integers(1, 4)), draw(st.integers(1, 32768))
     if draw(st.booleans()):
         return zero_offload(shape, batch, sequence)
