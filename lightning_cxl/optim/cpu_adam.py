@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from lightning_cxl import _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.optim.adam_step import AdamStep, written_by
-from lightning_cxl.optim.clip_factor import GradScale, own_meter
+from lightning_cxl.optim.clipping import GradScale, ReadingMeter
 from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.homes import ThreadHomes
 from lightning_cxl.optim.hyper import check_options, check_ranges, chosen_isa, thread_count
@@ -91,7 +91,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
         self.slots = Slots(state, fp32_state, allocate_from_torch if allocate_state is None else allocate_state)
-        self.meter = own_meter(self.num_threads, self.isa)
+        self.meter = ReadingMeter(self.num_threads, self.isa)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -169,7 +169,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""
         self.slots.allocate = allocate_from_torch
         self.wait = _nothing_runs
-        self.meter = own_meter(self.num_threads, self.isa)
+        self.meter = ReadingMeter(self.num_threads, self.isa)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reserve its optimizer state. A group that is refused is not added."""
@@ -291,4 +291,4 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.homes = ThreadHomes.detect()
         if self.isa not in _cpu.supported_isas():
             self.isa = _cpu.best_isa()
-        self.meter = own_meter(self.num_threads, self.isa)
+        self.meter = ReadingMeter(self.num_threads, self.isa)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
+from lightning_cxl.gradients.meter import meter_of_run
 from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
@@ -32,7 +33,6 @@ from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
-from lightning_cxl.optim.meter import meter_of_run
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.policy import PlacementPolicy
 from lightning_cxl.planning.ahead import RunPlanner

@@ -11,7 +11,7 @@ from lightning_cxl.commands.bench.tensors import Problem, filled, fits, one_tens
 from lightning_cxl.commands.measuring.results import Results
 from lightning_cxl.commands.measuring.roof import Roof, read, update
 from lightning_cxl.commands.measuring.timing import Contender, measure
-from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.gradients.meter import GradientMeter
 
 MEASURE, PLAIN = "measure", "plain read"
 TORCH, DEEPSPEED, COMPILED = "torch", "DeepSpeed", "torch.compile"
