@@ -8,9 +8,9 @@ import torch
 
 from lightning_cxl import _adam
 from lightning_cxl.optim.awaited_params import plain
-from lightning_cxl.optim.formats import mix_key
-from lightning_cxl.optim.hyper import check_options, check_ranges, scalars_of
+from lightning_cxl.optim.hyperparameters import check_options, check_ranges, scalars_of
 from lightning_cxl.optim.layout import check_compute_weights, check_parameter, usable_gradient
+from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.optim.spans import SpanTable, Update, is_as_before, signature_of
 from lightning_cxl.optim.state import check_moments, parameter_name
 

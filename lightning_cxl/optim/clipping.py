@@ -11,7 +11,7 @@ import torch
 from lightning_cxl import _grads
 from lightning_cxl.memory.host_tensors import is_dense, is_ordinary
 from lightning_cxl.optim.awaited_params import plain
-from lightning_cxl.optim.formats import GRAD_FORMATS
+from lightning_cxl.optim.number_formats import GRAD_FORMATS
 
 
 class Meter(Protocol):

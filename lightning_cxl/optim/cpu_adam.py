@@ -11,11 +11,11 @@ from lightning_cxl import _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.optim.adam_step import AdamStep, written_by
 from lightning_cxl.optim.clipping import GradScale, ReadingMeter
-from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.homes import ThreadHomes
-from lightning_cxl.optim.hyper import check_options, check_ranges, chosen_isa, thread_count
+from lightning_cxl.optim.hyperparameters import check_options, check_ranges, chosen_isa, thread_count
 from lightning_cxl.optim.layout import check_parameter
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
+from lightning_cxl.optim.number_formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.slots import Slots
 from lightning_cxl.optim.state import checked_entries, match_groups, merged_groups, parameter_name
 from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
@@ -29,9 +29,9 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     """Adam or AdamW over host parameters, float32 or bfloat16, in one pass over memory.
 
     Hyper-parameters, state and state dict are those of ``torch.optim.Adam``, and checkpoints go both ways. In float32,
-    momentum and variance equal torch's bit for bit, the weights up to torch's rounding of ``sqrt`` (see
-    `optim/reference.py`). Of a bfloat16 parameter, state also holds the lower half of float32 master weights, of which
-    the parameter is the upper half: training equals that of float32 masters bit for bit.
+    momentum and variance equal torch's bit for bit, the weights up to torch's ``sqrt``, which is at times off by one
+    bit. Of a bfloat16 parameter, state also holds the lower half of float32 master weights, of which the parameter is
+    the upper half: training equals that of float32 masters bit for bit.
 
     Args:
         params: as for any torch optimizer; on the host. Gradients may be float32, bfloat16 or float16.
@@ -106,7 +106,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             "fused": None,
             "decoupled_weight_decay": decoupled,
         }
-        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `optim/adopted.py`
+        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `updates/adopted.py`
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer, **options: Any) -> "CPUAdam":

@@ -6,7 +6,7 @@ import torch
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
-from lightning_cxl.optim.formats import GRAD_FORMATS
+from lightning_cxl.optim.number_formats import GRAD_FORMATS
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE = 1 << 16

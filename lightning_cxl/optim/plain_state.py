@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from lightning_cxl.optim.formats import join, split
-from lightning_cxl.optim.moment import check_map, decode
+from lightning_cxl.optim.eight_bit import check_map, decode
+from lightning_cxl.optim.number_formats import join, split
 from lightning_cxl.optim.slot import REMAINDER
 from lightning_cxl.optim.state import unwrapped
 

@@ -7,11 +7,11 @@ import torch
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
-from lightning_cxl.optim.blockwise import dynamic_map
-from lightning_cxl.optim.formats import StatePrecision, join, split
+from lightning_cxl.optim.eight_bit import dynamic_map
 from lightning_cxl.optim.homes import Run
 from lightning_cxl.optim.layout import follows
 from lightning_cxl.optim.moment import AllocateState, Moment
+from lightning_cxl.optim.number_formats import StatePrecision, join, split
 from lightning_cxl.placement.placement import TensorRole
 
 
@@ -23,7 +23,7 @@ class KnownRow(NamedTuple):
 
 
 REMAINDER = "remainder"
-"""Key of what bfloat16 weights lack of float32 master weights, int16; see `formats.split`."""
+"""Key of what bfloat16 weights lack of float32 master weights, int16; see `number_formats.split`."""
 
 
 class Slot:

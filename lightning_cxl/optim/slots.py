@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lightning_cxl.optim.awaited_params import plain
-from lightning_cxl.optim.formats import StatePrecision
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch, choose_precision
+from lightning_cxl.optim.number_formats import StatePrecision
 from lightning_cxl.optim.slot import Slot
 
 

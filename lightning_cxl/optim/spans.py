@@ -8,8 +8,11 @@ import torch
 
 from lightning_cxl import _adam
 from lightning_cxl.memory.host_tensors import is_dense
-from lightning_cxl.optim.blockwise import BLOCK_SIZE
-from lightning_cxl.optim.formats import (
+from lightning_cxl.optim.eight_bit import BLOCK_SIZE
+from lightning_cxl.optim.homes import Run, ThreadHomes
+from lightning_cxl.optim.hyperparameters import AdamScalars
+from lightning_cxl.optim.layout import pieces
+from lightning_cxl.optim.number_formats import (
     GRAD_FORMATS,
     STATE_FORMATS,
     WEIGHTS_BF16,
@@ -19,9 +22,6 @@ from lightning_cxl.optim.formats import (
     StatePrecision,
     pack,
 )
-from lightning_cxl.optim.homes import Run, ThreadHomes
-from lightning_cxl.optim.layout import pieces
-from lightning_cxl.optim.reference import AdamScalars
 from lightning_cxl.optim.slot import KnownRow, Slot
 
 _COMPUTE_FORMATS = {torch.bfloat16: WEIGHTS_BF16, torch.float16: WEIGHTS_FP16}

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError
-from lightning_cxl.optim.blockwise import num_blocks
-from lightning_cxl.optim.hyper import as_number, check_options, check_ranges
-from lightning_cxl.optim.moment import check_map
+from lightning_cxl.optim.eight_bit import check_map, num_blocks
+from lightning_cxl.optim.hyperparameters import as_number, check_options, check_ranges
 from lightning_cxl.optim.slot import REMAINDER
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.optim.blockwise import BLOCK_SIZE
+from lightning_cxl.optim.eight_bit import BLOCK_SIZE
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.jobs import footprint
 from lightning_cxl.planning.jobs.footprint import SHAPES, ModelShape, shape_named, split_masters, zero_offload

@@ -3,14 +3,65 @@
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from lightning_cxl import _cpu
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.optim.reference import AdamScalars
 
 _LAUNCHING_THREADS = 2
+
+
+class AdamScalars(NamedTuple):
+    """What one update needs besides the tensors; the row of numbers the kernel takes, in this order."""
+
+    decay: float
+    """Factor of the weight before the update: 1 - lr * weight_decay when decoupled, else 1."""
+    l2: float
+    """Weight decay added to the gradient when not decoupled, else 0."""
+    lerp_weight: float
+    """1 - beta1."""
+    beta2: float
+    square_weight: float
+    """1 - beta2."""
+    bias2_sqrt: float
+    """sqrt(1 - beta2 ** step)."""
+    eps: float
+    neg_step_size: float
+    """-lr / (1 - beta1 ** step)."""
+    grad_scale: float = 1.0
+    """Factor of the gradient, before anything else: unscaling and clipping in one."""
+
+    @classmethod
+    def at_step(
+        cls,
+        step: float,
+        *,
+        lr: float | torch.Tensor,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+        grad_scale: float = 1.0,
+    ) -> "AdamScalars":
+        """Return the scalars of the 1-based `step`, in double precision as torch computes them.
+
+        A tensor `lr` or `betas` is used as it is, so that its own precision decides, as in torch.
+        """
+        beta1, beta2 = betas
+        return cls(
+            decay=float(1 - lr * weight_decay) if decoupled and weight_decay != 0 else 1.0,
+            l2=0.0 if decoupled else float(weight_decay),
+            lerp_weight=float(1 - beta1),
+            beta2=float(beta2),
+            square_weight=float(1 - beta2),
+            bias2_sqrt=float((1 - beta2**step) ** 0.5),
+            eps=float(eps),
+            neg_step_size=float(-(lr / (1 - beta1**step))),
+            grad_scale=float(grad_scale),
+        )
 
 
 def scalars_of(group: Mapping[str, Any], step: float, grad_scale: float) -> AdamScalars:
