@@ -21,9 +21,9 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.memory.host_tensors import is_dense
 from lightning_cxl.optim.clipping import gradients, kernel_can_read, sums_of_squares
-from lightning_cxl.optim.hyperparameters import chosen_isa, kernel_threads, thread_count
-from lightning_cxl.optim.layout import same_layout
 from lightning_cxl.optim.number_formats import GRAD_FORMATS
+from lightning_cxl.optim.tensor_checks import same_layout
+from lightning_cxl.optim.threads import chosen_isa, kernel_threads, thread_count
 from lightning_cxl.torch_private import hooks_after_accumulation
 
 _NOTE = "_cxl_sum_of_squares"
