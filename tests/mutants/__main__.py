@@ -23,7 +23,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = of_copies.MUTANTS + of_updates.MUTANTS + of_all_folders.MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180  # a mutant that hangs has been noticed, too
-COPIED = ("lightning_cxl/", "tests/", "cython_ext/", "pyproject.toml", "README.md", "LICENSE")
+COPIED = ("lightning_cxl/", "tests/", "examples/", "cython_ext/", "pyproject.toml", "README.md", "LICENSE")
 HEAVY = ("torch", "lightning.pytorch", "transformers", "torch.utils.cpp_extension")
 
 
