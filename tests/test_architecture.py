@@ -71,7 +71,7 @@ def arrows(of: Callable[[Path], str], to: Callable[[str], str]) -> dict[str, set
     for path in MODULES:
         for name in imported_names(path):
             parts = name.split(".")
-            if parts[0] == "lightning_cxl" and not set(parts[1:2]) & {"__version__", *COMPILED}:
+            if parts[0] == "lightning_cxl":
                 found[of(path)].add(to(name))
     for own, others in found.items():
         others.discard(own)
@@ -101,11 +101,11 @@ def test_compiled_modules_and_packages_only_where_they_belong():
     for path in MODULES:
         top = folder_of(path).partition(".")[0]
         for name in imported_names(path):
-            first, _, rest = name.partition(".")
-            if first == "lightning_cxl":
-                compiled = rest.partition(".")[0]
-                assert top in COMPILED.get(compiled, (top,)), f"{path}: {name} is for {COMPILED[compiled]} only"
-            elif top in OUTSIDE and not is_standard_library(first):
+            first = name.partition(".")[0]
+            if name.startswith("lightning_cxl.native."):
+                compiled = name.split(".")[2]
+                assert top in COMPILED[compiled], f"{path}: {name} is for {COMPILED[compiled]} only"
+            elif top in OUTSIDE and first != "lightning_cxl" and not is_standard_library(first):
                 assert first in OUTSIDE[top], f"{path} imports {name}"
 
 

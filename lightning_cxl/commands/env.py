@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import MissingTierWarning
 from lightning_cxl.machine.calibration import load_calibration
@@ -18,6 +17,7 @@ from lightning_cxl.machine.limits import cgroup_limits
 from lightning_cxl.machine.nodes import Node, allowed_node_ids, node_free_bytes, read_nodes, read_text
 from lightning_cxl.machine.speeds import tier_speeds
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.native import _cpu
 from lightning_cxl.units import format_bytes
 
 _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")

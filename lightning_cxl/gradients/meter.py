@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl import _grads
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.memory.host_tensors import is_dense
+from lightning_cxl.native import _grads
 from lightning_cxl.optim.clipping import gradients, kernel_can_read, sums_of_squares
 from lightning_cxl.optim.number_formats import GRAD_FORMATS
 from lightning_cxl.optim.tensor_checks import same_layout

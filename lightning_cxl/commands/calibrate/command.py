@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.calibrate.measure import NamedEngine, Row, measure_machine
 from lightning_cxl.commands.calibrate.options import QUICK, Options
 from lightning_cxl.commands.measuring.results import Results, machine, print_columns
@@ -20,6 +19,7 @@ from lightning_cxl.machine.calibration import save_calibration
 from lightning_cxl.machine.machine_file import save_machine
 from lightning_cxl.machine.speeds import machine_of
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.native import _cpu
 from lightning_cxl.transfer.engine import make_engine
 
 _DESCRIPTION = """\
