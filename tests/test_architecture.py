@@ -52,17 +52,25 @@ def imported_names(path: Path) -> list[str]:
     return names
 
 
+def module_of(path: Path) -> str:
+    """Return the dotted name of a module in the package; that of a folder for its `__init__`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "__init__"
+
+
+def module_named(name: str) -> str:
+    """Return the module that an absolute name in the package is, or is something in."""
+    parts = name.split(".")[1:]
+    while parts and not (PACKAGE.joinpath(*parts).is_dir() or PACKAGE.joinpath(*parts).with_suffix(".py").exists()):
+        parts.pop()
+    return ".".join(parts) or "__init__"
+
+
 def home_of(name: str) -> str:
     """Return the folder of what an absolute name in the package names: a module, or something in one."""
-    parts = name.split(".")[1:]
-    while parts:
-        path = PACKAGE.joinpath(*parts)
-        if path.is_dir():
-            return ".".join(parts)
-        if path.with_suffix(".py").exists():
-            return folder_of(path.with_suffix(".py"))
-        parts.pop()
-    return "__init__"
+    module = module_named(name)
+    path = PACKAGE.joinpath(*module.split("."))
+    return module if path.is_dir() else folder_of(path.with_suffix(".py"))
 
 
 def arrows(of: Callable[[Path], str], to: Callable[[str], str]) -> dict[str, set[str]]:
@@ -89,6 +97,11 @@ def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
 
 def test_folders_import_each_other_in_one_direction():
     found = circle(arrows(folder_of, home_of))
+    assert not found, " imports ".join(found)
+
+
+def test_modules_import_each_other_in_one_direction():
+    found = circle(arrows(module_of, module_named))
     assert not found, " imports ".join(found)
 
 

@@ -119,8 +119,7 @@ class GradientMeter:
             measured = sums_of_squares([grads[index] for index in missing], self.num_threads, self._isa)
             for index, value in zip(missing, measured, strict=True):
                 sums[index] = value
-                if not grads[index].is_sparse:  # whose values can be written without a new version
-                    _note(grads[index], value)
+                _note(grads[index], value)
         return [value for value in sums if value is not None]
 
     def sums_of(self, parameters: Iterable[torch.Tensor]) -> list[float]:
