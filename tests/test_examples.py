@@ -69,6 +69,8 @@ def test_the_step_benchmark_writes_rows(tmp_path):
         assert values[f"{name}: step"] > 0 and values[f"{name}: peak"] > 0
 
 
+@pytest.mark.full
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
     target = tmp_path / "rows.json"
     command = [sys.executable, EXAMPLES / "bench" / "gpu.py", "--shape=tiny", "--seq=64", "--device=cpu", "--steps=3"]
@@ -82,6 +84,7 @@ def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_pat
     assert values["GPU peak"] is None and values["profiled: compute"] == 0 and "busy" not in values
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_overlap_benchmark_writes_rows_a_picture_and_a_trace(tmp_path):
     rows, picture, trace = (tmp_path / name for name in ("rows.json", "picture.png", "trace.json"))

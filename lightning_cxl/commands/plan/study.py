@@ -8,11 +8,13 @@ from typing import Any, Literal
 from lightning_cxl.commands.plan.model_source import PlannedPrecision, loss_on_meta, model_on_meta, set_precision
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.activations import Measured, measure
+from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.planning.compare import fits
-from lightning_cxl.planning.jobs.model_job import Measured, ModelJob, measure, model_job
+from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
 
 MAX_CHANGES = 2
 """Settings that are changed together, at most, to find one that fits."""
@@ -118,7 +120,7 @@ class Study:
         if key not in self._measured:
             compute_loss = loss_on_meta(self._model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(self._model, config, load, compute_loss)
-        return model_job(self.name, self._model, config, load, self._measured[key])
+        return model_job(self.name, list_tensors(self._model, None, config, load, measured=self._measured[key]))
 
     def what_fits(self, settings: Settings, machine: Machine, policy: str) -> list[Change]:
         """Return changes after which the job fits: single ones, else the pairs.

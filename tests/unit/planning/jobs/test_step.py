@@ -1,5 +1,6 @@
 """Steps computed by hand, what decides about them, and what holds for every machine."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -305,3 +306,15 @@ def test_the_order_of_classes_and_tiers_does_not_matter(machine, job, data):
     turned = {role: dict(reversed(split.items())) for role, split in reversed(splits.items())}
     other = replace(job, classes=tuple(reversed(job.classes)))
     assert StepModel(other, machine).seconds(turned) == pytest.approx(StepModel(job, machine).seconds(splits))
+
+
+def test_the_order_of_classes_changes_not_even_the_last_bit():
+    """A policy compares seconds: what differs in the last bit would choose another plan."""
+    parts = [(role, Move("update", "cpu", nbytes)) for role, nbytes in ((R.MOMENTUM, 0.1), (R.VARIANCE, 0.2))]
+    parts.append((R.MASTER_GRADS, Move("update", "cpu", 0.3)))
+    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
+    splits = dict.fromkeys((R.MOMENTUM, R.VARIANCE, R.MASTER_GRADS), DRAM)
+    forms = [job_of(*order) for order in itertools.permutations(parts)]
+    fixed = [replace(job, classes=tuple(replace(each, tier="dram0") for each in job.classes)) for job in forms]
+    for jobs in (forms, fixed):
+        assert len({StepModel(job, MACHINE).seconds(splits) for job in jobs}) == 1
