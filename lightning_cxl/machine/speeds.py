@@ -105,6 +105,18 @@ def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu
     )
 
 
+def with_new_tiers(machine: Machine, topology: Topology) -> Machine:
+    """Return a machine with the tier that `topology` has got since, because something asked for it by name."""
+    added = []
+    for tier in topology.tiers:
+        if tier.name not in machine.names:
+            backing = topology.node_tier(tier.node_ids[0])
+            assert backing is not None and tier.emulated  # what is really there was there from the start
+            behind = machine.tier(backing.name)
+            added.append(replace(behind, name=tier.name, kind=tier.kind, backed_by=backing.name))
+    return replace(machine, tiers=(*machine.tiers, *added)) if added else machine
+
+
 def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Overrides | None = None) -> TierSpeeds:
     """Return what is known of a tier, field by field from the best source. An emulated one is as fast as its nodes."""
     sources = {"firmware": _rated(tier)}

@@ -23,7 +23,7 @@ from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.inventory.held import held_tensors
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.machine.machine import Machine, check_split
-from lightning_cxl.machine.speeds import machine_of, machine_without_speeds
+from lightning_cxl.machine.speeds import machine_of, machine_without_speeds, with_new_tiers
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_tensors import is_ordinary
 from lightning_cxl.memory.ordinary import anonymous_bytes
@@ -120,9 +120,10 @@ class RunPlanner:
                 # how large they are may not be known yet; where they go is decided now
                 unknown = MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=0)
                 job = replace(job, classes=(*job.classes, unknown))
-            self.placer.policy = DecidedPolicy(
-                self._planning.decide(job, room, together), self._memory.topology.names, self._homes
-            )
+            topology = self._memory.topology  # rules and decorators may have asked for one tier more
+            planning = replace(self._planning, machine=with_new_tiers(self._planning.machine, topology))
+            decision = planning.decide(job, room, together)
+            self.placer.policy = DecidedPolicy(decision, topology.names, self._homes)
         requests = [(role, size, placements.for_parameter(p, role, size)) for p, role, size in held.all()]
         activations = TensorRole.ACTIVATIONS
         for unit, size in measured.run.stored_bytes.items() if optimizers else ():
