@@ -24,8 +24,8 @@ _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
 def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
     """Return what matters about this machine as a JSON-able dict.
 
-    Keys: ``tiers``, ``nodes`` and ``notes`` (the topology), ``offline_cards``, ``speeds`` (of tiers, and their source), ``limits``,
-    ``kernel``, ``cpu``, ``accelerator``, ``versions``, and ``advice``, what to change, one sentence each.
+    Keys: ``tiers``, ``nodes`` and ``notes`` (the topology), ``offline_cards``, ``speeds`` (of tiers, and their source),
+    ``limits``, ``kernel``, ``cpu``, ``accelerator``, ``versions``, and ``advice``, what to change, one sentence each.
 
     Args:
         root: where ``sys`` and ``proc`` lie; for tests.
@@ -79,8 +79,8 @@ def advice(report: Mapping[str, Any]) -> list[str]:
             )
     if report["offline_cards"]:
         found.append(
-            f"The memory of a CXL card is not used ({', '.join(report['offline_cards'])}): bring it online with `daxctl "
-            "reconfigure-device --mode=system-ram --no-movable daxX.Y`, see `daxctl list`."
+            f"The memory of a CXL card is not used ({', '.join(report['offline_cards'])}): bring it online with "
+            "`daxctl reconfigure-device --mode=system-ram --no-movable daxX.Y`, see `daxctl list`."
         )
     tiers = {tier["name"]: tier for tier in report["tiers"]}
     for name, speeds in report["speeds"].items():

@@ -101,8 +101,8 @@ class Topology:
 
         Args:
             root: where ``sys`` and ``proc`` lie; for tests.
-            on_missing_tier: without memory-only nodes, back ``cxl`` by DRAM when something asks for it by name, with one
-                warning, or refuse now.
+            on_missing_tier: without memory-only nodes, back ``cxl`` by DRAM, with one warning, when something asks for
+                it by name; or refuse now.
 
         Raises:
             TierNotFoundError: no memory-only node and ``"error"``, or no usable node at all.

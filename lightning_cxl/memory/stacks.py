@@ -36,6 +36,7 @@ class HostMemory:
         on_tier_full: ``"spill"`` to the other tiers of a split, then to the next one of the placement, with one warning
             per role and tier, or ``"error"``.
         pin: honour ``Placement.pinned``; otherwise all memory is pageable.
+        reuse_below: buffers of this size and more go back to the OS when they die; None: they are kept for the next.
         leaf: what a tier's memory comes from; for tests.
         pinner: how memory is page-locked; for tests.
 
@@ -50,6 +51,7 @@ class HostMemory:
         budgets: Mapping[str, int] | None = None,
         on_tier_full: Literal["spill", "error"] = "spill",
         pin: bool = False,
+        reuse_below: int | None = None,
         leaf: MakeLeaf | None = None,
         pinner: Pinner | None = None,
     ) -> None:
@@ -63,6 +65,7 @@ class HostMemory:
         self.topology = topology
         self._on_tier_full = on_tier_full
         self._pin = pin
+        self._reuse_below = reuse_below
         most = sum(min(self._limit(tier), tier.capacity_bytes) for tier in topology.tiers)
         self._stripe_bytes = stripe_bytes_for(most)
         self._leaf = leaf or partial(make_leaf, topology=topology, stripe_bytes=self._stripe_bytes)
@@ -213,7 +216,9 @@ class HostMemory:
         with self._lock:
             if split not in self._stacks:
                 pages = {name: self._pages[name] for name, _ in split}
-                self._stacks[split] = SplitStacks(pages, dict(split), self._pinner, self._stripe_bytes)
+                self._stacks[split] = SplitStacks(
+                    pages, dict(split), self._pinner, self._stripe_bytes, self._reuse_below
+                )
             return self._stacks[split]
 
     def _all_stacks(self) -> list[SplitStacks]:
@@ -239,7 +244,7 @@ class HostMemory:
 
         def attempt() -> Buffer:
             if full is None:
-                return stacks.stack(role, pinned).allocate(nbytes, alignment=alignment)
+                return stacks.stack(role, pinned, nbytes).allocate(nbytes, alignment=alignment)
             full.clear()
             return stacks.lend(nbytes, role, pinned, alignment, full)
 

@@ -234,12 +234,12 @@ def test_without_a_card_the_tier_that_a_decorator_names_is_dram_with_one_warning
         module = run(offload(policy="latency_first"), model)
     assert sum(issubclass(each.category, lightning_cxl.MissingTierWarning) for each in caught) == 1
     assert set(module.report["tiers"]) == {"dram", "cxl"}
-    assert set(module.report["peak_roles"]["activations"]) == {"dram", "cxl"}
+    assert module.report["peak_roles"]["activations"]["cxl"] > 0
     assert set(module.report["peak_roles"]["momentum"]) == {"dram"}
 
 
 def test_a_budget_of_the_only_tier_is_a_limit(no_card):
-    with pytest.raises(TierFullError, match="MOMENTUM|VARIANCE"):
+    with pytest.raises(TierFullError, match=r"MOMENTUM|VARIANCE"):
         run(offload(tiers={"dram": int(2.5 * 4 * NUM)}))
 
 
