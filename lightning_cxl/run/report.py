@@ -4,41 +4,17 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_cxl.placement.placement import Placement, TensorRole
-from lightning_cxl.planning.fit import split_bytes
+from lightning_cxl.tables import table_lines
 from lightning_cxl.units import format_bytes
 
 _WIDTH = 110
 _MAX_REASONS = 8
 
 
-class Plan:
-    """What a run intends to hold, summed up while it is set up, before the bytes are taken."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[str, dict[str, int]] = {}
-        self._reasons: dict[str, dict[str, None]] = {}  # an ordered set per role
-
-    def add(self, role: TensorRole, nbytes: int, placement: Placement) -> None:
-        """Count `nbytes` of a role for the tiers of its placement, by their shares."""
-        tiers = self._bytes.setdefault(role.value, {})
-        for tier, size in split_bytes(nbytes, placement).items():
-            tiers[tier] = tiers.get(tier, 0) + size
-        self._reasons.setdefault(role.value, {})[placement.describe()] = None
-
-    def roles(self) -> dict[str, dict[str, int]]:
-        """Return planned bytes by role and tier."""
-        return {role: dict(tiers) for role, tiers in self._bytes.items()}
-
-    def reasons(self) -> dict[str, list[str]]:
-        """Return, by role, why its bytes go where they go."""
-        return {role: list(reasons) for role, reasons in self._reasons.items()}
-
-
 def format_report(report: Mapping[str, Any]) -> str:
     """Return the report as text of at most about forty lines of at most 110 columns."""
     lines = [f"CXL offload on {report['device']}, {report['state']}"]
-    lines += _table(
+    lines += table_lines(
         ("tier", "capacity", "budget", "used", "peak"),
         [
             (name, *(_size(tier[key]) for key in ("capacity_bytes", "budget_bytes", "used_bytes", "peak_bytes")))
@@ -59,7 +35,7 @@ def format_report(report: Mapping[str, Any]) -> str:
             for tier in tiers
         ]
     if rows:
-        lines += ["", *_table(("role", "tier", "planned", "used", "peak"), rows), _total(report)]
+        lines += ["", *table_lines(("role", "tier", "planned", "used", "peak"), rows, left=2), _total(report)]
     lines += ["", f"policy: {report['policy']}", *_reasons(report["reasons"])]
     lines.append(f"parameters: {report['num_parameters']:,} ({report['num_trainable']:,} trained)")
     lines.append(f"units: {_units(report['units'])}")
@@ -102,14 +78,3 @@ def _units(names: list[str]) -> str:
 
 def _size(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else format_bytes(num_bytes)
-
-
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < len(header) - 3 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [header, *rows]
-    ]
