@@ -173,6 +173,25 @@ def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topolog
     assert (stats["tiers"]["dram"]["held_bytes"], stats["tiers"]["dram"]["used_bytes"]) == (0, 0)
 
 
+def test_what_is_not_reused_leaves_the_driver_and_the_budget_when_it_dies(topology) -> None:
+    registered: list[int] = []
+
+    def pinner(upstream) -> PinnedResource:
+        register = lambda address, nbytes: registered.append(address)  # noqa: E731
+        return PinnedResource(upstream, register=register, unregister=registered.remove, where=None)
+
+    memory = HostMemory(topology, pin=True, pinner=pinner, reuse_below=MIB)
+    held = lambda: memory.stats()["tiers"]["dram"]["held_bytes"]  # noqa: E731
+    placement = Placement(("dram",), pinned=True)
+    buffer = memory.allocate(MIB, placement, TensorRole.COMPUTE_GRADS)
+    assert registered == [buffer.address] and held() == MIB
+    del buffer
+    assert registered == [] and held() == 0
+    small = memory.allocate(MIB - 1, placement, TensorRole.COMPUTE_GRADS)
+    del small
+    assert registered and held() == 16 * MIB, "small ones are cut from a slab that is kept"
+
+
 def test_only_pinned_placements_are_pinned_and_only_when_pinning_is_on(topology) -> None:
     registered: list[int] = []
 
