@@ -15,6 +15,7 @@ from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.homes import ThreadHomes
 from lightning_cxl.optim.hyper import check_options, check_ranges, chosen_isa, thread_count
 from lightning_cxl.optim.layout import check_parameter
+from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.slots import Slots
 from lightning_cxl.optim.state import checked_entries, match_groups, merged_groups, parameter_name
@@ -86,7 +87,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.seed = seed
         self._scale = [1.0]
         self.wait = _nothing_runs
-        """Returns when no update runs behind; a run sets it."""
+        """Returns when no update runs behind."""
         self.homes = ThreadHomes.detect()
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
@@ -106,7 +107,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             "fused": None,
             "decoupled_weight_decay": decoupled,
         }
-        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `optim/adopted.py`
+        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `updates/torch_names.py`
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer, **options: Any) -> "CPUAdam":
@@ -164,6 +165,16 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     def fp32_state(self) -> Container[torch.Tensor]:
         """Parameters whose state stays float32 with ``state="8bit"``."""
         return self.slots.fp32_state
+
+    def enter_run(self, meter: GradientMeter, wait: Callable[[], None]) -> None:
+        """Take part in a run, until `leave_run`.
+
+        Args:
+            meter: knows the sums of squares of the run's gradients.
+            wait: returns when no update runs behind.
+        """
+        self.meter = meter
+        self.wait = wait
 
     def leave_run(self) -> None:
         """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""

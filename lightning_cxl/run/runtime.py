@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
+from lightning_cxl.gradients.arrived import ArrivedGradients
+from lightning_cxl.gradients.leaving import LeavingGradients
 from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
 from lightning_cxl.inventory.held import gradients_at_once
 from lightning_cxl.inventory.sensitive import sensitive_parameters
@@ -31,7 +33,8 @@ from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
-from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.optim.forms import Forms
+from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.meter import meter_of_run
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.policy import PlacementPolicy
@@ -42,11 +45,11 @@ from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.run.report import Plan
 from lightning_cxl.run.residence import Residence, count_parameters
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
-from lightning_cxl.streaming.units import NamedUnits, find_units
+from lightning_cxl.streaming.units import find_units
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
-from lightning_cxl.updates.adopt import Adoption, AdoptionOptions, describe_optimizer
-from lightning_cxl.updates.idle_options import warn_of_idle_options
-from lightning_cxl.updates.unit_updates import UnitUpdates
+from lightning_cxl.updates.adoption import Adoption, describe_optimizer
+from lightning_cxl.updates.unit_updates import UnitUpdates, why_after_backward
+from lightning_cxl.updates.whole_updates import WholeUpdates
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +85,7 @@ class OffloadRuntime:
         pin = device.type != "cpu" if config.pin_memory == "auto" else bool(config.pin_memory)
         self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
         self._heap: HeapTrimmer | None = None  # only where the user trades time for memory anyway
-        self._owners = ParameterOwners()
-        self._planner = RunPlanner(config, device, self.memory, policy, self._owners)
+        self._planner = RunPlanner(config, device, self.memory, policy, ParameterOwners())
         self.placer = self._planner.placer
         self.engine = make_engine(device) if engine is None else engine
         self.meter = meter_of_run(config, self.engine.computes_on_host)
@@ -105,7 +107,8 @@ class OffloadRuntime:
         self._adoption: Adoption | None = None
         self._activations: ActivationOffload | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._updates: UnitUpdates | None = None
+        self._updates: WholeUpdates | None = None
+        self._after_backward: str | None = "the optimizers are not known yet"
         self._closed = False
 
     def allocation(self, role: TensorRole | None = None) -> AbstractContextManager[Any]:
@@ -130,6 +133,7 @@ class OffloadRuntime:
         self._placements = self._planner.plan(
             model, optimizers, self.engine.computes_on_host, self.accumulates, self.needs_whole_step
         )
+        self._after_backward = why_after_backward(self.needs_whole_step, optimizers)
         return self._placements
 
     def setup_model(self, model: nn.Module) -> None:
@@ -155,39 +159,47 @@ class OffloadRuntime:
         placements.read(model)  # some modules make new parameters when they move
         if self._residence.units and self.config.overlaps_step(self.engine.computes_on_host):
             self._worker = ThreadPoolExecutor(1, "lightning_cxl", self.engine.use_in_this_thread)
+        streamed = self._residence.units
+        activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
+        streamer = self._residence.stream(lambda: activations.phase)
+        sums = GradientSums(self._placed.like_all, self.meter, half_sums=config.accumulate == "bf16")
+        arrived = ArrivedGradients(LeavingGradients(self.engine, self._placed.like_all, sums, self._worker), sums)
+        if self._worker is None or streamer is None:
+            self._updates = WholeUpdates(streamed, self._masters)
+        else:
+            if self._after_backward is not None:
+                log.info(
+                    "the optimizer's step runs behind the next forward, not behind the backward: "
+                    f"{self._after_backward}"
+                )
+            self._updates = UnitUpdates(
+                streamed, self._masters, self._worker, arrived, streamer, in_backward=self._after_backward is None
+            )
         self._grads = GradientSink(
             self.engine,
-            self._placed.like,
-            self.meter,
-            half_sums=self.config.accumulate == "bf16",
-            streamed={id(place.parameter): unit for unit in self._residence.units for place in unit.places},
-            bring_home=self._residence.bring_home,
-            worker=self._worker,
-            allocate_all=self._placed.like_all,
+            sums,
+            arrived,
+            self._updates,
+            self._residence,
+            self._residence.unit_of,
+            reserves_streamed=not self._updates_one_by_one,
+            are_read_early=self.gradients_are_read,
         )
-        for unit in self._residence.units:
-            unit.on_look = self._grads.look
+        if streamer is not None:
+            streamer.attach(self._grads)
         if units:
-            self._attach(units)
+            self._activations = activations
+            activations.attach(units, model)
+
+    @property
+    def _updates_one_by_one(self) -> bool:
+        """Whether gradients of a few units exist at a time."""
+        return self._worker is not None and self._after_backward is None and not self.accumulates
 
     @property
     def streams_weights(self) -> bool:
         """Whether the weights of units stream, if the model has units."""
         return self.config.streams_weights(self.engine.computes_on_host)
-
-    def _attach(self, units: NamedUnits) -> None:
-        assert self._placed is not None and self._residence is not None and self._grads is not None
-        activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
-        self._activations = activations
-        streamer = self._residence.stream(lambda: activations.phase)
-        activations.attach(units, self._model)
-        if streamer is not None:
-            streamer.on_recompute = self._grads.finish_at_the_end
-        if streamer is not None and self._worker is not None:
-            self._updates = UnitUpdates(
-                self._residence.units, self._worker, self.masters, self._grads, streamer.fetch_ahead
-            )
-            streamer.on_left = self._updates.unit_is_over
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption].
@@ -198,37 +210,22 @@ class OffloadRuntime:
         """
         assert self._masters is not None and self._grads is not None, "setup_model comes first"
         assert self._model is not None and self._placed is not None and self._residence is not None
+        assert self._updates is not None
+        is_sensitive = sensitive_parameters(self._model).__contains__
+        forms = Forms(self.config.cpu_adam, self.config.state, self.config.master, is_sensitive)
+        forms.consider(optimizers)
         self._adoption = Adoption(
-            self._masters,
-            self._grads,
-            AdoptionOptions(
-                use_cpu_adam=self.config.cpu_adam,
-                num_threads=self.meter.num_threads,
-                state=self.config.state,
-                master=self.config.master,
-                is_sensitive=sensitive_parameters(self._model).__contains__,
-                allocate_state=self._placed.flat,
-                scope=partial(self.allocation, TensorRole.MOMENTUM),
-                adopted=self._adopted,
-                place_state=self.rehome_state,
-                guard=self.guard,
-                meter=self.meter,
-                may_write=self._residence.wait_for_readers,
-                overlap=self._updates,
-            ),
+            forms, self._masters, self._grads, self.guard, self._updates, self._placed, self.meter
         )
-        self._adoption.forms.consider(optimizers)
-        wanted = wanted_tensors(optimizers, self._adoption.forms, self.config, accumulates=self.accumulates)
-        early = self._updates is not None and self._updates.allow_in_backward(self.needs_whole_step, optimizers)
-        if self._updates is not None and early and not self.accumulates:
-            self._grads.reserves_streamed, wanted = False, gradients_at_once(wanted, self._residence.unit_of)
+        wanted = wanted_tensors(optimizers, forms, self.config, accumulates=self.accumulates)
+        if self._updates_one_by_one:
+            wanted = gradients_at_once(wanted, self._residence.unit_of)
         self._placed.reserve(wanted)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         except BaseException:
             self._adoption.release()
             raise
-        warn_of_idle_options(self.optimizers, self._masters, self.config)
         if self._masters.has_separate:
             attach_zero_grad(self._model, self._grads)
         return self.optimizers
@@ -238,15 +235,10 @@ class OffloadRuntime:
         if self._adoption is not None:
             self._adoption.adopt_joined()
 
-    def _adopted(self, hosts: list[HostParameter]) -> None:
-        assert self._placed is not None
-        for host in hosts:
-            self._owners.add(host.master, self._placed.placements.spec_of(host.compute))
-
     def rehome_state(self, optimizer: Optimizer) -> None:
-        """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
-        assert self._placed is not None
-        self._placed.rehome(optimizer, self.masters.compute_of)
+        """Move optimizer state that was loaded to where the policy wants it."""
+        assert self._adoption is not None, "setup_optimizers comes first"
+        self._adoption.rehome_state(optimizer)
 
     @property
     def num_received(self) -> int:
@@ -263,8 +255,6 @@ class OffloadRuntime:
         if self._grads is not None and self._placed is not None:
             self._placed.forward_is_over()
             self._grads.start_backward()
-        if self._updates is not None:
-            self._updates.begin_backward()
         self._trim_heap()
 
     def finish_backward(self) -> None:
@@ -292,8 +282,6 @@ class OffloadRuntime:
     def end_step(self) -> None:
         """Tell the activation arenas that a training step is over."""
         self.memory.end_step()
-        if self._grads is not None:
-            self._grads.is_read_next = self.gradients_are_read
         if self.weights_may_change_unseen:
             self.forget_copies()
 

@@ -36,7 +36,7 @@ from lightning_cxl.planning.policies.registry import check_policy
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.report import format_report
 from lightning_cxl.run.runtime import OffloadRuntime
-from lightning_cxl.updates.adopt import repoint_scheduler
+from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
 
 
