@@ -100,7 +100,7 @@ def list_tensors(
     overlap: Overlap = "none"
     if streamed and config.overlaps_step(workload.computes_on_host):
         overlap = "backward" if workload.updates_in_backward else "forward"
-    forms = Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
+    forms = forms_of(model, config)
     forms.consider(optimizers)
     state = [
         each._replace(unit=unit_of.get(id(each.parameter), ""))
@@ -133,6 +133,11 @@ def list_tensors(
         measured=measured,
         overlap=overlap,
     )
+
+
+def forms_of(model: nn.Module, config: OffloadConfig) -> Forms:
+    """Return in which precision masters and state of a model's parameters are kept."""
+    return Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
 
 
 def _weights(model: nn.Module, streamed: Sequence[StreamedUnit], *, computes_on_host: bool) -> list[HostTensor]:
