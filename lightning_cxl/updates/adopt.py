@@ -27,10 +27,10 @@ from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.moment import AllocateState
 from lightning_cxl.optim.number_formats import MasterForm, StatePrecision
+from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.adopted import class_in_place_of
 from lightning_cxl.updates.host_step import (
@@ -91,7 +91,7 @@ class Adoption:
         self._options = options
         # the user's object, the one in use, and the `step` that the user's had of its own: a scheduler's wrapper
         self._adopted: list[tuple[Optimizer, Optimizer, Any]] = []
-        self.forms = Forms(options.use_cpu_adam, options.state, options.master, options.is_sensitive)
+        self.forms = Precisions(options.use_cpu_adam, options.state, options.master, options.is_sensitive)
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that takes the place of `optimizer` (itself unless it is torch's Adam or AdamW).
