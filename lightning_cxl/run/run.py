@@ -25,7 +25,7 @@ from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
-from lightning_cxl.inventory.inventory import Inventory, forms_of
+from lightning_cxl.inventory.inventory import Inventory, precisions_of
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.scope import activate
@@ -121,9 +121,9 @@ class Run:
                 reserves_streamed=inventory.reserves_all_gradients,
                 are_read_early=loop.reads_gradients,
             )
-            self._forms = forms_of(model, config)
+            self._precisions = precisions_of(model, config)
             self._adoption = Adoption(
-                self._forms, self.masters, self._grads, self.guard, self._updates, self._placed, self.meter
+                self._precisions, self.masters, self._grads, self.guard, self._updates, self._placed, self.meter
             )
             cleanup.callback(self._grads.close)
             cleanup.callback(self._residence.close)
@@ -151,7 +151,7 @@ class Run:
             UnsupportedError: an Adam option that `CPUAdam` does not have.
         """
         self._host.memory.trim()  # what weights that have moved have left
-        self._forms.consider(optimizers)
+        self._precisions.consider(optimizers)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         except BaseException:
