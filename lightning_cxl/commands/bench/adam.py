@@ -30,7 +30,7 @@ _SECTIONS: dict[str, Callable[[Results, Options], Curves | None]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure what the arguments ask for; print tables, write JSON and a plot."""
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -68,10 +68,12 @@ def _count(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m lightning_cxl bench adam",
+        "python -m lightning_cxl bench",
         description=_DESCRIPTION,
+        epilog="example: python -m lightning_cxl bench adam --sections step --sizes 1M 20M",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("name", choices=["adam"], help="what is measured")
     parser.add_argument(
         "--sections", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS), help="default: all of them"
     )
@@ -94,7 +96,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against size")
     return parser
-
-
-if __name__ == "__main__":
-    main()
