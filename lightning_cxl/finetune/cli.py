@@ -13,7 +13,7 @@ from lightning_cxl.weights.model_names import require_model
 
 def _help(name: str) -> str:
     more = "" if name == "fit" else " --ckpt_path last.ckpt"
-    return f"{COMMANDS[name].does}; example: {PROGRAM} {name} --config examples/finetune_stdlib.yaml{more}"
+    return f"{COMMANDS[name].does}; example: {PROGRAM} {name} --config examples/configs/finetune_stdlib.yaml{more}"
 
 
 class FinetuneCLI(LightningCLI):

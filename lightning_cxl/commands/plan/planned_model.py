@@ -4,8 +4,10 @@ from typing import Any
 
 from lightning_cxl.commands.plan.meta_model import loss_on_meta, model_on_meta, set_precision
 from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.inventory.activations import Measured, measure
+from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.machine.machine import Machine
-from lightning_cxl.planning.jobs.model_job import Measured, ModelJob, measure, model_job
+from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
 
 
 class PlannedModel:
@@ -39,4 +41,4 @@ class PlannedModel:
         if key not in self._measured:
             compute_loss = loss_on_meta(self._model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(self._model, config, load, compute_loss)
-        return model_job(self.name, self._model, config, load, self._measured[key])
+        return model_job(self.name, list_tensors(self._model, None, config, load, measured=self._measured[key]))
