@@ -101,6 +101,11 @@ class PlacedMemory:
         self._plan_activation(nbytes, unit, placement)
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
 
+    def activation_in_place(self, tensor: torch.Tensor, nbytes: int, unit: str) -> object | None:
+        """Count an input of a unit that lies on its tier already; None if it does not. See `ActivationOffload`."""
+        placement = self.placements.for_unit(unit, TensorRole.ACTIVATIONS, nbytes)
+        return self.memory.count_in_place(tensor.data_ptr(), nbytes, placement, TensorRole.ACTIVATIONS)
+
     def forward_is_over(self) -> None:
         """Let the plan of activations be complete."""
         if self._seen_units:

@@ -177,7 +177,12 @@ class OffloadRuntime:
 
     def _attach(self, units: NamedUnits) -> None:
         assert self._placed is not None and self._residence is not None and self._grads is not None
-        activations = ActivationOffload(self.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
+        activations = ActivationOffload(
+            self.engine,
+            self._placed.activation,
+            min_bytes=self.min_activation_bytes,
+            keep_in_place=self._placed.activation_in_place,
+        )
         self._activations = activations
         streamer = self._residence.stream(lambda: activations.phase)
         activations.attach(units, self._model)
