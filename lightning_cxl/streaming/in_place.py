@@ -3,13 +3,13 @@
 [Note: Inputs kept in place]
 A device that computes on host memory is given inputs that may lie on their tier already: all memory of a machine with
 one kind of memory does. A copy of such an input takes time and memory, and has one use: it has the old values when the
-model changes the tensor after the unit (``x = block(x); x.add_(1)`` changes the input of no unit, but
-``y = block(x); x.add_(y)`` does). So an input is copied until a backward has shown that nobody changes it:
+model changes the tensor in place after the unit (``y = block(x); x.add_(y)``). So an input is copied until a backward
+has shown that nobody changes it:
 
 * Position by position among the tensors of a unit's calls. `UnitForward.lasting` knows for each position whether the
   input had, at every recompute so far, the version that the forward had seen. Only then the next ones stay in place.
 * One that is changed is an error at its recompute, like a tensor that autograd has saved, never a wrong gradient; its
-  position is copied from then on. So is one that the unit itself changes, see [Note: Life of a saved input].
+  position is copied from then on. The same holds where the unit itself changes it, see [Note: Life of a saved input].
 * Only a tensor that has its storage for itself stays: of a small view all of the storage would be kept. And only
   ordinary memory: what lies in other memory, such as a file's, has an owner who may write to it unseen.
 * Bytes in place count for the report like copied ones, but for no budget: nothing is taken from the system for them.

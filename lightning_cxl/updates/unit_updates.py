@@ -78,19 +78,6 @@ class UnitUpdates:
         self._is_last_backward = False  # of that closure
         self._residents: list[tuple[HostParameter, Future[None]]] = []  # updated, but the device has old weights
 
-    def allow_in_backward(self, objection: str | None, optimizers: Sequence[Optimizer]) -> bool:
-        """Decide whether updates may run behind the backward, and say why not.
-
-        Args:
-            objection: what may call a step off, or look at gradients, once its closure runs; None if nothing does.
-            optimizers: of the run.
-        """
-        objection = why_after_backward(objection, optimizers)
-        self.in_backward = objection is None
-        if objection is not None:
-            log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
-        return self.in_backward
-
     def begin(self, optimizer: CPUAdam) -> None:
         """Note that the closure of a step of `optimizer` is about to be evaluated."""
         self._step = None
@@ -145,12 +132,12 @@ class UnitUpdates:
     def _updating(self, optimizer: CPUAdam, hosts: list[HostParameter]) -> Callable[[], None]:
         """Return the job that updates parameters whose gradients have been handed over."""
         if self._step is None:
-            self._step = AdamStep(optimizer)
+            self._step = optimizer.begin_step()
         return partial(self._update_arrived, self._step, hosts, optimizer.grad_scale)
 
     def update(self, optimizer: CPUAdam) -> None:
         """Make a step with the gradients that parameters have: of units on the worker, of the rest now."""
-        step = AdamStep(optimizer) if self._step is None else self._step
+        step = optimizer.begin_step() if self._step is None else self._step
         self._optimizer = self._step = None
         work = step.collect()
         optimizer.drop_stale_scale()
