@@ -135,9 +135,11 @@ class GradientMeter:
         return self.sums(gradients(parameters))
 
 
-def meter_of_run(config: OffloadConfig, computes_on_host: bool) -> GradientMeter:
+def meter_of_run(config: OffloadConfig, computes_on_host: bool, *, trusts_versions: bool = True) -> GradientMeter:
     """Return the meter of a run; its number of threads is that of all kernels of the run, see `kernel_threads`."""
-    return GradientMeter(kernel_threads(config, computes_on_host))
+    meter = GradientMeter(kernel_threads(config, computes_on_host))
+    meter.trusts_versions = trusts_versions
+    return meter
 
 
 def _forget_where_hooks_run(parameter: torch.Tensor) -> None:

@@ -78,19 +78,6 @@ class UnitUpdates:
         self._is_last_backward = False  # of that closure
         self._residents: list[tuple[HostParameter, Future[None]]] = []  # updated, but the device has old weights
 
-    def allow_in_backward(self, objection: str | None, optimizers: Sequence[Optimizer]) -> bool:
-        """Decide whether updates may run behind the backward, and say why not.
-
-        Args:
-            objection: what may call a step off, or look at gradients, once its closure runs; None if nothing does.
-            optimizers: of the run.
-        """
-        objection = why_after_backward(objection, optimizers)
-        self.in_backward = objection is None
-        if objection is not None:
-            log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
-        return self.in_backward
-
     def begin(self, optimizer: CPUAdam) -> None:
         """Note that the closure of a step of `optimizer` is about to be evaluated."""
         self._step = None

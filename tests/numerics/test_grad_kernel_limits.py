@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from adam_bench.memory import peak_bytes, reset_peak
 
 from lightning_cxl import _cpu, _grads
-from lightning_cxl.commands.bench.adam_memory import peak_bytes, reset_peak
 from lightning_cxl.gradients import reference as grad_reference
 from tests.numerics.big_tensors import PAGE, BigMemory
 from tests.wide_instructions import functions_with_avx

@@ -100,7 +100,9 @@ def test_one_embedding_among_many_small_tensors(state):
     assert adam.state[params[-1]]["exp_avg"].dtype == kept_too
 
 
-@pytest.mark.parametrize("kind", [list, tuple, set, dict.fromkeys, torch.nn.ParameterList], ids=str)
+@pytest.mark.parametrize(
+    "kind", [list, tuple, set, dict.fromkeys, torch.nn.ParameterList], ids=lambda kind: kind.__name__
+)
 def test_parameters_with_float32_state_come_in_any_collection(kind):
     params = parameters(LARGE, LARGE, LARGE)
     params[2].data.copy_(params[1].data)  # equal, and not the same

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
+from adam_bench import chains, peers
+from adam_bench.path import Path
 
-from lightning_cxl.commands.bench import chains, peers
-from lightning_cxl.commands.bench.adam_path import Path
+from lightning_cxl.commands.bench.contenders import torch_adamw
 from lightning_cxl.commands.bench.tensors import Layout, Problem
 
 LAYOUT = Layout("some", ((40, 50), (7,), (1000,)))
@@ -26,8 +27,8 @@ def values(tensors) -> torch.Tensor:
 def test_peers_agree_on_a_float32_step():
     before, updated = values(Problem.make(LAYOUT).parameters), []
     makes = [
-        lambda problem: peers.torch_adamw(problem, fused=True),
-        lambda problem: peers.torch_adamw(problem, foreach=True),
+        lambda problem: torch_adamw(problem, fused=True),
+        lambda problem: torch_adamw(problem, foreach=True),
         lambda problem: functools.partial(peers.compiled_step(problem, problem.parameters), 1.0),
     ]
     for make in makes:
@@ -93,12 +94,3 @@ def test_peers_that_are_not_installed_raise(package, make, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=package):
         make(Problem.make(LAYOUT))
-
-
-def test_threads_are_set_for_torch():
-    before = torch.get_num_threads()
-    try:
-        peers.set_threads(3)
-        assert torch.get_num_threads() == 3
-    finally:
-        peers.set_threads(before)

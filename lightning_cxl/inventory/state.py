@@ -1,39 +1,31 @@
-"""What adopting optimizers will allocate: summed up before the first byte is taken."""
+"""`state_tensors`: masters, gradients and optimizer state of every parameter that an optimizer updates."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.foreign_state import num_state_tensors
+from lightning_cxl.inventory.tensors import HostTensor
 from lightning_cxl.optim.formats import MasterForm
 from lightning_cxl.optim.forms import Forms
-from lightning_cxl.optim.masters import is_on_host, master_dtype, needs_master
+from lightning_cxl.optim.masters import master_dtype, needs_master
 from lightning_cxl.placement.placement import TensorRole
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Wanted(NamedTuple):
-    """Host memory for a parameter."""
-
-    parameter: torch.Tensor
-    role: TensorRole
-    nbytes: int
-
-
-def wanted_tensors(
+def state_tensors(
     optimizers: Iterable[Optimizer],
     forms: Forms,
     config: OffloadConfig,
     *,
     accumulates: bool,
-    on_host: Callable[[torch.Tensor], bool] = is_on_host,
-) -> list[Wanted]:
+    on_host: Callable[[torch.Tensor], bool],
+) -> list[HostTensor]:
     """Return masters, gradients and, for CPUAdam, its state; each parameter and role once.
 
     Args:
@@ -41,9 +33,9 @@ def wanted_tensors(
         forms: in which masters and moments will be kept; has considered the optimizers.
         config: of the run.
         accumulates: several micro-batches are added up before a step.
-        on_host: whether a parameter will be in host memory between steps; a planner asks before it is anywhere.
+        on_host: whether a parameter will be in host memory between steps.
     """
-    wanted: dict[tuple[int, TensorRole], Wanted] = {}
+    found: dict[tuple[int, TensorRole], HostTensor] = {}
     for optimizer in optimizers:
         for group, parameter in ((each, p) for each in optimizer.param_groups for p in each["params"]):
             if is_lazy(parameter):
@@ -57,8 +49,8 @@ def wanted_tensors(
             bytes_of |= {TensorRole.MOMENTUM: moment or foreign, TensorRole.VARIANCE: moment}
             for role, nbytes in bytes_of.items():
                 if nbytes:
-                    wanted[id(parameter), role] = Wanted(parameter, role, nbytes)
-    return list(wanted.values())
+                    found[id(parameter), role] = HostTensor(parameter, role, nbytes)
+    return list(found.values())
 
 
 def _foreign_bytes(optimizer: Optimizer, forms: Forms, group: dict[str, Any], parameter: torch.Tensor) -> int:
@@ -82,13 +74,3 @@ def _master_and_grad(
     grad_role = TensorRole.MASTER_GRADS if separate else TensorRole.COMPUTE_GRADS
     grad_bytes = numel * grad_dtype.itemsize if parameter.requires_grad else 0
     return {TensorRole.MASTER_WEIGHTS: master_bytes, grad_role: grad_bytes}
-
-
-def grouped(
-    parameters: Iterable[nn.Parameter], tier_of: Callable[[nn.Parameter], str | None]
-) -> list[list[nn.Parameter]]:
-    """Return parameters in groups that the same tier, or none, is asked for."""
-    groups: dict[str | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(tier_of(parameter), []).append(parameter)
-    return list(groups.values())

@@ -3,7 +3,7 @@
 Weights and optimizer state take so many bytes per parameter, by role: `ZERO_OFFLOAD_LAYOUT` is that of arXiv 2507.03305
 (its authors' CXL-Aware-LLM-Finetuning, numa_allocation_patch.py): 20 bytes. An update converts gradients to float32 (2
 read, 4 written), Adam reads 16 and writes 12, and the weights are converted back (2 written). `split_masters_layout` is
-this package's, 14 bytes: a float32 master weight is a compute weight and its lower half, and Adam reads bfloat16
+lightning_cxl's, 14 bytes: a float32 master weight is a compute weight and its lower half, and Adam reads bfloat16
 gradients as they are. Activations are the inputs of layers in bfloat16: 2 B S H L bytes, with batch B, sequence S,
 hidden size H and L layers.
 
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from lightning_cxl.commands.plan.shapes import SHAPES
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.workload import Overlap
 from lightning_cxl.placement.placement import TensorRole
@@ -49,17 +50,21 @@ class ModelShape:
         return float(batch * (2 * self.num_parameters * sequence + attention))
 
 
-SHAPES: Mapping[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        # the two models of arXiv 2507.03305; parameter counts in its authors' numa_allocation_patch.py
-        ModelShape(name="qwen2.5-7b", num_parameters=7_615_616_512, num_layers=28, hidden=3584),
-        ModelShape(name="mistral-nemo-12b", num_parameters=12_247_782_400, num_layers=40, hidden=5120),
-        # config.json of meta-llama/Llama-3.1-8B and -70B: vocabulary 128256, not tied; MLPs of 14336 and 28672;
-        # 8 key/value heads of 128
-        ModelShape(name="llama-3.1-8b", num_parameters=8_030_261_248, num_layers=32, hidden=4096),
-        ModelShape(name="llama-3.1-70b", num_parameters=70_553_706_496, num_layers=80, hidden=8192),
+# of the two models of arXiv 2507.03305 (its authors' numa_allocation_patch.py), and of Llama 3.1 (its config.json)
+_NUM_PARAMETERS = {
+    "qwen2.5-7b": 7_615_616_512,
+    "mistral-nemo-12b": 12_247_782_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+}
+PUBLISHED: Mapping[str, ModelShape] = {
+    name: ModelShape(
+        name=name,
+        num_parameters=count,
+        num_layers=SHAPES[name]["num_hidden_layers"],
+        hidden=SHAPES[name]["hidden_size"],
     )
+    for name, count in _NUM_PARAMETERS.items()
 }
 
 
@@ -69,9 +74,9 @@ def shape_named(name: str) -> ModelShape:
     Raises:
         ConfigError: there is none; the message names those that exist.
     """
-    if name.lower() not in SHAPES:
-        raise ConfigError(f"there is no shape {name!r}; there are: {', '.join(SHAPES)}")
-    return SHAPES[name.lower()]
+    if name.lower() not in PUBLISHED:
+        raise ConfigError(f"there is no shape {name!r}; there are: {', '.join(PUBLISHED)}")
+    return PUBLISHED[name.lower()]
 
 
 class PerParameter(NamedTuple):
@@ -95,7 +100,7 @@ ZERO_OFFLOAD_LAYOUT: Layout = {
 
 
 def split_masters_layout(state: State = "fp32") -> Layout:
-    """Return this package's layout, with gradients of all units at a time.
+    """Return lightning_cxl's layout, with gradients of all units at a time.
 
     Raises:
         ConfigError: an unknown state.
@@ -133,7 +138,7 @@ def split_masters(
     overlap: Overlap = "none",
     num_devices: int = 1,
 ) -> Job:
-    """Return the job as this package runs it in bfloat16: 14 bytes per parameter with float32 state.
+    """Return the job as lightning_cxl runs it in bfloat16: 14 bytes per parameter with float32 state.
 
     Args:
         shape: of the model.

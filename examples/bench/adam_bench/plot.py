@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_cxl.commands.bench.adam_step import OURS, ROOF
+from lightning_cxl.commands.bench.contenders import OURS, ROOF
 from lightning_cxl.commands.bench.tensors import format_count
 
 # times the roof: what is slower leaves the picture, and the legend says how slow it is

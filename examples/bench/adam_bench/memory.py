@@ -6,8 +6,9 @@ from pathlib import Path as File
 
 import torch
 
-from lightning_cxl.commands.bench.adam_path import MEASURE, PLAIN, Path, check_contenders, path_contenders
-from lightning_cxl.commands.bench.adam_step import OURS, ROOF, Options, state_contenders, step_contenders
+from adam_bench.path import Path, all_check_contenders, path_contenders
+from adam_bench.step import all_step_contenders
+from lightning_cxl.commands.bench.contenders import MEASURE, OURS, PLAIN, ROOF, Options, state_contenders
 from lightning_cxl.commands.bench.tensors import Problem, fits, one_tensor
 from lightning_cxl.commands.measuring.results import Results, print_columns
 from lightning_cxl.commands.measuring.timing import Contender, reason
@@ -54,11 +55,11 @@ def memory_section(results: Results, options: Options) -> None:
         print(f"skipped: the peak of the process cannot be reset here ({reason(error)})")
         return
     threads = options.num_threads
-    _group(results, f"fp32 step, {layout.label}", step_contenders(Problem.make(layout), threads), threads)
+    _group(results, f"fp32 step, {layout.label}", all_step_contenders(Problem.make(layout), threads), threads)
     _group(results, f"state formats, {layout.label}", state_contenders(Problem.make(layout), threads), threads)
     bf16 = Problem.make(layout, torch.bfloat16)
     _group(results, f"full path, {layout.label}", path_contenders(Path(bf16, threads)), threads)
-    _group(results, f"gradient check, bf16, {layout.label}", check_contenders(bf16.gradients, threads), threads)
+    _group(results, f"gradient check, bf16, {layout.label}", all_check_contenders(bf16.gradients, threads), threads)
 
 
 def _group(results: Results, title: str, contenders: Sequence[Contender], num_threads: int) -> None:

@@ -1,9 +1,8 @@
-"""Other people's Adam for the same job: torch's, DeepSpeed's, bitsandbytes', torchao's, and a compiled short function.
+"""Other people's Adam for the same job: DeepSpeed's, bitsandbytes', torchao's, and a compiled short function.
 
 Each function returns what is to be timed, and raises where its package is missing.
 """
 
-import ctypes
 import functools
 import importlib
 import itertools
@@ -12,35 +11,19 @@ from typing import Any
 
 import torch
 
+from lightning_cxl.commands.bench.contenders import BETAS, EPS, LR, WEIGHT_DECAY
 from lightning_cxl.commands.bench.tensors import Problem
 
 Run = Callable[[], object]
 
-# so small a rate leaves the weights where they are for as long as a benchmark takes
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-6, (0.9, 0.999), 1e-8, 0.01
 _OPTIONS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-
-
-def set_threads(num_threads: int) -> None:
-    """Let torch and everything else that uses OpenMP compute with so many threads."""
-    torch.set_num_threads(num_threads)
-    # torch brings an OpenMP of its own: extensions that others compile use the system's
-    ctypes.CDLL("libgomp.so.1").omp_set_num_threads(num_threads)
-
-
-def torch_adamw(problem: Problem, **choice: Any) -> Run:
-    """Return a step of ``torch.optim.AdamW`` with `fused` or `foreach`."""
-    optimizer = torch.optim.AdamW(problem.parameters, **_OPTIONS, **choice)
-    for parameter, state in _states(problem):
-        optimizer.state[parameter] = {"step": torch.tensor(1.0), **state}
-    return optimizer.step
 
 
 def deepspeed_adam(problem: Problem) -> Run:
     """Return a step of DeepSpeed's CPUAdam, which it compiles when it is made for the first time."""
     cpu_adam: Any = importlib.import_module("deepspeed.ops.adam")
     optimizer = cpu_adam.DeepSpeedCPUAdam(problem.parameters, **_OPTIONS)
-    for parameter, state in _states(problem):
+    for parameter, state in problem.states():
         optimizer.state[parameter] = {"step": 1, **state}
     step: Run = optimizer.step
     return step
@@ -58,14 +41,6 @@ def torchao_adamw8bit(problem: Problem) -> Run:
     library: Any = importlib.import_module("torchao.optim")
     step: Run = library.AdamW8bit(problem.parameters, **_OPTIONS).step
     return step
-
-
-def _states(problem: Problem) -> list[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Return the shared momentum and variance of each parameter under torch's names."""
-    return [
-        (parameter, {"exp_avg": momentum, "exp_avg_sq": variance})
-        for parameter, momentum, variance in zip(problem.parameters, problem.momentum, problem.variance, strict=True)
-    ]
 
 
 # -- a short function, compiled ----------------------------------------------------------------------------------------

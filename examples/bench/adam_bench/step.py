@@ -1,90 +1,51 @@
 """Sections of the Adam benchmark about the step alone: float32 by size and shape, and formats of the state."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from lightning_cxl.commands.bench import peers
-from lightning_cxl.commands.bench.tensors import (
-    Layout,
-    Problem,
-    fits,
-    format_count,
-    llama_tensors,
-    one_tensor,
-    small_tensors,
+from adam_bench import peers
+from adam_bench.tensors import llama_tensors, small_tensors
+from lightning_cxl.commands.bench.contenders import (
+    FUSED,
+    OURS,
+    ROOF,
+    Options,
+    cpu_adam,
+    state_contenders,
+    step_contenders,
+    torch_adamw,
 )
+from lightning_cxl.commands.bench.tensors import Layout, Problem, fits, format_count, one_tensor
 from lightning_cxl.commands.measuring.results import Results
-from lightning_cxl.commands.measuring.roof import Roof, read, update
 from lightning_cxl.commands.measuring.timing import Contender, measure
-from lightning_cxl.optim.cpu_adam import CPUAdam
 
 # nanoseconds per parameter, by number of parameters and contender
 Curves = dict[int, dict[str, float]]
 
-OURS = "CPUAdam"
-ROOF = "roof"
-FUSED = "torch fused"
 # with fewer parameters everything fits into a cache
 _MEMORY_BOUND = 20_000_000
 _PEER_STATE_SIZE = 4_000_000
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line chooses for all sections."""
-
-    num_threads: int
-    rounds: int
-    sizes: tuple[int, ...]
-
-    @property
-    def main_size(self) -> int:
-        """The size of sections that look at one: the largest that is not above 100 M."""
-        return max((size for size in self.sizes if size <= 100_000_000), default=min(self.sizes))
-
-
-def cpu_adam(problem: Problem, num_threads: int, **options: Any) -> CPUAdam:
-    """Return our optimizer on a problem."""
-    return CPUAdam(
-        problem.parameters,
-        lr=peers.LR,
-        betas=peers.BETAS,
-        eps=peers.EPS,
-        weight_decay=peers.WEIGHT_DECAY,
-        num_threads=num_threads,
-        **options,
-    )
-
-
 # -- float32 by size and shape -----------------------------------------------------------------------------------------
 
 
-def step_contenders(problem: Problem, num_threads: int) -> list[Contender]:
-    """Return all that update float32 parameters."""
-
-    def roof() -> Roof:
-        tensors = zip(problem.gradients, problem.parameters, problem.momentum, problem.variance, strict=True)
-        return Roof([[read(g), update(w), update(m), update(v)] for g, w, m, v in tensors], num_threads)
+def all_step_contenders(problem: Problem, num_threads: int) -> list[Contender]:
+    """Return all that update float32 parameters: CPUAdam, and others."""
 
     def compiled() -> Callable[[], None]:
         step = peers.compiled_step(problem, problem.parameters)
         return lambda: step(1.0)
 
-    found = [
-        Contender(ROOF, roof),
-        Contender(OURS, lambda: cpu_adam(problem, num_threads).step),
-        Contender(FUSED, lambda: peers.torch_adamw(problem, fused=True)),
-        Contender("DeepSpeed CPUAdam", lambda: peers.deepspeed_adam(problem), optional=True),
-    ]
+    found = [Contender("DeepSpeed CPUAdam", lambda: peers.deepspeed_adam(problem), optional=True)]
     if len(problem.parameters) == 1:
         found.append(Contender("torch.compile", compiled, optional=True))
     if fits(8 * problem.numel, f"torch foreach on {problem.layout.label} (temporaries)"):
-        found.append(Contender("torch foreach", lambda: peers.torch_adamw(problem, foreach=True)))
+        found.append(Contender("torch foreach", lambda: torch_adamw(problem, foreach=True)))
     traffic_bytes = 28 * problem.numel
-    return [Contender(one.name, one.make, one.optional, traffic_bytes) for one in found]
+    others = [Contender(one.name, one.make, one.optional, traffic_bytes) for one in found]
+    return [*step_contenders(problem, num_threads), *others]
 
 
 def step_section(results: Results, options: Options) -> Curves:
@@ -105,7 +66,7 @@ def _step(results: Results, options: Options, layout: Layout) -> dict[str, float
     if not fits(24 * layout.numel, f"the fp32 step on {layout.label}"):
         return None
     problem = Problem.make(layout)
-    timings = measure(step_contenders(problem, options.num_threads), options.rounds)
+    timings = measure(all_step_contenders(problem, options.num_threads), options.rounds)
     title = f"fp32 step, {layout.label}"
     results.table(title, timings, layout.numel, ROOF)
     ratio = timings.ratio(OURS, ROOF)
@@ -120,21 +81,6 @@ def _step(results: Results, options: Options, layout: Layout) -> dict[str, float
 
 
 # -- formats of the state ----------------------------------------------------------------------------------------------
-
-# bytes that a step moves per parameter for momentum and variance, read and written; 8 bit has a float32 per 256
-_STATE_TRAFFIC = {"fp32": 16.0, "bf16": 8.0, "8bit": 4.0 + 16 / 256}
-
-
-def state_contenders(problem: Problem, num_threads: int) -> list[Contender]:
-    """Return our optimizer with each format of the state."""
-    # weights are read and written, the remainder of a split master too; gradients are read
-    rest = 12 if problem.parameters[0].dtype is torch.float32 else 10
-
-    def contender(state: str) -> Contender:
-        traffic_bytes = round(problem.numel * (rest + _STATE_TRAFFIC[state]))
-        return Contender(state, lambda: cpu_adam(problem, num_threads, state=state).step, traffic_bytes=traffic_bytes)
-
-    return [contender(state) for state in _STATE_TRAFFIC]
 
 
 def state_section(results: Results, options: Options) -> None:
@@ -156,7 +102,7 @@ def _eight_bit_peers(results: Results, options: Options) -> None:
     size = min(options.main_size, _PEER_STATE_SIZE)
     problem = Problem.make(one_tensor(size))
     contenders = [
-        Contender(FUSED, lambda: peers.torch_adamw(problem, fused=True)),
+        Contender(FUSED, lambda: torch_adamw(problem, fused=True)),
         Contender(f"{OURS}, fp32", lambda: cpu_adam(problem, options.num_threads, state="fp32").step),
         Contender(f"{OURS}, 8bit", lambda: cpu_adam(problem, options.num_threads, state="8bit").step),
         Contender("bitsandbytes AdamW8bit", lambda: peers.bitsandbytes_adamw8bit(problem), optional=True),

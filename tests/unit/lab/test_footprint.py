@@ -1,17 +1,17 @@
 """Footprints and traffic against published figures and the package's own limits."""
 
+import footprint
 import pytest
+from footprint import PUBLISHED, ModelShape, shape_named, split_masters, zero_offload
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.optim.blockwise import BLOCK_SIZE
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs import footprint
-from lightning_cxl.planning.jobs.footprint import SHAPES, ModelShape, shape_named, split_masters, zero_offload
 from lightning_cxl.updates import unit_updates as updates
 
 R = TensorRole
 GIB = 2**30
-QWEN, NEMO = SHAPES["qwen2.5-7b"], SHAPES["mistral-nemo-12b"]
+QWEN, NEMO = PUBLISHED["qwen2.5-7b"], PUBLISHED["mistral-nemo-12b"]
 TINY = ModelShape(name="tiny", num_parameters=1000, num_layers=8, hidden=16)
 
 # GiB of the classes that arXiv 2507.03305's authors place (CXL-Aware-LLM-Finetuning, numa_allocation_patch.py)
@@ -28,7 +28,7 @@ def test_the_classes_of_the_paper_are_as_large_as_published(name):
     sizes = zero_offload(shape_named(name), 1, 32768).bytes_of()
     for role, gib in zip(ROLES, classes, strict=True):
         assert sizes[role] / GIB == pytest.approx(gib, abs=0.006), role
-    assert sum(sizes[role] for role in ROLES) == 20 * SHAPES[name].num_parameters
+    assert sum(sizes[role] for role in ROLES) == 20 * PUBLISHED[name].num_parameters
     assert sum(sizes[role] for role in ROLES) / GIB == pytest.approx(total, abs=0.06)
 
 
@@ -46,8 +46,8 @@ def test_the_parameter_counts_follow_from_the_published_configurations():
         layer = 2 * hidden * hidden + 2 * hidden * key_values + 3 * hidden * mlp + 2 * hidden
         return 2 * vocab * hidden + layers * layer + hidden
 
-    assert SHAPES["llama-3.1-8b"].num_parameters == llama(128256, 4096, 14336, 32)
-    assert SHAPES["llama-3.1-70b"].num_parameters == llama(128256, 8192, 28672, 80)
+    assert PUBLISHED["llama-3.1-8b"].num_parameters == llama(128256, 4096, 14336, 32)
+    assert PUBLISHED["llama-3.1-70b"].num_parameters == llama(128256, 8192, 28672, 80)
 
 
 @pytest.mark.parametrize(

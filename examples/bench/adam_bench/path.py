@@ -1,19 +1,26 @@
 """Sections of the Adam benchmark about the way from bf16 gradients to bf16 weights: all of it, and the check alone."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-from lightning_cxl.commands.bench import chains, peers
-from lightning_cxl.commands.bench.adam_step import OURS, ROOF, Options, cpu_adam
-from lightning_cxl.commands.bench.tensors import Problem, filled, fits, one_tensor, zeroed
+from adam_bench import chains, peers
+from adam_bench.tensors import zeroed
+from lightning_cxl.commands.bench.contenders import (
+    MEASURE,
+    OURS,
+    PLAIN,
+    ROOF,
+    Options,
+    check_contenders,
+    cpu_adam,
+    renew,
+)
+from lightning_cxl.commands.bench.tensors import Problem, filled, fits, one_tensor
 from lightning_cxl.commands.measuring.results import Results
 from lightning_cxl.commands.measuring.roof import Roof, read, update
 from lightning_cxl.commands.measuring.timing import Contender, measure
-from lightning_cxl.optim.meter import GradientMeter
 
-MEASURE, PLAIN = "measure", "plain read"
 TORCH, DEEPSPEED, COMPILED = "torch", "DeepSpeed", "torch.compile"
 # read gradients; read and write weights, remainders, momentum and variance
 _UPDATE_BYTES = 2 + 4 + 4 + 16
@@ -54,11 +61,6 @@ class Path:
             optimizer.step()
 
         return run
-
-
-def renew(gradients: Sequence[torch.Tensor]) -> None:
-    """Mark gradients as written again: what was measured in the run before must not be used."""
-    torch.autograd.graph.increment_version(gradients)
 
 
 def path_contenders(path: Path) -> list[Contender]:
@@ -127,30 +129,10 @@ def path_section(results: Results, options: Options) -> None:
 # -- the check alone ---------------------------------------------------------------------------------------------------
 
 
-def our_check(gradients: Sequence[torch.Tensor], num_threads: int) -> Callable[[], float]:
-    """Return our measuring of gradients: it gives their norm, which is finite if and only if they are."""
-    meter = GradientMeter(num_threads)
-
-    def run() -> float:
-        renew(gradients)
-        norm = math.sqrt(math.fsum(meter.sums(gradients)))
-        assert math.isfinite(norm)
-        return norm
-
-    return run
-
-
-def check_contenders(gradients: Sequence[torch.Tensor], num_threads: int) -> list[Contender]:
-    """Return all that look for non-finite gradients and compute their norm."""
-    traffic_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-
-    def roof(max_places: int) -> Roof:
-        return Roof([[read(gradient)] for gradient in gradients], num_threads, max_places)
-
+def all_check_contenders(gradients: Sequence[torch.Tensor], num_threads: int) -> list[Contender]:
+    """Return all that look for non-finite gradients and compute their norm: the measuring of gradients, and others."""
     return [
-        Contender(ROOF, lambda: roof(8), traffic_bytes=traffic_bytes),
-        Contender(PLAIN, lambda: roof(1), traffic_bytes=traffic_bytes),
-        Contender(MEASURE, lambda: our_check(gradients, num_threads), traffic_bytes=traffic_bytes),
+        *check_contenders(gradients, num_threads),
         Contender(COMPILED, lambda: peers.compiled_check(gradients), optional=True),
         Contender(TORCH, lambda: chains.torch_check(gradients)),
         Contender(DEEPSPEED, lambda: chains.deepspeed_check(gradients), optional=True),
@@ -166,7 +148,7 @@ def check_section(results: Results, options: Options) -> None:
             return
         gradients = filled(layout, dtype, 0.01)
         title = f"gradient check, {name}, {layout.label}"
-        timings = measure(check_contenders(gradients, options.num_threads), options.rounds)
+        timings = measure(all_check_contenders(gradients, options.num_threads), options.rounds)
         results.table(title, timings, layout.numel, ROOF)
         results.at_most(f"{title}: {MEASURE} / {ROOF}", timings.ratio(MEASURE, ROOF), "x roof", 1.05)
         results.add(f"{title}: {MEASURE} / {PLAIN}", timings.ratio(MEASURE, PLAIN), "x read")

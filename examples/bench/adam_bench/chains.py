@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from lightning_cxl.commands.bench import peers
-from lightning_cxl.commands.bench.tensors import Problem, zeroed
-from lightning_cxl.torch_private import foreach_copy_, foreach_mul_, foreach_norm, foreach_unscale_
+from adam_bench import peers
+from adam_bench.tensors import zeroed
+from lightning_cxl.commands.bench.contenders import torch_adamw
+from lightning_cxl.commands.bench.tensors import Problem
 
 Run = Callable[[], object]
 
@@ -33,9 +34,9 @@ class MasterChain:
         compute = [parameter.detach() for parameter in self.problem.parameters]
 
         def run() -> None:
-            foreach_copy_(self.wide_gradients, self.problem.gradients)
+            torch._foreach_copy_(self.wide_gradients, self.problem.gradients)
             step()
-            foreach_copy_(compute, self.masters)
+            torch._foreach_copy_(compute, self.masters)
 
         return run
 
@@ -47,9 +48,9 @@ def torch_check(gradients: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]
 
     def run() -> torch.Tensor:
         found.zero_()
-        foreach_unscale_(tensors, found, inverse_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse_scale)
         assert not found.item()
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors)))
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
         return norm
 
     return run
@@ -60,7 +61,7 @@ def torch_prepare(gradients: Sequence[torch.Tensor], max_norm: float) -> Run:
     check, tensors = torch_check(gradients), list(gradients)
 
     def run() -> None:
-        foreach_mul_(tensors, (max_norm / (check() + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(tensors, (max_norm / (check() + 1e-6)).clamp(max=1.0))
 
     return run
 
@@ -91,7 +92,7 @@ def deepspeed_prepare(gradients: Sequence[torch.Tensor], max_norm: float) -> Run
 
 def torch_update(chain: MasterChain) -> Run:
     """Return upcast, torch's fused AdamW, downcast."""
-    return chain.around(peers.torch_adamw(chain.wide, fused=True))
+    return chain.around(torch_adamw(chain.wide, fused=True))
 
 
 def deepspeed_update(chain: MasterChain) -> Run:
