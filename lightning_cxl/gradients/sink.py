@@ -46,12 +46,12 @@ from typing import Any, cast
 import torch
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.gradients.leaving import Gradient, Group, LeavingGradients
+from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.sums import AllocateAll, GradientSums, one_by_one
-from lightning_cxl.optim.formats import mix_key
-from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.optim.masters import AllocateFor, HostParameter, is_on_host
-from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.torch_private import at_end_of_backward, backward_id
 from lightning_cxl.transfer.engine import TransferEngine
 

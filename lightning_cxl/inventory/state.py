@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.foreign_state import num_state_tensors
 from lightning_cxl.inventory.tensors import HostTensor
-from lightning_cxl.optim.formats import MasterForm
 from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.masters import master_dtype, needs_master
+from lightning_cxl.optim.number_formats import MasterForm
 from lightning_cxl.placement.placement import TensorRole
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_cxl.gradients.meter import meter_of_run
 from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
@@ -29,7 +30,6 @@ from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
-from lightning_cxl.optim.meter import meter_of_run
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes

@@ -22,15 +22,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.formats import MasterForm, StatePrecision
 from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
-from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.optim.moment import AllocateState
+from lightning_cxl.optim.number_formats import MasterForm, StatePrecision
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.adopted import class_in_place_of
 from lightning_cxl.updates.host_step import (

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl.optim.formats import split
+from lightning_cxl.optim.number_formats import split
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 

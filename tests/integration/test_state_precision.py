@@ -7,11 +7,12 @@ import torch
 from lightning.pytorch import seed_everything
 
 import lightning_cxl
-from lightning_cxl.optim.blockwise import dequantize, num_blocks
-from lightning_cxl.optim.formats import join
+from lightning_cxl.optim.eight_bit import num_blocks
+from lightning_cxl.optim.number_formats import join
 from tests.cases import every_pair
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
+from tests.numerics.reference.blockwise import dequantize
 
 pytestmark = pytest.mark.on_cpu
 

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from simulation.engine import SimulatedEngine
 
+from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.updates.unit_updates import UnitUpdates
 from schedule.rig import Rig, UnitTraffic

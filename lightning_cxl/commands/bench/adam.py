@@ -20,9 +20,10 @@ same bytes with the same threads) and against torch's fused AdamW. Contenders ta
 medians, the spread of all rounds, and the median of the rounds' ratios."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure what the arguments ask for; print tables and write JSON."""
-    parser = make_parser("python -m lightning_cxl bench adam", _DESCRIPTION)
+    parser = make_parser("python -m lightning_cxl bench", _DESCRIPTION)
+    parser.add_argument("name", choices=["adam"], help="what is measured")
     args = parser.parse_args(arguments)
     options, results = begin(parser, args)
     for size in options.sizes:

@@ -10,8 +10,8 @@ import torch
 from lightning_cxl.commands.bench.tensors import Problem
 from lightning_cxl.commands.measuring.roof import Roof, read, update
 from lightning_cxl.commands.measuring.timing import Contender
+from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.meter import GradientMeter
 
 OURS, ROOF, FUSED = "CPUAdam", "roof", "torch fused"
 MEASURE, PLAIN = "measure", "plain read"

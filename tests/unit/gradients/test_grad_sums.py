@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.memory.host_tensors import mirror
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.transfer.engine import make_engine
 

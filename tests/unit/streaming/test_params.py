@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
-from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights, streamable

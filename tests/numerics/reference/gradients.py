@@ -7,7 +7,7 @@ the instruction set, the threads, the format, or what else is in the call.
 import torch
 from torch.nn.functional import pad
 
-from lightning_cxl.optim.formats import random_bits, round_stochastic
+from tests.numerics.reference.rounding import random_bits, round_stochastic
 
 PIECE = 262144
 """Elements summed before sums are."""

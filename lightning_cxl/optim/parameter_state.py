@@ -1,32 +1,52 @@
-"""`Slot`: all that the optimizer keeps of one parameter, in memory that stays where it was placed."""
+"""`ParameterState`: all that the optimizer keeps of one parameter, in memory that stays where it was placed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
-from lightning_cxl.optim.blockwise import dynamic_map
-from lightning_cxl.optim.formats import StatePrecision, join, split
-from lightning_cxl.optim.homes import Run
-from lightning_cxl.optim.layout import follows
-from lightning_cxl.optim.moment import AllocateState, Moment
+from lightning_cxl.optim.awaited_params import plain
+from lightning_cxl.optim.eight_bit import dynamic_map
+from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision
+from lightning_cxl.optim.number_formats import StatePrecision, join, split
+from lightning_cxl.optim.tensor_checks import follows
+from lightning_cxl.optim.threads import Stretch
 from lightning_cxl.placement.placement import TensorRole
 
 
 class KnownRow(NamedTuple):
-    """A row of the kernel's table, and what must be the same for it to be used again."""
+    """What the kernel was given for a parameter in its last step, and what must be the same for that to be right."""
 
     signature: tuple[object, ...]
     numbers: tuple[int, ...]
+    stretches: list[Stretch] | None
+    """By team; None where there are no teams."""
+    step_address: int
 
 
+class MomentKeys(NamedTuple):
+    """Where a moment is in the state of a parameter: under torch's key, or in 8 bit under those of bitsandbytes."""
+
+    values: str
+    codes: str
+    scales: str
+    map: str
+    unsigned: bool
+    """Whether codes have no sign."""
+
+
+MOMENT_KEYS = (
+    MomentKeys("exp_avg", "state1", "absmax1", "qmap1", unsigned=False),
+    MomentKeys("exp_avg_sq", "state2", "absmax2", "qmap2", unsigned=True),
+)
 REMAINDER = "remainder"
-"""Key of what bfloat16 weights lack of float32 master weights, int16; see `formats.split`."""
+"""Key of what bfloat16 weights lack of float32 master weights, int16; see `number_formats.split`."""
 
 
-class Slot:
+class ParameterState:
     """Step count, momentum, variance and, of a bfloat16 parameter, the remainder of its master weights.
 
     Args:
@@ -35,48 +55,29 @@ class Slot:
         allocate: gives the memory, which is held from now on.
     """
 
-    __slots__ = (
-        "_entries", "dtype", "known", "momentum", "numel", "precision", "remainder", "runs", "step",
-        "step_address", "variance",
-    )  # fmt: skip
-
     def __init__(self, parameter: torch.Tensor, precision: StatePrecision, allocate: AllocateState) -> None:
-        self.numel = parameter.numel()
         self.dtype = parameter.dtype  # decides whether there is a remainder
         self.precision = precision
+        self.known: KnownRow | None = None  # see `kernel_table.KernelTable`
         self.step = torch.zeros((), dtype=torch.float32)
-        self.step_address = self.step.data_ptr()
-        self.known: KnownRow | None = None  # the row of the last step, see `spans.SpanTable`
         self.momentum = Moment(parameter, TensorRole.MOMENTUM, precision, allocate)
         self.variance = Moment(parameter, TensorRole.VARIANCE, precision, allocate)
-        self.runs: list[Run] | None = None  # where its threads are at home; found out at the first step
         self.remainder: torch.Tensor | None = None
         if parameter.dtype is torch.bfloat16:
-            memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, self.numel)
+            memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, parameter.numel())
             self.remainder = laid_out_as(memory, parameter)
         self._entries = self._varying()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: all but addresses."""
-        return {
-            name: getattr(self, name)
-            for name in ("dtype", "momentum", "numel", "precision", "remainder", "step", "variance")
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, in memory of its own."""
-        for name, value in state.items():
-            setattr(self, name, value)
-        self.step_address = self.step.data_ptr()
-        self.known = self.runs = None
-        self._entries = self._varying()
+        return {**vars(self), "known": None}
 
     def holds(self, state: Mapping[str, Any]) -> bool:
         """Return whether `state` refers to this memory throughout."""
         return all(state.get(key) is value for key, value in self._entries)
 
     def check(self, parameter: torch.Tensor, name: str) -> None:
-        """Check that this memory is still right for `parameter`, which may have changed since the slot was made.
+        """Check that this memory is still right for `parameter`, which may have changed since this was made.
 
         Raises:
             ConfigError: it has got another shape or dtype, or gaps in memory that the state cannot follow.
@@ -105,7 +106,7 @@ class Slot:
         The keys are torch's (``exp_avg``, ``exp_avg_sq``), with 8-bit state bitsandbytes' (``state1``, ``absmax1``,
         ``qmap1``, ...), so that torch does not take codes for numbers. An empty `state` starts at zero. A tensor that
         someone else put there is copied in and replaced by ours. The parameter has passed `check` and
-        `layout.check_parameter`, the state `state.check_moments`.
+        `tensor_checks.check_parameter`, the state `saved_state.check_moments`.
         """
         values = self.momentum.values
         if (values.shape, values.stride()) != (parameter.shape, parameter.stride()) and not follows(values, parameter):
@@ -123,31 +124,28 @@ class Slot:
         state.clear()
         state.update(self._entries)
         if self.precision == "8bit":
-            state.update(qmap1=dynamic_map(False), qmap2=dynamic_map(True))
+            state.update({keys.map: dynamic_map(keys.unsigned) for keys in MOMENT_KEYS})
 
     def _varying(self) -> list[tuple[str, torch.Tensor]]:
         """Return the entries of the state that steps change."""
         entries = [("step", self.step)]
-        if self.momentum.scales is not None and self.variance.scales is not None:
-            entries += [("state1", self.momentum.values), ("state2", self.variance.values)]
-            entries += [("absmax1", self.momentum.scales), ("absmax2", self.variance.scales)]
-        else:
-            entries += [("exp_avg", self.momentum.values), ("exp_avg_sq", self.variance.values)]
+        for moment, keys in zip((self.momentum, self.variance), MOMENT_KEYS, strict=True):
+            if moment.scales is None:
+                entries.append((keys.values, moment.values))
+            else:
+                entries += [(keys.codes, moment.values), (keys.scales, moment.scales)]
         if self.remainder is not None:
             entries.append((REMAINDER, self.remainder))
         return entries
 
     def _take(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Copy another state in, of any precision; see `state.check_moments` for what it may look like."""
+        """Copy another state in, of any precision; see `saved_state.check_moments` for what it may look like."""
         if state["step"] is not self.step:
             self.step.fill_(float(state["step"]))
-        for moment, plain, coded, scales in (
-            (self.momentum, "exp_avg", "state1", "absmax1"),
-            (self.variance, "exp_avg_sq", "state2", "absmax2"),
-        ):
-            values = state[plain] if plain in state else state[coded]
+        for moment, keys in zip((self.momentum, self.variance), MOMENT_KEYS, strict=True):
+            values = state[keys.values] if keys.values in state else state[keys.codes]
             if values is not moment.values:
-                moment.load(values, state[scales] if values.dtype is torch.uint8 else None)
+                moment.load(values, state[keys.scales] if values.dtype is torch.uint8 else None)
         saved = state.get(REMAINDER)
         if saved is not None and saved.dtype is not torch.int16:
             saved = None  # torch's optimizers carry it along as a number, and their steps make it meaningless
@@ -171,3 +169,45 @@ class Slot:
         for (key, old), (_, new) in zip(before, self._entries, strict=True):
             if state.get(key) is old:
                 state[key] = new
+
+
+class ParameterStates:
+    """Makes the states of parameters, keeps them, and lets go of those that nothing can ask for any more.
+
+    Args:
+        precision: of momentum and variance.
+        fp32_state: parameters whose state stays float32 with ``"8bit"``.
+        allocate: gives their memory. Not part of a copy or a pickle: it belongs to this process.
+    """
+
+    def __init__(
+        self, precision: StatePrecision, fp32_state: Collection[torch.Tensor], allocate: AllocateState
+    ) -> None:
+        self.by_parameter: dict[torch.Tensor, ParameterState] = {}
+        self.allocate = allocate
+        self._precision: StatePrecision = precision
+        # `in` compares the elements of tensors in a list; where it goes by hash, tensors are told apart by identity
+        by_hash = isinstance(fp32_state, (AbstractSet, Mapping)) or not isinstance(fp32_state, Iterable)
+        self.fp32_state = fp32_state if by_hash else dict.fromkeys(fp32_state)
+
+    def make(self, parameter: torch.Tensor) -> ParameterState:
+        """Return a new state, which is not kept here yet."""
+        precision = choose_precision(parameter, self._precision, sensitive=parameter in self.fp32_state)
+        return ParameterState(parameter, precision, self.allocate)
+
+    def of(self, parameter: torch.Tensor) -> ParameterState:
+        """Return the state of a parameter; make it when the parameter was frozen while others got theirs."""
+        own = self.by_parameter.get(parameter)
+        if own is None:
+            own = self.by_parameter[parameter] = self.make(parameter)
+        return own
+
+    def drop_unused(self, groups: Iterable[Mapping[str, Any]], state: Mapping[torch.Tensor, Any]) -> None:
+        """Let go of parameters that are in no group and have no state: those of a group that was removed."""
+        used = {parameter for group in groups for parameter in plain(group["params"])}
+        for parameter in [one for one in self.by_parameter if one not in used and one not in state]:
+            del self.by_parameter[parameter]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle keeps."""
+        return {**vars(self), "allocate": allocate_from_torch}

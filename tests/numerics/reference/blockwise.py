@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cxl.optim.fma import fused_multiply_add
+from lightning_cxl.optim.eight_bit import BLOCK_SIZE, num_blocks
+from tests.numerics.reference.fma import fused_multiply_add
 
-BLOCK_SIZE = 256
 _DECADES = 7
 _SHIFT = 2.0**-31  # added to every share, see blockwise_tables.h
 _MIN_SCALE = 1e-38
@@ -33,11 +33,6 @@ class _Classes(NamedTuple):
     step: torch.Tensor
     base: torch.Tensor
     """share = step * (middle of the code's step) + base."""
-
-
-def num_blocks(numel: int) -> int:
-    """Return how many scales `numel` elements have."""
-    return -(-numel // BLOCK_SIZE)
 
 
 @cache
@@ -101,9 +96,3 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, unsigned: bool) -> 
     share = fused_multiply_add(classes.step[index] * scale, middle, classes.base[index] * scale)
     values = share if unsigned else torch.where(codes.reshape(-1) < 127, -share, share)
     return values.view(codes.shape)
-
-
-@cache
-def dynamic_map(unsigned: bool) -> torch.Tensor:
-    """Return the share of every code, float32 ``(256,)``: bitsandbytes calls it `qmap` or `code`."""
-    return dequantize(torch.arange(256, dtype=torch.uint8), torch.ones(1), unsigned=unsigned)

@@ -9,8 +9,6 @@ through ``.data`` leave the version as it is: where user code may do that, `trus
 parameter that has hooks of the user is not used.
 """
 
-import math
-import sys
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl import _cpu, _grads
+from lightning_cxl import _grads
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.memory.host_tensors import is_dense, is_ordinary
-from lightning_cxl.optim.formats import GRAD_FORMATS
-from lightning_cxl.optim.grad_hooks import GradientHooks
-from lightning_cxl.optim.hyper import kernel_threads
-from lightning_cxl.optim.layout import same_layout
+from lightning_cxl.gradients.grad_hooks import GradientHooks
+from lightning_cxl.memory.host_tensors import is_dense
+from lightning_cxl.optim.clipping import gradients, kernel_can_read, sums_of_squares
+from lightning_cxl.optim.number_formats import GRAD_FORMATS
+from lightning_cxl.optim.tensor_checks import same_layout
+from lightning_cxl.optim.threads import chosen_isa, kernel_threads, thread_count
 from lightning_cxl.torch_private import hooks_after_accumulation
 
 _NOTE = "_cxl_sum_of_squares"
@@ -66,8 +65,8 @@ class GradientMeter:
     """
 
     def __init__(self, num_threads: int | None = None, isa: str | None = None) -> None:
-        self.num_threads = _cpu.available_threads() if num_threads is None else num_threads
-        self._isa = _cpu.best_isa() if isa is None else isa
+        self.num_threads = thread_count(num_threads)
+        self._isa = chosen_isa(isa)
         self.trusts_versions = True
         """Whether a gradient of the same version is taken to be unchanged. See [Note: Measured gradients]."""
 
@@ -116,15 +115,13 @@ class GradientMeter:
         """Return the sum of squares of each host gradient; of those not measured yet in one sweep over all of them."""
         sums = [_noted(grad) if self.trusts_versions else None for grad in grads]
         missing = [index for index, value in enumerate(sums) if value is None]
-        rows = [index for index in missing if _kernel_can_read(grads[index])]
-        if rows:
-            spans = array("Q", [number for index in rows for number in _row(grads[index])])
-            results = array("d", bytes(8 * len(rows)))
-            _grads.measure(spans, results, self.num_threads, self._isa)
-            for index, value in zip(rows, results, strict=True):
+        if missing:
+            measured = sums_of_squares([grads[index] for index in missing], self.num_threads, self._isa)
+            for index, value in zip(missing, measured, strict=True):
                 sums[index] = value
-                _note(grads[index], value)
-        return [_sum_by_torch(grad) if value is None else value for grad, value in zip(grads, sums, strict=True)]
+                if not grads[index].is_sparse:  # whose values can be written without a new version
+                    _note(grads[index], value)
+        return [value for value in sums if value is not None]
 
     def sums_of(self, parameters: Iterable[torch.Tensor]) -> list[float]:
         """Return the sums of the gradients that `parameters` have, as they are after hooks on the parameters."""
@@ -149,26 +146,14 @@ def _forget_where_hooks_run(parameter: torch.Tensor) -> None:
         vars(parameter.grad).pop(_NOTE, None)
 
 
-def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients there are."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _row(source: torch.Tensor, destination: torch.Tensor | None = None, key: int = 0) -> tuple[int, ...]:
-    source_format = GRAD_FORMATS[source.dtype]
-    if destination is None:
-        return source.data_ptr(), 0, source.numel(), source_format, source_format, 0
-    formats = (source_format, GRAD_FORMATS[destination.dtype])
+def _row(source: torch.Tensor, destination: torch.Tensor, key: int = 0) -> tuple[int, ...]:
+    formats = GRAD_FORMATS[source.dtype], GRAD_FORMATS[destination.dtype]
     return source.data_ptr(), destination.data_ptr(), source.numel(), *formats, key
-
-
-def _kernel_can_read(grad: torch.Tensor) -> bool:
-    return grad.dtype in GRAD_FORMATS and is_ordinary(grad) and is_dense(grad)
 
 
 def _kernel_can_move(source: torch.Tensor, destination: torch.Tensor) -> bool:
     return (
-        _kernel_can_read(source) and is_dense(destination) and same_layout(source, destination) and not source.is_neg()
+        kernel_can_read(source) and is_dense(destination) and same_layout(source, destination) and not source.is_neg()
     )
 
 
@@ -179,11 +164,3 @@ def _note(grad: torch.Tensor, value: float) -> None:
 def _noted(grad: torch.Tensor) -> float | None:
     note = getattr(grad, _NOTE, None)
     return note.value_for(grad) if isinstance(note, _Note) else None
-
-
-def _sum_by_torch(grad: torch.Tensor) -> float:
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    total = float(torch.linalg.vector_norm(values.detach().double())) ** 2
-    if math.isfinite(total) or not bool(values.isfinite().all()):
-        return total
-    return sys.float_info.max  # finite float64 numbers whose squares are not

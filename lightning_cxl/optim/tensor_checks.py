@@ -1,20 +1,19 @@
-"""Tensors that a kernel can walk as one flat span: dense host memory, all in the order of the parameter."""
+"""Which tensors the kernels take: host memory without gaps, all in the order of the parameter.
 
-from collections.abc import Iterator
+A parameter with gaps is updated in a dense copy, and what belongs to it is in row-major order.
+"""
 
 import torch
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
-from lightning_cxl.optim.formats import GRAD_FORMATS
+from lightning_cxl.optim.number_formats import GRAD_FORMATS
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
-_PIECE = 1 << 16
-"""Elements of a weight with gaps that are updated at a time."""
 
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
-    """Check that the kernel can update `parameter` in place.
+    """Check that `parameter` can be updated.
 
     Raises:
         ConfigError: neither float32 nor bfloat16, not on the host, lazily negated, or its memory was taken away.
@@ -87,11 +86,6 @@ def is_flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     return ordinary and follows(tensor, parameter) and (tensor.is_contiguous() or is_dense(tensor))
 
 
-def is_usable(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether the kernel can read `grad` as it is."""
-    return grad.dtype in GRAD_FORMATS and is_flat_like(grad, parameter)
-
-
 def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
     """Return a gradient as dense host memory in the order of `parameter`; a copy only where needed.
 
@@ -107,23 +101,10 @@ def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> t
     if grad.device.type != "cpu":
         raise ConfigError(f"the gradient of {name} is on {grad.device}: copy it to the host before the step")
     _check_memory(grad, f"the gradient of {name}")
-    if is_usable(grad, parameter):
+    if grad.dtype in GRAD_FORMATS and is_flat_like(grad, parameter):
         return grad
     dtype = grad.dtype if grad.dtype in GRAD_FORMATS else torch.float32
     return laid_out_as(torch.empty(parameter.numel(), dtype=dtype), parameter).copy_(grad)
-
-
-def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cut a tensor into views of at most 65,536 elements, in row-major order: equal shapes are cut equally."""
-    if tensor.numel() <= _PIECE:
-        yield tensor
-        return
-    inner = tensor.numel() // tensor.shape[0]
-    if inner <= _PIECE:
-        yield from tensor.split(_PIECE // inner)  # type: ignore[no-untyped-call]
-        return
-    for part in tensor.unbind():
-        yield from pieces(part)
 
 
 def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor, name: str) -> None:

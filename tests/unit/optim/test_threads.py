@@ -1,4 +1,4 @@
-"""Threads and the nodes that tensors lie on: which runs, which CPUs, and that the result does not depend on them."""
+"""Threads and the nodes that tensors lie on: stretches, CPUs, and that the result does not depend on them."""
 
 from array import array
 
@@ -9,7 +9,7 @@ from lightning_cxl import _adam
 from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.machine.cpus import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.homes import Run, ThreadHomes
+from lightning_cxl.optim.threads import Stretch, ThreadTeams
 
 CHUNK = _adam.CHUNK
 
@@ -36,52 +36,52 @@ def test_cpus_and_nearest_nodes(two_sockets):
     assert nearest_cpu_nodes(two_sockets, frozenset({1})) == dict.fromkeys(range(4), 1)
 
 
-def test_one_node_with_cpus_needs_no_homes(two_sockets):
-    assert ThreadHomes.detect(two_sockets, frozenset({2, 3})) is None
-    homes = ThreadHomes.detect(two_sockets, frozenset(range(4)))
-    assert homes is not None and list(homes.cpus) == [0, 0, 0, 1, 1, 2, 1, 3]
+def test_one_node_with_cpus_needs_no_teams(two_sockets):
+    assert ThreadTeams.detect(two_sockets, frozenset({2, 3})) is None
+    teams = ThreadTeams.detect(two_sockets, frozenset(range(4)))
+    assert teams is not None and list(teams.cpus) == [0, 0, 0, 1, 1, 2, 1, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_runs_follow_the_pages(dtype):
+def test_stretches_follow_the_pages(dtype):
     flat = torch.zeros(5 * CHUNK + 7, dtype=dtype)
     nodes = [0, 0, 3, 1, None, 2]
     starts = {flat.data_ptr() + index * CHUNK * flat.element_size(): node for index, node in enumerate(nodes)}
-    homes = ThreadHomes({0: (0,), 1: (1,)}, {0: 0, 1: 1, 2: 0, 3: 1}, where=starts.__getitem__)
-    assert homes.runs(flat) == [
-        Run(0, 2 * CHUNK, 0),
-        Run(2 * CHUNK, 4 * CHUNK, 1),
-        Run(4 * CHUNK, 5 * CHUNK + 7, 0),  # unknown counts as the first home
+    teams = ThreadTeams({0: (0,), 1: (1,)}, {0: 0, 1: 1, 2: 0, 3: 1}, where=starts.__getitem__)
+    assert teams.stretches(flat) == [
+        Stretch(0, 2 * CHUNK, 0),
+        Stretch(2 * CHUNK, 4 * CHUNK, 1),
+        Stretch(4 * CHUNK, 5 * CHUNK + 7, 0),  # unknown counts as the first team
     ]
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_homes_do_not_change_the_result(state, dtype):
-    def trained(homes):
+def test_teams_do_not_change_the_result(state, dtype):
+    def trained(teams):
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in (3 * CHUNK + 100, 50, 2 * CHUNK)]
         adam = CPUAdam(parameters, lr=1e-2, state=state)
-        adam.homes = homes
+        adam.teams = teams
         for _ in range(3):
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape).to(dtype)
             adam.step()
         return [p.detach() for p in parameters] + [t for s in adam.state.values() for t in s.values()]
 
-    alternating = ThreadHomes({0: (0,), 1: (0,)}, {0: 0, 1: 1}, where=lambda address: address >> 17 & 1)
+    alternating = ThreadTeams({0: (0,), 1: (0,)}, {0: 0, 1: 1}, where=lambda address: address >> 17 & 1)
     for one, other in zip(trained(None), trained(alternating), strict=True):
         assert torch.equal(one, other)
 
 
-def test_a_home_beyond_the_spans_is_no_error():
+def test_a_team_beyond_the_spans_is_no_error():
     parameter = torch.nn.Parameter(torch.ones(10))
     parameter.grad = torch.ones(10)
     adam = CPUAdam([parameter], lr=0.1)
-    adam.homes = ThreadHomes({0: (0,), 1: (0,)}, {0: 0, 1: 1}, where=lambda address: 1)
+    adam.teams = ThreadTeams({0: (0,), 1: (0,)}, {0: 0, 1: 1}, where=lambda address: 1)
     adam.step()
     assert (parameter < 1).all()
-    assert adam.homes.cpus == array("q", [0, 0, 1, 0])
+    assert adam.teams.cpus == array("q", [0, 0, 1, 0])
 
 
 def test_a_kernel_that_does_not_say_where_pages_are_is_asked_once():
@@ -93,24 +93,24 @@ def test_a_kernel_that_does_not_say_where_pages_are_is_asked_once():
 
     parameters = [torch.nn.Parameter(torch.ones(size)) for size in (3 * CHUNK + 100, 50)]
     adam = CPUAdam(parameters, lr=0.1)
-    adam.homes = ThreadHomes({0: (0,), 1: (1,)}, {0: 0, 1: 1}, where=refuse)
+    adam.teams = ThreadTeams({0: (0,), 1: (1,)}, {0: 0, 1: 1}, where=refuse)
     for parameter in parameters:
         parameter.grad = torch.ones(parameter.shape)
     with pytest.warns(LightningCXLWarning, match="refuses to say where pages are .*Operation not permitted") as found:
         adam.step()
     adam.step()
     assert len(found) == len(asked) == 1
-    assert not adam.homes.cpus, "all work is in one home: its CPUs must not get all threads"
+    assert not adam.teams.cpus, "all work is in one team: its CPUs must not get all threads"
     assert all(torch.equal(p, p[:1].expand_as(p)) and (p < 1).all() for p in parameters)
     assert [int(state["step"]) for state in adam.state.values()] == [2, 2]
 
 
 def test_cpus_beyond_the_kernels_masks_are_left_out():
-    homes = ThreadHomes({0: (0, 1024), 1: (1023, 2000)}, {0: 0, 1: 1}, where=lambda address: 1)
-    assert list(homes.cpus) == [0, 0, 1, 1023]
+    teams = ThreadTeams({0: (0, 1024), 1: (1023, 2000)}, {0: 0, 1: 1}, where=lambda address: 1)
+    assert list(teams.cpus) == [0, 0, 1, 1023]
     parameter = torch.nn.Parameter(torch.ones(10))
     parameter.grad = torch.ones(10)
     adam = CPUAdam([parameter], lr=0.1)
-    adam.homes = homes
+    adam.teams = teams
     adam.step()
     assert (parameter < 1).all()

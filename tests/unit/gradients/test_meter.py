@@ -2,13 +2,15 @@
 
 import copy
 import math
+import types
 
 import pytest
 import torch
 
-from lightning_cxl.optim import meter as meter_module
-from lightning_cxl.optim.grad_hooks import GradientHooks
-from lightning_cxl.optim.meter import GradientMeter, gradients
+from lightning_cxl.gradients.grad_hooks import GradientHooks
+from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.optim import clipping
+from lightning_cxl.optim.clipping import gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -21,17 +23,13 @@ def exact(tensor):
 def sweeps(monkeypatch):
     """The number of tensors in each sweep of the kernel that only measures."""
     calls = []
-    measure = meter_module._grads.measure
+    measure = clipping._grads.measure
 
     def counting(spans, results, *rest):
         calls.append(len(results))
         return measure(spans, results, *rest)
 
-    class Kernels:
-        copy, accumulate = staticmethod(meter_module._grads.copy), staticmethod(meter_module._grads.accumulate)
-
-    Kernels.measure = staticmethod(counting)
-    monkeypatch.setattr(meter_module, "_grads", Kernels)
+    monkeypatch.setattr(clipping, "_grads", types.SimpleNamespace(measure=counting))
     return calls
 
 

@@ -1,16 +1,62 @@
 """Options and hyper-parameters: what CPUAdam accepts, and the numbers of one step made from them."""
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_cxl import _cpu
-from lightning_cxl.config import OffloadConfig
+import torch
+
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.optim.reference import AdamScalars
 
-_LAUNCHING_THREADS = 2
+
+class AdamScalars(NamedTuple):
+    """What one update needs besides the tensors; the row of numbers the kernel takes, in this order."""
+
+    decay: float
+    """Factor of the weight before the update: 1 - lr * weight_decay when decoupled, else 1."""
+    l2: float
+    """Weight decay added to the gradient when not decoupled, else 0."""
+    lerp_weight: float
+    """1 - beta1."""
+    beta2: float
+    square_weight: float
+    """1 - beta2."""
+    bias2_sqrt: float
+    """sqrt(1 - beta2 ** step)."""
+    eps: float
+    neg_step_size: float
+    """-lr / (1 - beta1 ** step)."""
+    grad_scale: float = 1.0
+    """Factor of the gradient, before anything else: unscaling and clipping in one."""
+
+    @classmethod
+    def at_step(
+        cls,
+        step: float,
+        *,
+        lr: float | torch.Tensor,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+        grad_scale: float = 1.0,
+    ) -> "AdamScalars":
+        """Return the scalars of the 1-based `step`, in double precision as torch computes them.
+
+        A tensor `lr` or `betas` is used as it is, so that its own precision decides, as in torch.
+        """
+        beta1, beta2 = betas
+        return cls(
+            decay=float(1 - lr * weight_decay) if decoupled and weight_decay != 0 else 1.0,
+            l2=0.0 if decoupled else float(weight_decay),
+            lerp_weight=float(1 - beta1),
+            beta2=float(beta2),
+            square_weight=float(1 - beta2),
+            bias2_sqrt=float((1 - beta2**step) ** 0.5),
+            eps=float(eps),
+            neg_step_size=float(-(lr / (1 - beta1**step))),
+            grad_scale=float(grad_scale),
+        )
 
 
 def scalars_of(group: Mapping[str, Any], step: float, grad_scale: float) -> AdamScalars:
@@ -53,42 +99,3 @@ def as_number(value: object) -> float:
         return float(value)  # type: ignore[arg-type]  # what cannot be converted says so
     except (TypeError, ValueError, RuntimeError):
         return math.nan
-
-
-def thread_count(num_threads: int | None) -> int:
-    """Return how many threads to use; None for what the process may use.
-
-    Raises:
-        ConfigError: not a whole number from 1 on.
-    """
-    if num_threads is None:
-        return _cpu.available_threads()
-    try:
-        count = operator.index(num_threads)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ConfigError(f"num_threads must be at least 1, got {num_threads!r}: give a whole number, or None for all")
-    return count
-
-
-def chosen_isa(isa: str | None) -> str:
-    """Return the instruction set to use; None for the fastest.
-
-    Raises:
-        ConfigError: this CPU does not have it.
-    """
-    if isa is not None and isa not in _cpu.supported_isas():
-        raise ConfigError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(_cpu.supported_isas())}")
-    return _cpu.best_isa() if isa is None else isa
-
-
-def kernel_threads(config: OffloadConfig, computes_on_host: bool) -> int:
-    """Return how many threads the kernels of a run take: what the user asks for, else what the process may use.
-
-    Where they run behind what a device does, two cores are left to those who keep it busy: the thread that queues the
-    forward, and autograd's, which queues the backward.
-    """
-    if config.num_threads is not None or computes_on_host or not config.overlaps_step(computes_on_host):
-        return thread_count(config.num_threads)
-    return max(1, thread_count(None) - _LAUNCHING_THREADS)

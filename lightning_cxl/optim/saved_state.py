@@ -1,4 +1,4 @@
-"""Reads an optimizer state dict in torch's format: which saved entry belongs to which parameter, and is it sound."""
+"""Saved optimizer state: which entry belongs to which parameter, is it sound, and what torch's optimizers read."""
 
 import copy
 import math
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError
-from lightning_cxl.optim.blockwise import num_blocks
-from lightning_cxl.optim.hyper import as_number, check_options, check_ranges
-from lightning_cxl.optim.moment import check_map
-from lightning_cxl.optim.slot import REMAINDER
+from lightning_cxl.optim.eight_bit import check_map, decode, num_blocks
+from lightning_cxl.optim.hyperparameters import as_number, check_options, check_ranges
+from lightning_cxl.optim.number_formats import join, split
+from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_CODED = ("state1", "state2")  # bitsandbytes
+_MOMENTS = tuple(keys.values for keys in MOMENT_KEYS)
+_CODED = tuple(keys.codes for keys in MOMENT_KEYS)
 _WRAPPED = "__bnb_optimizer_quant_state__"  # in its state dicts of late, these lie in a dict of their own
 
 
@@ -155,18 +155,15 @@ def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) 
             kinds = "floating point or uint8 codes" if keys is _CODED else "floating point"
             raise CheckpointError(f"the saved {key} of {name} is {entry[key].dtype}, it must be {kinds}")
     if keys is _CODED:
-        for key, scales, qmap, unsigned in (
-            ("state1", "absmax1", "qmap1", False),
-            ("state2", "absmax2", "qmap2", True),
-        ):
-            if entry[key].dtype is not torch.uint8:
+        for _, codes, scales, map_, unsigned in MOMENT_KEYS:
+            if entry[codes].dtype is not torch.uint8:
                 continue  # bitsandbytes keeps small parameters in float32 under the same names
             _check_tensor(name, scales, entry.get(scales), (num_blocks(parameter.numel()),))
             if not entry[scales].is_floating_point():
                 raise CheckpointError(
                     f"the saved {scales} of {name} is {entry[scales].dtype}, it must be floating point"
                 )
-            check_map(entry.get(qmap), name, unsigned=unsigned)
+            check_map(entry.get(map_), name, unsigned=unsigned)
     _check_step(name, entry["step"])
 
 
@@ -188,3 +185,43 @@ def _check_tensor(name: str, key: str, value: object, shape: tuple[int, ...]) ->
     if value.layout is not torch.strided or value.is_meta:
         where = "the meta device" if value.is_meta else f"{value.layout} memory"
         raise CheckpointError(f"the saved {key} of {name} is in {where}: load the checkpoint as ordinary tensors")
+
+
+def decoded(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return one parameter's state with 8-bit momentum and variance as float32 under torch's keys.
+
+    Args:
+        entry: of CPUAdam or bitsandbytes; state of other optimizers stays as it is.
+        name: of the parameter, for messages.
+
+    Raises:
+        CheckpointError: the codes are of another map than ours.
+    """
+    flat = unwrapped(entry) or {}
+    if not set(_CODED) <= flat.keys():
+        return dict(flat)
+    of_codes = {key for keys in MOMENT_KEYS for key in (keys.codes, keys.scales, keys.map)}
+    result = {key: value for key, value in flat.items() if key not in of_codes}
+    for keys in MOMENT_KEYS:
+        values = flat[keys.codes]
+        if values.dtype is torch.uint8:
+            check_map(flat.get(keys.map), name, unsigned=keys.unsigned)
+            values = decode(values, flat[keys.scales], unsigned=keys.unsigned)
+        result[keys.values] = values
+    return result
+
+
+def without_remainder(entry: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Return the state without the lower half of split master weights, and that half where it means something.
+
+    torch's optimizers carry it along as a floating point number, and their steps make it meaningless.
+    """
+    remainder = entry.get(REMAINDER)
+    rest = {key: value for key, value in entry.items() if key != REMAINDER}
+    return rest, remainder if isinstance(remainder, torch.Tensor) and remainder.dtype is torch.int16 else None
+
+
+def joined(weights: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return float32 master weights from compute weights, in any precision, and what they lack of them."""
+    upper = weights if weights.dtype is torch.bfloat16 else split(weights.float().contiguous())[0]
+    return join(upper.contiguous(), remainder.contiguous())

@@ -12,59 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cxl.optim.blockwise import dequantize, quantize
-from lightning_cxl.optim.fma import fused_multiply_add
-from lightning_cxl.optim.formats import join, random_bits, round_stochastic, split
-
-
-class AdamScalars(NamedTuple):
-    """What one update needs besides the tensors; the row of numbers the kernel takes, in this order."""
-
-    decay: float
-    """Factor of the weight before the update: 1 - lr * weight_decay when decoupled, else 1."""
-    l2: float
-    """Weight decay added to the gradient when not decoupled, else 0."""
-    lerp_weight: float
-    """1 - beta1."""
-    beta2: float
-    square_weight: float
-    """1 - beta2."""
-    bias2_sqrt: float
-    """sqrt(1 - beta2 ** step)."""
-    eps: float
-    neg_step_size: float
-    """-lr / (1 - beta1 ** step)."""
-    grad_scale: float = 1.0
-    """Factor of the gradient, before anything else: unscaling and clipping in one."""
-
-    @classmethod
-    def at_step(
-        cls,
-        step: float,
-        *,
-        lr: float | torch.Tensor,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor],
-        eps: float,
-        weight_decay: float,
-        decoupled: bool,
-        grad_scale: float = 1.0,
-    ) -> "AdamScalars":
-        """Return the scalars of the 1-based `step`, in double precision as torch computes them.
-
-        A tensor `lr` or `betas` is used as it is, so that its own precision decides, as in torch.
-        """
-        beta1, beta2 = betas
-        return cls(
-            decay=float(1 - lr * weight_decay) if decoupled and weight_decay != 0 else 1.0,
-            l2=0.0 if decoupled else float(weight_decay),
-            lerp_weight=float(1 - beta1),
-            beta2=float(beta2),
-            square_weight=float(1 - beta2),
-            bias2_sqrt=float((1 - beta2**step) ** 0.5),
-            eps=float(eps),
-            neg_step_size=float(-(lr / (1 - beta1**step))),
-            grad_scale=float(grad_scale),
-        )
+from lightning_cxl.optim.hyperparameters import AdamScalars
+from lightning_cxl.optim.number_formats import join, split
+from tests.numerics.reference.blockwise import dequantize, quantize
+from tests.numerics.reference.fma import fused_multiply_add
+from tests.numerics.reference.rounding import random_bits, round_stochastic
 
 
 class StateScales(NamedTuple):

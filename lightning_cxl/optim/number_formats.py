@@ -1,7 +1,7 @@
-"""Number formats of host tensors: codes that kernels take, split master weights, stochastic rounding.
+"""Number formats of host tensors: the codes that kernels take for them, split master weights, keys of random bits.
 
-In plain torch: the definition that ``cython_ext/include/number_formats.h`` is tested against, bit for bit. Bit patterns
-are int64 tensors here, because torch has little arithmetic for unsigned integers.
+``cython_ext/include/number_formats.h`` does the same in C, bit for bit. Bit patterns are int64 tensors here, because
+torch has little arithmetic for unsigned integers.
 """
 
 from typing import Literal
@@ -52,32 +52,6 @@ def join(compute_weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tenso
     return _from_bits((upper << 16) - (rounded_up.long() << 16) + lower)
 
 
-def random_bits(key: int, counters: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits per counter, the same ones for the same key and counter, as int64.
-
-    Args:
-        key: 64 bits.
-        counters: int64, any shape; the upper 32 bits of a counter change the key.
-    """
-    x = (counters ^ key) & _WORD
-    x = _multiply(x ^ x >> 16, 0x7FEB352D)
-    x = x + (key >> 32) + (counters >> 32) * 0x9E3779B9 & _WORD  # neighbouring keys would give related numbers
-    x = _multiply(x ^ x >> 15, 0x846CA68B)
-    return x ^ x >> 16
-
-
-def round_stochastic(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Return float32 `values` as bfloat16, up or down with the probability that makes the expected result exact.
-
-    Args:
-        values: float32.
-        random: int64, 16 uniform random bits per element.
-    """
-    bits = _bits(values)
-    upper = torch.where(values.isnan(), bits >> 16 | 0x40, bits + random >> 16)
-    return _to_bits16(upper).view(torch.bfloat16)
-
-
 def mix_key(*numbers: int) -> int:
     """Return a 64-bit key that depends on every one of the integers (splitmix64 finaliser after each)."""
     key = 0
@@ -101,9 +75,3 @@ def _to_bits16(bits: torch.Tensor) -> torch.Tensor:
     """Return the lower 16 bits as int16."""
     bits = bits & _LOW
     return torch.where(bits >= 1 << 15, bits - (1 << 16), bits).short()
-
-
-def _multiply(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """Return the lower 32 bits of the product of two 32-bit numbers."""
-    high, low = factor >> 16, factor & _LOW
-    return ((x * high & _LOW) << 16) + x * low & _WORD
