@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.measuring.timing import Timings
 from lightning_cxl.machine.calibration import QUIET_FRACTION
 from lightning_cxl.machine.fingerprint import cpu_model
+from lightning_cxl.native import _cpu
 
 
 @dataclass(frozen=True)
