@@ -50,6 +50,8 @@ def test_the_quickstart_trains_and_prints_the_report(capsys):
     shown = capsys.readouterr().out
     assert "CXL offload on cpu, finished" in shown or "CXL offload on cuda" in shown
     assert "blocks.0 to blocks.3" in shown and "CPUAdam" in shown
+    (report,) = code_blocks(README, "text")
+    assert "compute_weights" in report and set(report.splitlines()) <= set(shown.splitlines())
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("configs/*.yaml")), ids=lambda path: path.name)
@@ -250,6 +252,20 @@ def test_a_document_has_the_commands_and_targets_that_exist(document):
     assert set(re.findall(r"python -m lightning_cxl (\w+)", text)) <= set(COMMANDS)
     for name in re.findall(r'strategy="(\w+)"', text):
         assert name in lightning_cxl.StrategyRegistry
+
+
+@pytest.mark.slow
+def test_the_plan_that_the_guide_shows_is_what_the_command_says(monkeypatch, capsys):
+    text = (EXAMPLES / "guides" / "policies.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    command, shown = (block for language, block in blocks if not language)
+    monkeypatch.chdir(ROOT)  # the machine is a file of ours
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", *command.split()[3:]])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in shown.splitlines() if line not in ("...", *said)] == []
 
 
 def test_every_command_is_in_the_guide():
