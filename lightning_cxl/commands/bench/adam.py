@@ -22,7 +22,9 @@ medians, the spread of all rounds, and the median of the rounds' ratios."""
 
 def main(arguments: Sequence[str]) -> None:
     """Measure what the arguments ask for; print tables and write JSON."""
-    parser = make_parser("python -m lightning_cxl bench", _DESCRIPTION)
+    parser = make_parser(
+        "python -m lightning_cxl bench", _DESCRIPTION, "python -m lightning_cxl bench adam --sizes 1M 20M"
+    )
     parser.add_argument("name", choices=["adam"], help="what is measured")
     args = parser.parse_args(arguments)
     options, results = begin(parser, args)
@@ -62,10 +64,13 @@ def _time_check(results: Results, options: Options, dtype: torch.dtype, name: st
 # -- the command line, which `examples/bench/adam.py` shares -----------------------------------------------------------
 
 
-def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+def make_parser(program: str, description: str | None, example: str) -> argparse.ArgumentParser:
     """Return a parser of sizes, rounds, threads and the file of numbers."""
     parser = argparse.ArgumentParser(
-        program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        program,
+        description=description,
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--sizes",

@@ -154,6 +154,18 @@ def test_a_full_upstream_makes_the_pool_give_free_slabs_back_first() -> None:
     assert pool.usage() == (kept.nbytes, 16 * MIB)
 
 
+def test_a_full_upstream_gets_free_slabs_that_the_pool_would_have_kept() -> None:
+    """Below its peak of use the pool keeps more than the budget has room for beside the new slab."""
+    upstream, budget = budgeted(20 * MIB)
+    pool = PoolResource(upstream, slab_bytes=MIB)
+    both = [pool.allocate(9 * MIB), pool.allocate(9 * MIB)]
+    both.clear()
+    assert budget.held_bytes == 18 * MIB
+
+    kept = pool.allocate(12 * MIB)
+    assert budget.held_bytes == kept.nbytes == 12 * MIB
+
+
 def test_the_end_of_a_budget_smaller_than_a_slab_is_usable() -> None:
     upstream, budget = budgeted(10 * 4096)
     pool = PoolResource(upstream, slab_bytes=16 * MIB)
