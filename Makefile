@@ -4,13 +4,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test mutants gpu compat test-numa sanitize lint format clean
+.PHONY: demo test test-rest test-all mutants gpu compat test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
-	$(BIN)/python -m lightning_cxl fit --config examples/finetune_stdlib.yaml
+	$(BIN)/python -m lightning_cxl fit --config examples/configs/finetune_stdlib.yaml
+
+# one process per CPU; what looks at clocks, threads or control groups then runs alone: see tests/conftest.py
+WORKERS ?= $(shell nproc)
+TOGETHER = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+ALONE = $(BIN)/python -m pytest
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(TOGETHER) -m "not full and not alone"
+	$(ALONE) -m "alone and not full"
+
+# what `test` leaves out: all cases of products, and programs that take long
+test-rest: $(VENV)/installed
+	$(TOGETHER) -m "full and not alone"
+	$(ALONE) -m "full and alone"
+
+test-all: test test-rest
 
 # takes one protection away at a time and shows which test notices; `python -m tests.mutants slots` takes some of them
 mutants: $(VENV)/installed

@@ -50,7 +50,7 @@ def measure(const uint64_t[::1] spans, double[::1] results, int num_threads, str
 
     Args:
         spans: ``SPAN_FIELDS`` numbers per span: the address of the elements (IN), the address of the destination, the
-            number of elements, their format (`lightning_cxl.optim.formats.GRAD_FORMATS`), the format of the
+            number of elements, their format (`lightning_cxl.optim.number_formats.GRAD_FORMATS`), the format of the
             destination, and a random key. Here the destination must be 0; its format and the key are not used.
             Addresses are multiples of the size of an element.
         results: one number per span. OUT.
@@ -88,7 +88,7 @@ def accumulate(const uint64_t[::1] spans, double[::1] results, int num_threads, 
     """Add every span to its accumulator and measure the new accumulator, as stored, in the same sweep.
 
     Float32 sums are rounded once, as by torch's ``add_``. Bfloat16 sums are float32 sums rounded up or down at random,
-    so that the mean is exact; `lightning_cxl.gradients.reference` says with which random bits.
+    so that the mean is exact; `tests.numerics.reference.gradients` says with which random bits.
 
     Args:
         spans: as in `measure`. The destination (INOUT) is float32, or bfloat16 with a random key of 64 bits,

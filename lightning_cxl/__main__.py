@@ -20,7 +20,9 @@ def main() -> None:
 
             plan()
         elif sys.argv[1:2] == ["bench"]:
-            _bench(sys.argv[2:])
+            from lightning_cxl.commands.bench.adam import main as bench
+
+            bench(sys.argv[2:])
         else:
             from lightning_cxl.finetune.cli import (
                 main as finetune,  # imports torch and transformers: not for `env --help`
@@ -42,16 +44,6 @@ def _env(arguments: list[str]) -> None:
     from lightning_cxl.commands.env import environment_report, format_environment
 
     print(format_environment(environment_report()))
-
-
-def _bench(arguments: list[str]) -> None:
-    """Measure kernels on this machine against what its memory allows and against others' code."""
-    parser = argparse.ArgumentParser("python -m lightning_cxl bench", description=_bench.__doc__)
-    parser.add_argument("name", choices=["adam"], help="`bench adam --help` shows its options")
-    parser.parse_args(arguments[:1])
-    from lightning_cxl.commands.bench.adam import main as adam
-
-    adam(arguments[1:])
 
 
 if __name__ == "__main__":

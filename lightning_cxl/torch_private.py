@@ -194,10 +194,6 @@ def unscale(scaler: Any, *args: Any) -> Any:
 
 # --- kernels over lists of tensors, which `bench` compares with
 
-foreach_copy_: Any = find("torch", "_foreach_copy_", "measure how long torch copies lists of tensors")
-foreach_mul_: Any = find("torch", "_foreach_mul_", "measure how long torch clips")
-foreach_norm: Any = find("torch", "_foreach_norm", "measure how long torch takes norms")
-foreach_unscale_: Any = find("torch", "_amp_foreach_non_finite_check_and_unscale_", "measure how long torch unscales")
 
 # --- the compiler
 

@@ -1,8 +1,17 @@
-"""Shared by all tests: the device that those that train use, and one torch thread.
+"""Shared by all tests: the device that those that train use, one torch thread, and which tests run when.
 
-With more threads tiny models would spend their time in barriers.
+With more torch threads tiny models would spend their time in barriers.
+
+[Note: Which tests run when]
+* `make test` runs files side by side, one process per CPU. It leaves out tests marked ``full``: cases of a product of
+  values, each of which another case has, too; and programs that take long. `make test-all` runs them as well.
+* Tests marked ``alone`` look at clocks, at the CPUs of threads, or at the memory of a control group. They run in one
+  process, when the others are done.
+* Files with slow tests start first, so that no process waits long for the last one.
+* Examples of hypothesis are the same in every run: see tests/hypothesis_profiles.py.
 """
 
+import contextlib
 import gc
 import os
 
@@ -13,6 +22,9 @@ from tests import training_device
 
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
+
+with contextlib.suppress(ImportError):  # `make gpu` takes the packages that are there
+    from tests import hypothesis_profiles  # noqa: F401
 
 
 def pytest_addoption(parser):
@@ -26,6 +38,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     training_device.choose(config.getoption("--device"))
+
+
+def pytest_collection_modifyitems(items):
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish():

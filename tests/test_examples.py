@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from footprint import PUBLISHED, zero_offload
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_cxl
 from lightning_cxl.__main__ import main
 from lightning_cxl.machine.machine_file import load_machine
-from lightning_cxl.planning.jobs.footprint import SHAPES, zero_offload
 from tests.test_architecture import arrows, folder_of, home_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +45,7 @@ def test_the_quickstart_trains_and_prints_the_report(capsys):
     assert "blocks.0 to blocks.3" in shown and "CPUAdam" in shown
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("configs/*.yaml")), ids=lambda path: path.name)
 @pytest.mark.parametrize("command", ["fit", "validate"])
 def test_every_yaml_parses(path, command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lightning_cxl", command, "--config", str(path), "--print_config"])
@@ -69,6 +69,8 @@ def test_the_step_benchmark_writes_rows(tmp_path):
         assert values[f"{name}: step"] > 0 and values[f"{name}: peak"] > 0
 
 
+@pytest.mark.full
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
     target = tmp_path / "rows.json"
     command = [sys.executable, EXAMPLES / "bench" / "gpu.py", "--shape=tiny", "--seq=64", "--device=cpu", "--steps=3"]
@@ -82,6 +84,7 @@ def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_pat
     assert values["GPU peak"] is None and values["profiled: compute"] == 0 and "busy" not in values
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_overlap_benchmark_writes_rows_a_picture_and_a_trace(tmp_path):
     rows, picture, trace = (tmp_path / name for name in ("rows.json", "picture.png", "trace.json"))
@@ -163,7 +166,7 @@ def test_the_python_code_of_the_readme_runs_as_it_is(capsys):
     assert names["strategy"].config.budgets() == {"dram": 48 << 30}
     assert lightning_cxl.residency(names["cache"]) == {"cxl": 4194304}
     machine = load_machine(EXAMPLES / "machines" / "paper_a.yaml")
-    decision = names["own"]._policy.decide(zero_offload(SHAPES["qwen2.5-7b"], 1, 4096), machine)
+    decision = names["own"]._policy.decide(zero_offload(PUBLISHED["qwen2.5-7b"], 1, 4096), machine)
     assert decision.splits[lightning_cxl.TensorRole.MOMENTUM] == {"dram0": 0.8, "cxl0": 0.2}
     assert decision.splits[lightning_cxl.TensorRole.ACTIVATIONS] == {"cxl0": 1.0}
 

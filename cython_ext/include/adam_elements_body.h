@@ -5,7 +5,7 @@
  * CXL_TARGET   the target attribute
  *
  * The order of operations and the three fused multiply-adds are those of torch.optim.Adam on a CPU with FMA, see
- * lightning_cxl/optim/reference.py. Everything else rounds after each operation (-ffp-contract=off), which makes the
+ * tests/numerics/reference/adam.py. Everything else rounds after each operation (-ffp-contract=off), which makes the
  * ISAs agree bit for bit.
  */
 #define ADAM_INLINE CXL_TARGET static inline __attribute__((always_inline))

@@ -5,7 +5,7 @@
 #include "blockwise_tables.h"
 #include "number_formats.h"
 
-/* What one update needs besides the tensors; lightning_cxl/optim/reference.py says how each is computed. */
+/* What one update needs besides the tensors; tests/numerics/reference/adam.py says how each is computed. */
 struct adam_scalars {
     float decay;         /* factor of the weight before the update: 1 - lr * weight_decay (decoupled) or 1 */
     float l2;            /* weight decay added to the gradient, or 0 */
@@ -39,7 +39,7 @@ static inline struct adam_factors adam_factors_of(const struct adam_scalars *s)
         .neg_step_scaled = s->neg_step_size * s->bias2_sqrt};
 }
 
-/* lightning_cxl/optim/formats.py has the same numbers */
+/* lightning_cxl/optim/number_formats.py has the same numbers */
 enum adam_weights {
     ADAM_WEIGHTS_FP32,  /* float32 */
     ADAM_WEIGHTS_BF16,  /* float32 master weights, bfloat16 compute weights written beside them */

@@ -13,7 +13,7 @@ enum grads_operation { GRADS_MEASURE, GRADS_COPY, GRADS_ACCUMULATE };
 enum { GRADS_BLOCK = 32 };
 /* A thread that reads one place after the other leaves up to a third of the memory's bandwidth unused: the quarters of
  * a piece are walked side by side, a step of each in turn (measured: 128 KiB and more apart, or it gains nothing).
- * lightning_cxl/gradients/reference.py has the same numbers, except for the step, which changes no result. */
+ * tests/numerics/reference/gradients.py has the same numbers, except for the step, which changes no result. */
 enum { GRADS_PIECE = 262144, GRADS_QUARTERS = 4, GRADS_QUARTER = GRADS_PIECE / GRADS_QUARTERS };
 #define GRADS_STEP(operation) ((operation) == GRADS_MEASURE ? 256 : 512)
 
@@ -150,7 +150,7 @@ static double grads_piece(
     const enum grads_isa isa, const int operation, const int from, const int to, const char *source, char *destination,
     const int64_t n, const uint64_t random_key, const uint64_t offset)
 {
-    /* as lightning_cxl/optim/formats.py: what is above 32 bits of a counter changes the key */
+    /* as tests/numerics/reference/rounding.py: what is above 32 bits of a counter changes the key */
     const uint64_t pair = offset / 2;
     const uint32_t first = (uint32_t)pair;
     const struct cxl_random_key key = {

@@ -1,7 +1,7 @@
 """Planned bytes against measured ones: what the planner says a run holds on the host, and what the run then held.
 
-The job of `examples/finetune_stdlib.yaml`, and a Llama of 196 M parameters at three sequence lengths, for two steps on
-the CPU; every job in a process of its own. Three comparisons:
+The job of `examples/configs/finetune_stdlib.yaml`, and a Llama of 196 M parameters at three sequence lengths, for two
+steps on the CPU; every job in a process of its own. Three comparisons:
 
 * roles: `lightning_cxl.planning.jobs.model_job` on the meta device, against the peak of every role in
   `strategy.report()`;
@@ -38,8 +38,10 @@ from lightning_cxl.commands.measuring.results import Results, machine, print_col
 from lightning_cxl.commands.plan.model_source import loss_on_meta
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.inventory.activations import measure
+from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
-from lightning_cxl.planning.jobs.model_job import measure, model_job
+from lightning_cxl.planning.jobs.model_job import model_job
 
 STEPS = 2
 NO_HOLES = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -142,7 +144,7 @@ def plan(case: Case) -> dict[str, Any]:
     seen = measure(model, config, load, loss_on_meta(model, case.batch, case.sequence))
     if seen.note:
         raise RuntimeError(seen.note)
-    job = model_job("planned", model, config, load, seen).job
+    job = model_job("planned", list_tensors(model, None, config, load, measured=seen)).job
     roles = {role.value: nbytes for role, nbytes in job.bytes_of().items()}
     return {"roles": roles, "working": job.device_bytes, "num_parameters": job.num_parameters}
 

@@ -1,8 +1,8 @@
 """What a run holds on the host per parameter with fp32, bf16 and 8-bit state: asked for, and backed by pages.
 
-The job of `examples/finetune_stdlib.yaml` for two steps in `bf16-true`, once per precision. After the second step every
-tensor of weights, gradients and optimizer state is looked at: its bytes, how many of them the kernel backs with pages
-of this process (`move_pages`), and what `strategy.report()` says.
+The job of `examples/configs/finetune_stdlib.yaml` for two steps in `bf16-true`, once per precision. After the second
+step every tensor of weights, gradients and optimizer state is looked at: its bytes, how many of them the kernel backs
+with pages of this process (`move_pages`), and what `strategy.report()` says.
 
     python examples/bench/state_memory.py [--config FILE.yaml] [--precision bf16-true] [--json FILE]
 """
@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lightning_cxl
 
-CONFIG = Path(__file__).parents[1] / "finetune_stdlib.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "finetune_stdlib.yaml"
 ROLES = ("WEIGHTS", "GRADIENTS", "OPTIMIZER STATE")
 
 

@@ -1,7 +1,7 @@
 """What low-precision optimizer state costs in quality: loss curves of the demo with fp32, bf16 and 8-bit state.
 
-The job of `examples/finetune_stdlib.yaml` for 300 steps, once per precision with the same seed, and once more in fp32
-with another seed: differences between precisions mean something only beside the difference that a seed makes.
+The job of `examples/configs/finetune_stdlib.yaml` for 300 steps, once per precision with the same seed, and once more
+in fp32 with another seed: differences between precisions mean something only beside the difference that a seed makes.
 
     python examples/bench/state_precision.py [--steps 300] [--config FILE.yaml] [--json FILE] [--plot FILE.png]
 """
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-CONFIG = Path(__file__).parents[1] / "finetune_stdlib.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "finetune_stdlib.yaml"
 RUNS = {"fp32": ("fp32", 42), "bf16": ("bf16", 42), "8bit": ("8bit", 42), "fp32, other seed": ("fp32", 43)}
 BASELINE = "fp32"
 

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from footprint import ModelShape, split_masters
 from schedule.paper import CLAIMS, MODELS, OUR_LAYOUT, PAPER_LAYOUT, THROUGHPUT_GOALS, paper_machine
 
 from lightning_cxl.commands.measuring.pictures import check_matplotlib
@@ -28,7 +29,6 @@ from lightning_cxl.machine.machine import Machine
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.compare import PolicyPlan, compare, dram_only_time
-from lightning_cxl.planning.jobs.footprint import ModelShape, split_masters
 from lightning_cxl.planning.jobs.job import Job
 from lightning_cxl.planning.jobs.step import StepTime
 

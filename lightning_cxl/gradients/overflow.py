@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import GradientOverflowError, LightningCXLWarning
-from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.gradients.meter import GradientMeter
 
 log = logging.getLogger(__name__)
 

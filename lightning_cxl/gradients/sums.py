@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 
+from lightning_cxl.gradients.meter import Addition, GradientMeter
 from lightning_cxl.optim.masters import HostParameter
-from lightning_cxl.optim.meter import Addition, GradientMeter
 from lightning_cxl.placement.placement import TensorRole
 
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.replaced_method import ReplacedMethod
+from lightning_cxl.optim.clipping import gradients
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.meter import gradients
 from lightning_cxl.torch_private import unscale
 
 

@@ -1,21 +1,21 @@
 """`AdamStep`: one step of a `CPUAdam`, for all parameters at once or for some after others."""
 
 from array import array
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_cxl import _adam
 from lightning_cxl.optim.awaited_params import plain
-from lightning_cxl.optim.formats import mix_key
-from lightning_cxl.optim.hyper import check_options, check_ranges, scalars_of
-from lightning_cxl.optim.layout import check_compute_weights, check_parameter, usable_gradient
-from lightning_cxl.optim.spans import SpanTable, Update, is_as_before, signature_of
-from lightning_cxl.optim.state import check_moments, parameter_name
-
-if TYPE_CHECKING:
-    from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.hyperparameters import check_options, check_ranges, scalars_of
+from lightning_cxl.optim.kernel_table import KernelTable, Update, is_as_before, signature_of
+from lightning_cxl.optim.number_formats import mix_key
+from lightning_cxl.optim.parameter_state import ParameterStates
+from lightning_cxl.optim.saved_state import check_moments, parameter_name
+from lightning_cxl.optim.tensor_checks import check_compute_weights, check_parameter, usable_gradient
+from lightning_cxl.optim.threads import ThreadTeams
 
 
 class Work(NamedTuple):
@@ -30,16 +30,40 @@ class AdamStep:
     """Hyper-parameters of one step, as they are when it begins, and the work of it.
 
     Args:
-        optimizer: whose step it is.
+        groups: of the optimizer.
+        state: of the optimizer, by parameter; refers to the memory of `kept` once a parameter has been updated.
+        kept: state of each parameter, in memory that stays where it is.
+        compute_weights: 16-bit weights to write beside float32 parameters.
+        seed: of the stochastic rounding.
+        num_threads: of the kernel.
+        isa: of the kernel.
+        teams: which threads update what; None where all are near to all memory.
 
     Raises:
         ConfigError: a hyper-parameter is out of range.
         UnsupportedError: an option that CPUAdam does not have.
     """
 
-    def __init__(self, optimizer: "CPUAdam") -> None:
-        self._optimizer = optimizer
-        self._groups = [_as_now(group) for group in optimizer.param_groups]
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        state: defaultdict[torch.Tensor, Any],
+        kept: ParameterStates,
+        compute_weights: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        seed: int,
+        num_threads: int,
+        isa: str,
+        teams: ThreadTeams | None,
+    ) -> None:
+        self._groups = [_as_now(group) for group in groups]
+        self._state = state
+        self._kept = kept
+        self._compute_weights = compute_weights
+        self._seed = seed
+        self._num_threads = num_threads
+        self._isa = isa
+        self._teams = teams
         for group in self._groups:
             check_options(group)
             check_ranges(group)
@@ -53,47 +77,46 @@ class AdamStep:
         Raises:
             ConfigError, CheckpointError, UnsupportedError: see `CPUAdam.step`.
         """
-        optimizer = self._optimizer
         work = []
         ordinal, num_used = -1, 0
-        slots = optimizer.slots.by_parameter
-        num_slots = len(slots)
+        by_parameter, weights_beside = self._kept.by_parameter, self._compute_weights
+        num_kept = len(by_parameter)
         for group_index, group in enumerate(self._groups):
             for index, parameter in enumerate(group["params"]):
                 ordinal += 1
-                slot = slots.get(parameter)
-                if slot is not None:
+                kept = by_parameter.get(parameter)
+                if kept is not None:
                     num_used += 1
                 grad = parameter.grad if grads is None else grads.get(parameter)
                 if grad is None:
                     continue
-                compute = optimizer.compute_weights.get(parameter) if optimizer.compute_weights else None
-                known = None if slot is None else slot.known
+                compute = weights_beside.get(parameter) if weights_beside else None
+                known = None if kept is None else kept.known
                 if (
                     known is not None
-                    and slot is not None
+                    and kept is not None
                     and is_as_before(known.signature, parameter, grad, compute)
-                    and slot.holds(optimizer.plain_state[parameter])
+                    and kept.holds(self._state[parameter])
                 ):
-                    update = Update(parameter, grad, slot, compute, known.signature)
+                    update = Update(parameter, grad, kept, compute, known.signature)
                 else:
                     update = self._checked(parameter, grad, compute, parameter_name(group, index))
                 work.append(Work(group_index, ordinal, update))
-        if grads is None and num_used < num_slots:
-            optimizer.slots.drop_unused(optimizer.param_groups, optimizer.plain_state)
+        if grads is None and num_used < num_kept:
+            self._kept.drop_unused(self._groups, self._state)
         return work
 
     def _checked(self, parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None, name: str) -> Update:
         """Return the update of a parameter that has changed since the last step, or has had none."""
         check_parameter(parameter, name)
-        slot = self._optimizer.slots.of(parameter)
-        slot.check(parameter, name)
-        state = self._optimizer.plain_state.get(parameter)
-        if state and not slot.holds(state):
+        kept = self._kept.of(parameter)
+        kept.check(parameter, name)
+        state = self._state.get(parameter)
+        if state and not kept.holds(state):
             check_moments(name, parameter, state)
         check_compute_weights(compute, parameter, name)
         grad = usable_gradient(grad, parameter, name)
-        return Update(parameter, grad, slot, compute, signature_of(parameter, grad, compute))
+        return Update(parameter, grad, kept, compute, signature_of(parameter, grad, compute))
 
     def apply(self, work: Sequence[Work], scale: float) -> None:
         """Carry out updates, and count the step of their parameters.
@@ -102,24 +125,25 @@ class AdamStep:
             work: what `collect` returned, or a part of it.
             scale: factor of the gradients.
         """
-        optimizer = self._optimizer
         steps, values = array("Q"), array("f", bytes(4 * len(work)))
         for _, _, update in work:
-            slot = update.slot
-            if slot.known is None or slot.known.signature is not update.signature:
-                slot.bind(update.parameter, optimizer.plain_state[update.parameter])
-            steps.append(slot.step_address)
+            kept = update.kept
+            if kept.known is None or kept.known.signature is not update.signature:
+                kept.bind(update.parameter, self._state[update.parameter])
+                steps.append(kept.step.data_ptr())
+            else:
+                steps.append(kept.known.step_address)
         _adam.next_steps(steps, values)
 
         rows: dict[tuple[int, float], list[Update]] = {}
         for (group_index, ordinal, update), step in zip(work, values, strict=True):
-            if update.slot.precision == "bf16":
-                update = update._replace(key=mix_key(optimizer.seed, ordinal, int(step)))
+            if update.kept.precision == "bf16":
+                update = update._replace(key=mix_key(self._seed, ordinal, int(step)))
             rows.setdefault((group_index, step), []).append(update)
-        table = SpanTable(optimizer.homes)
+        table = KernelTable(self._teams)
         for (group_index, step), updates in rows.items():
             table.add(updates, scalars_of(self._groups[group_index], step, scale))
-        table.run(optimizer.num_threads, optimizer.isa)
+        table.run(self._num_threads, self._isa)
         _adam.store_steps(steps, values)  # only now: a step that fails before has not been made
 
 

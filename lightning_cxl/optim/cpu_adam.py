@@ -10,15 +10,14 @@ from torch.optim.optimizer import ParamsT
 from lightning_cxl import _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.optim.adam_step import AdamStep, written_by
-from lightning_cxl.optim.clip_factor import GradScale, own_meter
-from lightning_cxl.optim.formats import STATE_FORMATS, StatePrecision
-from lightning_cxl.optim.homes import ThreadHomes
-from lightning_cxl.optim.hyper import check_options, check_ranges, chosen_isa, thread_count
-from lightning_cxl.optim.layout import check_parameter
-from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.optim.clipping import GradScale, Meter, ReadingMeter
+from lightning_cxl.optim.hyperparameters import check_options, check_ranges
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
-from lightning_cxl.optim.slots import Slots
-from lightning_cxl.optim.state import checked_entries, match_groups, merged_groups, parameter_name
+from lightning_cxl.optim.number_formats import STATE_FORMATS, StatePrecision
+from lightning_cxl.optim.parameter_state import ParameterStates
+from lightning_cxl.optim.saved_state import checked_entries, match_groups, merged_groups, parameter_name
+from lightning_cxl.optim.tensor_checks import check_parameter
+from lightning_cxl.optim.threads import ThreadTeams, chosen_isa, thread_count
 from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
 
 
@@ -30,9 +29,9 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     """Adam or AdamW over host parameters, float32 or bfloat16, in one pass over memory.
 
     Hyper-parameters, state and state dict are those of ``torch.optim.Adam``, and checkpoints go both ways. In float32,
-    momentum and variance equal torch's bit for bit, the weights up to torch's rounding of ``sqrt`` (see
-    `optim/reference.py`). Of a bfloat16 parameter, state also holds the lower half of float32 master weights, of which
-    the parameter is the upper half: training equals that of float32 masters bit for bit.
+    momentum and variance equal torch's bit for bit, the weights up to torch's ``sqrt``, which is at times off by one
+    bit. Of a bfloat16 parameter, state also holds the lower half of float32 master weights, of which the parameter is
+    the upper half: training equals that of float32 masters bit for bit.
 
     Args:
         params: as for any torch optimizer; on the host. Gradients may be float32, bfloat16 or float16.
@@ -88,11 +87,11 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self._scale = [1.0]
         self.wait = _nothing_runs
         """Returns when no update runs behind."""
-        self.homes = ThreadHomes.detect()
+        self.teams = ThreadTeams.detect()
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
-        self.slots = Slots(state, fp32_state, allocate_from_torch if allocate_state is None else allocate_state)
-        self.meter = own_meter(self.num_threads, self.isa)
+        self.kept = ParameterStates(state, fp32_state, allocate_state or allocate_from_torch)
+        self.meter: Meter = ReadingMeter(self.num_threads, self.isa)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -164,9 +163,9 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     @property
     def fp32_state(self) -> Container[torch.Tensor]:
         """Parameters whose state stays float32 with ``state="8bit"``."""
-        return self.slots.fp32_state
+        return self.kept.fp32_state
 
-    def enter_run(self, meter: GradientMeter, wait: Callable[[], None]) -> None:
+    def enter_run(self, meter: Meter, wait: Callable[[], None]) -> None:
         """Take part in a run, until `leave_run`.
 
         Args:
@@ -178,9 +177,9 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
     def leave_run(self) -> None:
         """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""
-        self.slots.allocate = allocate_from_torch
+        self.kept.allocate = allocate_from_torch
         self.wait = _nothing_runs
-        self.meter = own_meter(self.num_threads, self.isa)
+        self.meter = ReadingMeter(self.num_threads, self.isa)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reserve its optimizer state. A group that is refused is not added."""
@@ -191,15 +190,15 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             check_ranges(group)
             if len(set(group["params"])) != len(group["params"]):
                 raise ConfigError("a parameter is twice in the same group: it would be updated twice in each step")
-            slots = {}
+            states = {}
             for index, parameter in enumerate(group["params"]):
                 check_parameter(parameter, parameter_name(group, index))
                 if parameter.requires_grad:
-                    slots[parameter] = self.slots.make(parameter)
+                    states[parameter] = self.kept.make(parameter)
         except BaseException:
             self.param_groups.pop()
             raise
-        self.slots.by_parameter.update(slots)
+        self.kept.by_parameter.update(states)
 
     @keeps_mark
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -225,8 +224,21 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             self._update()
         return loss
 
+    def begin_step(self) -> AdamStep:
+        """Return a step with the hyper-parameters of now, whose updates the caller carries out: a run, part by part."""
+        return AdamStep(
+            self.param_groups,
+            self.plain_state,
+            self.kept,
+            self.compute_weights,
+            seed=self.seed,
+            num_threads=self.num_threads,
+            isa=self.isa,
+            teams=self.teams,
+        )
+
     def _update(self) -> None:
-        step = AdamStep(self)
+        step = self.begin_step()
         work = step.collect()
         self.drop_stale_scale()
         step.apply(work, self.grad_scale)
@@ -275,7 +287,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         for parameter, name, entry in checked_entries(sources, saved):
             if entry is not None:
                 check_parameter(parameter, name)
-                self.slots.of(parameter).check(parameter, name)
+                self.kept.of(parameter).check(parameter, name)
             found.append((parameter, entry))
         with torch.no_grad():
             for parameter, entry in found:
@@ -283,23 +295,19 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
                     self.state.pop(parameter, None)
                     continue
                 state = dict(entry)
-                self.slots.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
+                self.kept.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
                 self.state[parameter] = state
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle keeps: all but the allocator, which belongs to this process."""
-        own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "_scale", "slots")
-        return {
-            **super().__getstate__(),
-            **{name: getattr(self, name) for name in own},
-        }
+        """Return what a copy or a pickle keeps: nothing of a run, which belongs to this process."""
+        own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "_scale", "kept")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, perhaps on another machine."""
-        self.wait = _nothing_runs
         self.plain_state = state.pop("state")
-        torch.optim.Optimizer.__setstate__(self, state)
-        self.homes = ThreadHomes.detect()
+        super().__setstate__(state)
         if self.isa not in _cpu.supported_isas():
             self.isa = _cpu.best_isa()
-        self.meter = own_meter(self.num_threads, self.isa)
+        self.teams = ThreadTeams.detect()
+        self.leave_run()

@@ -7,8 +7,8 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.formats import MasterForm, StatePrecision
 from lightning_cxl.optim.moment import choose_precision, moment_bytes
+from lightning_cxl.optim.number_formats import MasterForm, StatePrecision
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.nn import Parameter
 
-from lightning_cxl.optim.formats import MasterForm
-from lightning_cxl.optim.layout import is_flat_like
+from lightning_cxl.optim.number_formats import MasterForm
+from lightning_cxl.optim.tensor_checks import is_flat_like
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.transfer.engine import HostEngine, Transfer, TransferEngine
 

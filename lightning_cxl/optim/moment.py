@@ -1,15 +1,12 @@
 """`Moment`: momentum or variance of one parameter, in float32, bfloat16 or 8 bit, in memory that stays where it is."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from lightning_cxl import _adam, _cpu
-from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
-from lightning_cxl.optim.blockwise import dynamic_map, num_blocks
-from lightning_cxl.optim.formats import StatePrecision
+from lightning_cxl.optim.eight_bit import decode, encode, flat, num_blocks
+from lightning_cxl.optim.number_formats import StatePrecision
 from lightning_cxl.placement.placement import TensorRole
 
 AllocateState = Callable[[torch.Tensor, TensorRole, torch.dtype, int], torch.Tensor]
@@ -64,7 +61,7 @@ class Moment:
     @property
     def flat(self) -> torch.Tensor:
         """The memory of `values` as one dimension."""
-        return _flat(self.values)
+        return flat(self.values)
 
     def zero_(self) -> None:
         """Set every element to zero."""
@@ -91,7 +88,7 @@ class Moment:
             self.values.copy_(plain)
             return
         ordered = torch.empty_strided(self.values.shape, self.values.stride(), dtype=torch.float32).copy_(plain)
-        _adam.quantize(_numpy(_flat(ordered)), _numpy(self.flat), _numpy(own), self.unsigned, _cpu.best_isa())
+        encode(ordered, self.values, own, unsigned=self.unsigned)
 
     def follow(self, parameter: torch.Tensor) -> None:
         """Put the elements in the parameter's new order in memory."""
@@ -99,43 +96,3 @@ class Moment:
         old_values = old.clone() if self.scales is None else decode(old, self.scales, unsigned=self.unsigned)
         self.values = laid_out_as(old, parameter)
         self.load(old_values)
-
-
-def decode(codes: torch.Tensor, scales: torch.Tensor, *, unsigned: bool) -> torch.Tensor:
-    """Return the float32 values of dense 8-bit `codes`, in the same element order."""
-    values = torch.empty_strided(codes.shape, codes.stride(), dtype=torch.float32)
-    _adam.dequantize(
-        _numpy(_flat(codes)),
-        _numpy(scales.float().cpu().contiguous()),
-        _numpy(_flat(values)),
-        unsigned,
-        _cpu.best_isa(),
-    )
-    return values
-
-
-def check_map(qmap: object, name: str, *, unsigned: bool) -> None:
-    """Refuse 8-bit codes with another map than the dynamic one.
-
-    Raises:
-        CheckpointError: names the parameter.
-    """
-    if qmap is None:
-        return
-    known = dynamic_map(unsigned)
-    if (
-        not isinstance(qmap, torch.Tensor)
-        or qmap.shape != known.shape
-        or qmap.is_meta
-        or not torch.allclose(qmap.float().cpu(), known, rtol=1e-5, atol=1e-12)
-    ):
-        raise CheckpointError(f"the saved 8-bit state of {name} uses another map than bitsandbytes' dynamic one")
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor as one dimension."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _numpy(tensor: torch.Tensor) -> Any:
-    return tensor.detach().numpy()

@@ -27,9 +27,12 @@ class Placer:
     ) -> None:
         self.topology = topology
         self.policy = policy
-        """May be replaced when a run has been planned."""
         self._free = free
         self._owner = owner
+
+    def with_policy(self, policy: PlacementPolicy) -> "Placer":
+        """Return a placer for the same machine and owners that asks another policy."""
+        return Placer(self.topology, policy, self._free, self._owner)
 
     def owner(self, tensor: object) -> TierSpec | None:
         """Return what the module that a parameter or gradient belongs to asks for; None when no module owns it."""

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.formats import split
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.optim.plain_state import decoded, joined, without_remainder
-from lightning_cxl.optim.slot import REMAINDER
+from lightning_cxl.optim.number_formats import split
+from lightning_cxl.optim.parameter_state import REMAINDER
+from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
 
 log = logging.getLogger(__name__)
 

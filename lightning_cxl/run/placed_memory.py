@@ -1,6 +1,6 @@
-"""`PlacedMemory`: host memory for the tensors of one model, each where its placement says, and the plan of it."""
+"""`PlacedMemory`: host memory for the tensors of one model, each where the decision says."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -8,18 +8,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_cxl.config import OnTierFull
-from lightning_cxl.inventory.wanted import Wanted
+from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.host_tensors import is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.placement.placement import Placement, TensorRole
-from lightning_cxl.planning.fit import check_fits
-from lightning_cxl.planning.placements import ModelPlacements
-from lightning_cxl.run.report import Plan
+from lightning_cxl.planning.placements import Placements
+from lightning_cxl.planning.planned import PlannedBytes
 
+_TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 
 
@@ -29,8 +28,7 @@ class PlacedMemory:
     Args:
         memory: of the run.
         placements: of the model.
-        plan: what is reserved is added to it.
-        on_tier_full: whether a full tier spills or refuses.
+        planned: gets the bytes of `plan`, and of inputs of units.
         heap: trimmed before memory for a gradient is given; None where nobody cares.
         units: names of those whose inputs are offloaded.
     """
@@ -38,16 +36,14 @@ class PlacedMemory:
     def __init__(
         self,
         memory: HostMemory,
-        placements: ModelPlacements,
-        plan: Plan,
-        on_tier_full: OnTierFull,
+        placements: Placements,
+        planned: PlannedBytes,
         heap: HeapTrimmer | None,
         units: Sequence[str] = (),
     ) -> None:
         self.memory = memory
         self.placements = placements
-        self._plan = plan
-        self._on_tier_full = on_tier_full
+        self._planned = planned
         self._heap = heap
         self._units = units
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
@@ -58,7 +54,7 @@ class PlacedMemory:
         Master weights that a device copies as they are, after every step, are page-locked.
         """
         self._trim_for(role)
-        placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
+        placement = self.placements.place(parameter, role, parameter.numel() * dtype.itemsize)
         if role is TensorRole.MASTER_WEIGHTS and parameter.device.type != "cpu" and dtype is parameter.dtype:
             placement = replace(placement, pinned=True)
         return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
@@ -73,7 +69,7 @@ class PlacedMemory:
         self._trim_for(role)
         by_placement: dict[Placement, list[int]] = {}
         for index, (parameter, dtype) in enumerate(wanted):
-            placement = self.placements.for_parameter(parameter, role, parameter.numel() * dtype.itemsize)
+            placement = self.placements.place(parameter, role, parameter.numel() * dtype.itemsize)
             by_placement.setdefault(placement, []).append(index)
         tensors: dict[int, torch.Tensor] = {}
         for placement, indices in by_placement.items():
@@ -92,12 +88,12 @@ class PlacedMemory:
 
     def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return an uninitialised 1-D tensor for a parameter."""
-        placement = self.placements.for_parameter(parameter, role, numel * dtype.itemsize)
+        placement = self.placements.place(parameter, role, numel * dtype.itemsize)
         return self.memory.tensor((numel,), dtype, placement, role)
 
     def activation(self, nbytes: int, unit: str) -> Buffer:
         """Return memory for an input of a unit."""
-        placement = self.placements.for_unit(unit, TensorRole.ACTIVATIONS, nbytes)
+        placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
         self._plan_activation(nbytes, unit, placement)
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
 
@@ -118,12 +114,12 @@ class PlacedMemory:
         if len(self._seen_units) > 2:
             self._seen_units = None
         elif unit == self._seen_units[0]:
-            self._plan.add(TensorRole.ACTIVATIONS, nbytes, placement)
+            self._planned.add(TensorRole.ACTIVATIONS, nbytes, placement)
         else:
             for other in self._units:
                 if other != self._seen_units[0]:
-                    where = self.placements.for_unit(other, TensorRole.ACTIVATIONS, nbytes)
-                    self._plan.add(TensorRole.ACTIVATIONS, nbytes, where)
+                    where = self.placements.place(other, TensorRole.ACTIVATIONS, nbytes)
+                    self._planned.add(TensorRole.ACTIVATIONS, nbytes, where)
 
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
         """Return memory for the weights of several parameters that belong on the same tier.
@@ -131,19 +127,21 @@ class PlacedMemory:
         What weights that have moved before have left is given back first: it is of another stack, which nobody needs.
         """
         self.memory.trim()
-        placement = self.placements.for_parameter(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
+        placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
         return self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
 
     def weights(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return memory for the weights of a parameter; None if they are where they belong."""
         nbytes = parameter.numel() * parameter.element_size()
-        placement = self.placements.for_parameter(parameter, TensorRole.COMPUTE_WEIGHTS, nbytes)
+        placement = self.placements.place(parameter, TensorRole.COMPUTE_WEIGHTS, nbytes)
         if self._is_at_home(parameter, placement):
             return None
         return self.like(parameter, TensorRole.COMPUTE_WEIGHTS, parameter.dtype)
 
     def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move an optimizer's state in ordinary memory to where the policy wants it.
+
+        What it leaves goes back to the OS piece by piece: the C library would keep most of it.
 
         Args:
             optimizer: holds master weights. INOUT.
@@ -152,6 +150,7 @@ class PlacedMemory:
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given
         role = TensorRole.MOMENTUM
+        heap, left_bytes = HeapTrimmer(), 0
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
@@ -159,26 +158,24 @@ class PlacedMemory:
                 if self.memory.tier_at(value.data_ptr()) is not None:
                     continue
                 nbytes = value.numel() * value.element_size()
-                placement = self.placements.for_parameter(compute_of(parameter), role, nbytes)
+                placement = self.placements.place(compute_of(parameter), role, nbytes)
                 state[key] = self.memory.tensor(value.shape, value.dtype, placement, role).copy_(value)
+                del value
+                left_bytes += nbytes
+                if left_bytes >= _TRIM_BYTES:
+                    heap.trim_now()
+                    left_bytes = 0
+        if left_bytes:
+            heap.trim_now()
 
-    def reserve(self, wanted: Iterable[Wanted]) -> None:
-        """Add what will be allocated to the plan, and refuse before the first byte when it cannot fit any more.
+    def plan(self, inventory: Inventory) -> None:
+        """Add the inventory to the planned bytes.
 
-        Weights move from where they are, which [Note: Planning a run] has counted: here they are not checked again.
-        What they have left is given back.
-
-        Raises:
-            TierFullError: it does not fit.
+        Inputs of units are added when the first forward shows their sizes.
         """
-        self.memory.trim()
-        requests = []
-        for parameter, role, nbytes in wanted:
-            placement = self.placements.for_parameter(parameter, role, nbytes)
-            self._plan.add(role, nbytes, placement)
-            if role is not TensorRole.COMPUTE_WEIGHTS:
-                requests.append((role, nbytes, placement))
-        check_fits(requests, self.memory.free_bytes(), self._on_tier_full)
+        for each in inventory.tensors:
+            if each.role is not TensorRole.ACTIVATIONS:
+                self._planned.add(each.role, each.nbytes, self.placements.of(each))
 
     def _is_at_home(self, parameter: torch.Tensor, placement: Placement) -> bool:
         """Whether weights lie already where they should, because they were created there."""

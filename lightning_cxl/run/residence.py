@@ -8,20 +8,18 @@
   of them (embedding, final norm, head), does not stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_cxl.inventory.held import wanted_weights
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.inventory.tensors import StreamedUnit
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
-from lightning_cxl.streaming.units import NamedUnits
+from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.streaming.weights import place_weights
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -39,18 +37,14 @@ class Residence:
         TierFullError: the weights do not fit; nothing has been moved then.
     """
 
-    def __init__(self, model: nn.Module, memory: PlacedMemory, engine: TransferEngine, streamed: NamedUnits) -> None:
+    def __init__(
+        self, model: nn.Module, memory: PlacedMemory, engine: TransferEngine, streamed: Sequence[StreamedUnit]
+    ) -> None:
         self._engine = engine
-        chosen = list(streamable(model, streamed))
-        self.streamed_ids = frozenset(id(parameter) for _, _, own in chosen for parameter in own)
+        self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
         """Ids of the parameters that stream."""
         on_host = engine.device.type == "cpu"
-        weights = TensorRole.COMPUTE_WEIGHTS
-        pieces = [(name, module, memory.placements.grouped(own, weights)) for name, module, own in chosen]
-        memory.reserve(wanted_weights(model, pieces, computes_on_host=on_host))
-        self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in pieces]
-        self.unit_of = {id(place.parameter): unit for unit in self.units for place in unit.places}
-        """Unit of each streamed parameter, by the parameter's id."""
+        self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
         self._streamer: ParamStreamer | None = None
@@ -60,10 +54,10 @@ class Residence:
             self._move_rest(model, engine.device)
 
     def stream(self, phase: Callable[[], Literal["forward", "recompute"] | None]) -> ParamStreamer | None:
-        """Let the weights of units come and go from now on; the forward of units is wrapped.
+        """Get ready to stream the weights of units.
 
         Args:
-            phase: as of `ActivationOffload`, which must be attached after this.
+            phase: as of `ActivationOffload`, which must be attached after what this returns.
 
         Returns:
             What brings them; None if nothing streams.
@@ -85,11 +79,6 @@ class Residence:
         """Let weights be copied to the device again when they are needed next."""
         if self._streamer is not None:
             self._streamer.forget()
-
-    def wait_for_readers(self) -> None:
-        """Return when no copy to the device reads a home: the optimizer writes them next."""
-        for unit in self.units:
-            unit.wait_for_readers()
 
     def bring_home(self) -> None:
         """Let every streamed parameter show its home."""

@@ -20,13 +20,13 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
-from lightning_cxl.optim.meter import GradientMeter
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.host_step import HostStep, StateMemory
 from lightning_cxl.updates.torch_names import class_in_place_of

@@ -139,7 +139,7 @@ class UnitUpdates(WholeUpdates):
     def _updating(self, optimizer: CPUAdam, hosts: list[HostParameter]) -> Callable[[], None]:
         """Return the job that updates parameters whose gradients have been handed over."""
         if self._step is None:
-            self._step = AdamStep(optimizer)
+            self._step = optimizer.begin_step()
         return partial(self._update_arrived, self._step, hosts, optimizer.grad_scale)
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
@@ -151,7 +151,7 @@ class UnitUpdates(WholeUpdates):
         return loss
 
     def _update(self, optimizer: CPUAdam) -> None:
-        step = AdamStep(optimizer) if self._step is None else self._step
+        step = optimizer.begin_step() if self._step is None else self._step
         self._optimizer = self._step = None
         work = step.collect()
         optimizer.drop_stale_scale()

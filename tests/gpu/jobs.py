@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.optim.adam_step import AdamStep
-from lightning_cxl.run import runtime
+from lightning_cxl.run import run
 from tests import training_device
 from tests.integration.training import make_trainer, offload
 from tests.models import TinyTransformer
@@ -84,7 +84,7 @@ def fit(
     **trainer: Any,
 ) -> Job:
     """Train from a fixed seed with options of the strategy, or `PLAIN`, and return the module."""
-    runtime.OffloadRuntime.min_activation_bytes = 1
+    run.Run.min_activation_bytes = 1
     lengths = lengths or [size().length] * STEPS
     seed_everything(11, verbose=False)
     job = Job(depth)

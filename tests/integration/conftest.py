@@ -10,12 +10,12 @@ import time
 import pytest
 
 from lightning_cxl.optim.adam_step import AdamStep
-from lightning_cxl.run import runtime
+from lightning_cxl.run.run import Run
 
 
 @pytest.fixture(autouse=True)
 def _offload_small_activations(monkeypatch):
-    monkeypatch.setattr(runtime.OffloadRuntime, "min_activation_bytes", 1)
+    monkeypatch.setattr(Run, "min_activation_bytes", 1)
 
 
 @pytest.fixture(autouse=True)

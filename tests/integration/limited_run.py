@@ -15,8 +15,10 @@ import torch
 
 from lightning_cxl import TierFullError
 from lightning_cxl.config import OffloadConfig
+from lightning_cxl.inventory.activations import measure
+from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
-from lightning_cxl.planning.jobs.model_job import measure, model_job
+from lightning_cxl.planning.jobs.model_job import model_job
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -38,17 +40,17 @@ def planned():
     def loss():
         return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
-    job = model_job("planned", model, config, load, measure(model, config, load, loss)).job
+    measured = measure(model, config, load, loss)
+    job = model_job("planned", list_tensors(model, None, config, load, measured=measured)).job
     return sum(job.bytes_of().values()), job.device_bytes
 
 
 def take_the_checks_away():
     """Let neither the plan nor the allocator ask what is free."""
     from lightning_cxl.machine.topology import Topology
-    from lightning_cxl.planning import ahead
-    from lightning_cxl.run import placed_memory
+    from lightning_cxl.planning import decide
 
-    ahead.check_fits = placed_memory.check_fits = lambda *_, **__: None
+    decide.check_fits = lambda *_, **__: None
     Topology.node_free_bytes = Topology.host_available_bytes = lambda *_: 1 << 50
 
 

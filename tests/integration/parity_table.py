@@ -18,7 +18,7 @@ import warnings
 import torch
 from torch import nn
 
-from lightning_cxl.run import runtime
+from lightning_cxl.run.run import Run
 from tests import training_device
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, offload, train
@@ -135,7 +135,7 @@ def main():
     training_device.choose(arguments.device)
     if training_device.unavailable is not None:
         sys.exit(training_device.unavailable)
-    runtime.OffloadRuntime.min_activation_bytes = 1
+    Run.min_activation_bytes = 1
     num_wrong = num_equal = num_close = 0
     print(f"{'model':12} {'precision':10} {'micro-batches':>13} " + " ".join(f"{name:>21}" for name in SCHEDULES))
     for model, precision, accumulate in itertools.product(arguments.models, PRECISIONS, ACCUMULATE):

@@ -423,7 +423,7 @@ def test_a_second_step_waits_for_the_copies_of_the_first(options, late):
 def test_masters_that_are_copied_to_the_device_are_page_locked():
     class Looks(Task):
         def on_train_end(self):
-            masters = self.trainer.strategy.runtime.masters
+            masters = self.trainer.strategy.run.masters
             self.pinned = {
                 host.name: host.master.is_pinned()
                 for host in masters

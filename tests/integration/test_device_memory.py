@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import training_device
+from tests.cases import every_value
 from tests.integration.training import offload, train
 from tests.models import Task, TinyTransformer
 
@@ -28,13 +29,16 @@ def peaks(depth, options, task):
     return torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()
 
 
-@pytest.mark.parametrize("late", ["nothing", "kernels", "copies"])
-@pytest.mark.parametrize(
-    ("options", "task"),
-    [({}, Task), ({"on_overflow": "ignore"}, Task), ({}, Casts)],
-    ids=["behind the forward", "behind the backward", "autocast"],
-)
-def test_the_peak_does_not_grow_with_the_number_of_units(options, task, late):
+KINDS = {
+    "behind the forward": ({}, Task),
+    "behind the backward": ({"on_overflow": "ignore"}, Task),
+    "autocast": ({}, Casts),
+}
+
+
+@pytest.mark.parametrize(("late", "kind"), every_value(["nothing", "kernels", "copies"], KINDS))
+def test_the_peak_does_not_grow_with_the_number_of_units(late, kind):
+    options, task = KINDS[kind]
     if training_device.current.type == "cpu":
         pytest.skip("needs a device apart")
     training_device.make_late(late)  # late kernels let the host run far ahead

@@ -57,8 +57,12 @@ def resources():
 
 @pytest.mark.parametrize(
     ("task", "precision"),
-    [(Task, "32-true"), (Task, "bf16-true"), (Failing, "32-true"), (Interrupted, "32-true")],
-    ids=["fit", "fit bf16", "exception", "ctrl-c"],
+    [
+        pytest.param(Task, "32-true", id="fit"),
+        pytest.param(Task, "bf16-true", id="fit bf16", marks=pytest.mark.full),
+        pytest.param(Failing, "32-true", id="exception"),
+        pytest.param(Interrupted, "32-true", id="ctrl-c", marks=pytest.mark.full),
+    ],
 )
 def test_twenty_cycles_leak_nothing(task, precision):
     for _ in range(4):
@@ -96,7 +100,7 @@ def test_model_and_optimizer_are_usable_after_the_run(task):
 
 class Holding(Task):
     def on_train_end(self):
-        self.memory = self.trainer.strategy.runtime.memory
+        self.memory = self.trainer.strategy.host.memory
 
 
 @pytest.mark.on_cpu

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl.optim.formats import split
+from lightning_cxl.optim.number_formats import split
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 
@@ -48,7 +48,7 @@ def test_bf16_true_has_float32_masters(accumulate, optimizer, options):
 
     class Check(Task):
         def on_train_batch_end(self, *_):
-            masters = self.trainer.strategy.runtime.masters.named_masters()
+            masters = self.trainer.strategy.run.masters.named_masters()
             assert masters.keys() == dict(self.named_parameters()).keys()
             for name, p in self.named_parameters():
                 # CPUAdam rounds ties away from zero, torch to even

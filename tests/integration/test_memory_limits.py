@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.on_cpu
+pytestmark = [pytest.mark.on_cpu, pytest.mark.alone]
 
 CGROUPS = Path("/sys/fs/cgroup")
 MB = 10**6

@@ -1,9 +1,8 @@
-"""A choice of the table in which every two values of model, schedule, precision and accumulation meet."""
-
-import itertools
+"""The table of parity; `make test` takes a choice in which every two of its values meet."""
 
 import pytest
 
+from tests.cases import every_pair
 from tests.integration.parity_table import (
     ACCUMULATE,
     MODELS,
@@ -16,19 +15,11 @@ from tests.integration.parity_table import (
 )
 
 
-def pairwise():
-    """Yield few cases that have every pair of values of two columns; greedy."""
-    columns = (list(MODELS), list(SCHEDULES), list(PRECISIONS), list(ACCUMULATE))
+def promises(model, schedule, precision, accumulate):
+    return not promises_nothing(model, schedule, precision)
 
-    def pairs(case):
-        return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(4), 2)}
 
-    cases = [case for case in itertools.product(*columns) if not promises_nothing(*case[:3])]
-    wanted = set().union(*map(pairs, cases))
-    while wanted:
-        best = max(cases, key=lambda case: len(pairs(case) & wanted))
-        wanted -= pairs(best)
-        yield best
+CASES = every_pair(MODELS, SCHEDULES, PRECISIONS, ACCUMULATE, where=promises)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +28,7 @@ def _references():
     reference.cache_clear()
 
 
-@pytest.mark.parametrize(("model", "schedule", "precision", "accumulate"), sorted(pairwise()))
+@pytest.mark.parametrize(("model", "schedule", "precision", "accumulate"), CASES)
 def test_parity(model, schedule, precision, accumulate):
     if model == "lora":
         pytest.importorskip("peft")

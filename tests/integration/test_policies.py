@@ -9,6 +9,8 @@ from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.policies.api import Decision
 from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.run import run
+from lightning_cxl.run.residence import Residence
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -219,19 +221,18 @@ def test_an_object_is_a_policy():
     assert report["policy"] == "MomentumFar"
 
 
-def test_optimizers_made_on_parameters_that_are_replaced_are_made_again():
+def test_optimizers_made_on_parameters_that_are_replaced_are_made_again(monkeypatch):
+    class Renewing(Residence):
+        def __init__(self, model, *rest):
+            owner = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+            owner.weight = torch.nn.Parameter(owner.weight.detach().clone())
+            super().__init__(model, *rest)
+
+    monkeypatch.setattr(run, "Residence", Renewing)
     module = Task(TinyTransformer())
     strategy = offload()
-    setup_model = strategy.runtime.setup_model
-
-    def renew(model):
-        owner = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
-        owner.weight = torch.nn.Parameter(owner.weight.detach().clone())
-        setup_model(model)
-
-    strategy.runtime.setup_model = renew
     weights = {id(p) for p in module.parameters()}
     make_trainer(strategy, max_steps=1).fit(module, token_data(1))
     held = {p for group in strategy.optimizers[0].param_groups for p in group["params"]}
     assert held == set(module.parameters()) and {id(p) for p in held} != weights
-    assert {strategy._masters.name_of(p) for p in held} == {name for name, _ in module.named_parameters()}
+    assert {strategy._trained().masters.name_of(p) for p in held} == {name for name, _ in module.named_parameters()}

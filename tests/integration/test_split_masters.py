@@ -1,13 +1,12 @@
 """bfloat16 training with split masters: equal to float32 masters, bit for bit, and the model keeps its gradients."""
 
-import itertools
-
 import pytest
 import torch
 from lightning.pytorch import seed_everything
 
 from lightning_cxl import CPUAdam
-from lightning_cxl.optim.formats import join
+from lightning_cxl.optim.number_formats import join
+from tests.cases import every_pair, every_value
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -18,7 +17,7 @@ class Masters(Task):
     """Records the float32 masters after the last step, by name of the parameter."""
 
     def on_train_end(self):
-        masters = self.trainer.strategy.runtime.masters
+        masters = self.trainer.strategy.run.masters
         states = {p: s for o in self.trainer.optimizers for p, s in o.state.items()}
         self.masters = {}
         for host in masters:
@@ -56,7 +55,7 @@ CLIPS = {"no clip": {}, "norm": {"gradient_clip_val": 0.5}, "value": {"gradient_
 CLIPS["value"]["gradient_clip_algorithm"] = "value"
 
 
-@pytest.mark.parametrize(("accumulate", "clip"), [*itertools.product([1, 2, 8], CLIPS)])
+@pytest.mark.parametrize(("accumulate", "clip"), every_value([1, 2, 8], CLIPS))
 def test_split_and_float32_masters_train_the_same(accumulate, clip):
     arguments = {"accumulate_grad_batches": accumulate, "steps": 8 if accumulate < 8 else 3, **CLIPS[clip]}
     module, trainer = fit({}, **arguments)
@@ -87,9 +86,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "offload_activations", "accumulate"), [*itertools.product(MODELS, [True, False], [1, 2])]
-)
+@pytest.mark.parametrize(("model", "offload_activations", "accumulate"), every_pair(MODELS, [True, False], [1, 2]))
 def test_models(model, offload_activations, accumulate):
     arguments = {"make_model": MODELS[model], "task": AllParameters, "accumulate_grad_batches": accumulate}
     runs = [fit({"master": m, "activation_offload": offload_activations}, **arguments)[0] for m in ("split", "fp32")]
@@ -151,13 +148,12 @@ class Several(Masters):
 
     def seen(self):
         """The parameters whose gradients the model itself has."""
-        masters = self.trainer.strategy.runtime.masters
+        masters = self.trainer.strategy.run.masters
         hosts = [masters.find(p) for name, p in self.named_parameters() if "unused" not in name]
         return [host.compute for host in hosts if host.is_shared]
 
 
-@pytest.mark.parametrize("second", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("second", "shared"), every_value([torch.optim.SGD, torch.optim.AdamW], [True, False]))
 def test_two_optimizers_with_and_without_common_parameters(second, shared):
     task = type("Task", (Several,), {"second": second, "shared": shared})
     split, separate = (fit({"master": master}, task=task, steps=40)[0] for master in ("split", "fp32"))
@@ -167,7 +163,7 @@ def test_two_optimizers_with_and_without_common_parameters(second, shared):
 def test_which_parameters_are_split_beside_another_optimizer():
     class Look(Several):
         def on_train_start(self):
-            self.forms = {host.name: host.is_shared for host in self.trainer.strategy.runtime.masters}
+            self.forms = {host.name: host.is_shared for host in self.trainer.strategy.run.masters}
 
     module, _ = fit({}, task=Look, steps=2)
     assert not module.forms.pop("model.head.weight"), "SGD needs a float32 master"

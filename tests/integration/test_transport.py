@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
+from tests.cases import every_pair
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -26,7 +27,7 @@ def through_file(value):
     return torch.load(file, weights_only=False)
 
 
-WAYS = pytest.mark.parametrize("way", [copy.deepcopy, through_pickle, through_file])
+WAYS = (copy.deepcopy, through_pickle, through_file)
 
 
 class Plain(Task):
@@ -76,9 +77,10 @@ def works(trainer):
     return not torch.equal(trainer.lightning_module.model.head.weight.detach().cpu(), before)
 
 
-@WAYS
-@pytest.mark.parametrize("when", ["on_fit_start", "on_train_batch_end", "on_train_end"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+WHEN = ("on_fit_start", "on_train_batch_end", "on_train_end")
+
+
+@pytest.mark.parametrize(("way", "when", "precision"), every_pair(WAYS, WHEN, ("32-true", "bf16-true")))
 def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, precision):
     callback = Travels(way, when)
     straight, _ = fit("cxl_offload", [], precision=precision)
@@ -91,11 +93,11 @@ def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, prec
             assert torch.equal(copied.state_dict()[name], value), name
         kinds = {type(value).__module__ for part in copied.model.modules() for value in vars(part).values()}
         assert not [kind for kind in kinds if kind.startswith("lightning_cxl")]
-    assert trainer.strategy._runtime is None
+    assert trainer.strategy._run is None
     assert works(trainer)
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 def test_a_trainer_and_its_module_travel_after_a_run(way):
     module, trainer = fit("cxl_offload", [])
     alone = way(module)
@@ -103,7 +105,7 @@ def test_a_trainer_and_its_module_travel_after_a_run(way):
     assert works(way(trainer)) and works(trainer)
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bar", [TQDMProgressBar, OffloadProgressBar])
 def test_progress_bars_travel(way, bar):
     class Bar(Callback):

@@ -14,37 +14,39 @@ SCRIPT = ROOT / "tests" / "integration" / "weight_memory.py"
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
 
 
-def measure(task, folder):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPT, task, folder],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    return json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def measure(tmp_path_factory):
+    """Returns what memory a task takes."""
     folder = tmp_path_factory.mktemp("weights")
-    measure("make", folder)
-    return folder
+    script = subprocess.Popen(
+        [sys.executable, "-W", "ignore", SCRIPT, folder],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def ask(task):
+        print(task, file=script.stdin, flush=True)
+        return json.loads(script.stdout.readline())
+
+    ask("make")
+    yield ask
+    script.communicate()
 
 
 @pytest.mark.parametrize("task", ["load", "load bf16", "load in a run", "load bf16 in a run"])
-def test_loading_adds_the_model_and_at_most_20_mib(folder, task):
+def test_loading_adds_the_model_and_at_most_20_mib(measure, task):
     """A piece for conversion is 16 MiB; in a run, tiers hold whole slabs."""
-    used = measure(task, folder)
+    used = measure(task)
     assert used["model_mib"] == pytest.approx(200 if "bf16" in task else 400, rel=0.01)
     assert used["model_mib"] - 2 < used["peak_mib"] < used["model_mib"] + 20
     assert used["end_mib"] < used["model_mib"] + 20
 
 
 @pytest.mark.parametrize("task", ["save", "save bf16", "save views", "checkpoint", "checkpoint of views", "resume"])
-def test_saving_and_checkpoints_add_at_most_20_mib(folder, task):
+def test_saving_and_checkpoints_add_at_most_20_mib(measure, task):
     """Also with optimizer state, twice the model, and with parameters that are views of one piece of memory."""
-    used = measure(task, folder)
+    used = measure(task)
     assert used["model_mib"] == pytest.approx(400, rel=0.01)
     assert used["peak_mib"] < 20 and used["end_mib"] < 5

@@ -1,9 +1,14 @@
-"""Run by `test_weight_memory`: does one thing with a model of 400 MiB and prints what memory it took, as JSON.
+"""Run by `test_weight_memory`: does things with a model of 400 MiB and prints what memory each took, as JSON.
 
-Counted is memory that is nobody's cache: RssAnon and RssShmem of the kernel, at the start, at most, and at the end.
+    python tests/integration/weight_memory.py FOLDER
+
+Reads one task a line, and answers with one line. Each task runs in a child that is forked from this process, which has
+imported and allocated what is done once, and nothing else. Counted is memory that is nobody's cache: RssAnon and
+RssShmem of the kernel, at the start, at most, and at the end.
 """
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -16,7 +21,7 @@ from torch import nn
 import lightning_cxl
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.run.checkpoint import load_file, save_file
-from lightning_cxl.run.runtime import OffloadRuntime
+from lightning_cxl.run.host import Host
 
 MIB = 2**20
 WIDTH, DEPTH = 1448, 50  # 8 MiB a layer, 400 MiB in all
@@ -52,21 +57,30 @@ class Views(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        piece = torch.randn(DEPTH, WIDTH, WIDTH)
+        piece = torch.full((DEPTH, WIDTH, WIDTH), 0.5)
         self.weights = nn.ParameterList(piece.unbind())
 
 
-def make() -> nn.Module:
+def layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+
+def make() -> nn.Module:
+    with torch.device("meta"):
+        model = layers()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(0.5)
+    return model
 
 
 def load(folder: Path, dtype: torch.dtype | None, run: bool) -> tuple[Callable[[], object], nn.Module]:
     with lightning_cxl.empty_weights():
-        model = make()
-    runtime = OffloadRuntime(OffloadConfig(), torch.device("cpu"))
+        model = layers()
+    host = Host(OffloadConfig(), torch.device("cpu"))
 
     def work() -> None:
-        with runtime.activate() if run else nullcontext():
+        with host.activate() if run else nullcontext():
             lightning_cxl.load_weights(model, folder, dtype=dtype)
 
     return work, model
@@ -112,22 +126,32 @@ def prepare(task: str, folder: Path) -> tuple[Callable[[], object], object]:
     return resume, model
 
 
-def main() -> None:
-    task, folder = sys.argv[1], Path(sys.argv[2])
-    torch.set_num_threads(1)
+def answer(task: str, folder: Path) -> dict[str, float]:
     if task == "make":
         lightning_cxl.save_weights(make(), folder / "model", "100MiB")
-        return
-    lightning_cxl.save_weights(nn.Linear(2, 2), folder / "warm")  # what is imported and allocated once
-    small = nn.Linear(2, 2)
-    lightning_cxl.load_weights(small, folder / "warm")
-    save_file({"state_dict": small.state_dict()}, folder / "warm.ckpt")
+        return {}
     work, alive = prepare(task, folder)
     with Peak() as peak:
         work()
     model_bytes = sum(p.nbytes for p in alive.parameters()) if isinstance(alive, nn.Module) else 0
     added = {"peak_mib": (peak.peak - peak.start) / MIB, "end_mib": (peak.end - peak.start) / MIB}
-    print(json.dumps({"model_mib": model_bytes / MIB, **added}))
+    return {"model_mib": model_bytes / MIB, **added}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    lightning_cxl.save_weights(nn.Linear(2, 2), folder / "warm")  # what is imported and allocated once
+    small = nn.Linear(2, 2)
+    lightning_cxl.load_weights(small, folder / "warm")
+    save_file({"state_dict": small.state_dict()}, folder / "warm.ckpt")
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            print(json.dumps(answer(line.strip(), folder)), flush=True)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            print("null", flush=True)  # its error is on stderr
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m tests.mutants [word ...]
 
-Without words all mutants run; with words those whose name or file contains one. Exits with 1 if a mutant survives.
+Without words all mutants run; with words those whose name or file contains one. The tests are those that `make test`
+runs. A mutant of a kernel is compiled. Exits with 1 if a mutant survives.
 """
 
 import importlib
@@ -16,12 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutants import of_copies, of_updates
+from tests.mutants import of_all_folders, of_copies, of_updates
 from tests.mutants.mutant import Mutant
 
-MUTANTS = of_copies.MUTANTS + of_updates.MUTANTS
+MUTANTS = of_copies.MUTANTS + of_updates.MUTANTS + of_all_folders.MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180  # a mutant that hangs has been noticed, too
+COPIED = ("lightning_cxl/", "tests/", "examples/", "cython_ext/", "pyproject.toml", "README.md", "LICENSE")
 HEAVY = ("torch", "lightning.pytorch", "transformers", "torch.utils.cpp_extension")
 
 
@@ -33,14 +35,25 @@ def copy_tree(target: Path) -> None:
         capture_output=True,
         check=True,
     )
-    names = [
-        name for name in listed.stdout.decode().split("\0") if name.startswith(("lightning_cxl/", "tests/", "pyproj"))
-    ]
-    names += [str(path.relative_to(ROOT)) for path in (ROOT / "lightning_cxl").glob("*.so")]
+    names = [name for name in listed.stdout.decode().split("\0") if name.startswith(COPIED)]
     for name in names:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
+    for path in (ROOT / "lightning_cxl").glob("*.so"):
+        shutil.copy(path, target / "lightning_cxl")  # with the time of now: newer than its sources
+
+
+def compile_kernels(root: Path) -> None:
+    """Compile what is older than its sources: the one module that a mutant is in."""
+    command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the mutant cannot be compiled:\n{done.stderr[-3000:]}")
+
+
+def remember_kernels(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (root / "lightning_cxl").glob("*.so")}
 
 
 def run_tests(root: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
@@ -71,7 +84,7 @@ def _pytest(root: Path, tests: tuple[str, ...], output: Path) -> None:
     import lightning_cxl
 
     assert Path(lightning_cxl.__file__).is_relative_to(root), f"{lightning_cxl.__file__} is not the copy"
-    code = pytest.main(["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", *tests])
+    code = pytest.main(["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "-m", "not full", *tests])
     sys.stdout.flush()
     os._exit(int(code))
 
@@ -104,7 +117,7 @@ def main() -> int:
         root = Path(folder)
         copy_tree(root)
         for mutant in MUTANTS:  # all texts before the first run
-            (root / mutant.file).write_text(mutant.apply(root))
+            mutant.texts(root)
         everything = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
         code, output = run_tests(root, everything)
         if code != 0:
@@ -112,11 +125,15 @@ def main() -> int:
             return 2
         for number, mutant in enumerate(chosen, 1):
             start_s = time.monotonic()
-            original = mutant.apply(root)
+            original, kernels = mutant.apply(root), remember_kernels(root)
             try:
+                if mutant.file.startswith("cython_ext/"):
+                    compile_kernels(root)
                 by = who_noticed(*run_tests(root, mutant.tests))
             finally:
                 (root / mutant.file).write_text(original)
+                for path, content in kernels.items():
+                    path.write_bytes(content)
             if by is None:
                 survivors.append(mutant)
             seconds = time.monotonic() - start_s

@@ -21,15 +21,19 @@ class Mutant(NamedTuple):
     new: str
     tests: tuple[str, ...]
 
-    def apply(self, root: Path) -> str:
-        """Write the mutant's file; returns the text that was there.
+    def texts(self, root: Path) -> tuple[str, str]:
+        """Return the file as it is, and as the mutant's.
 
         Raises:
             ValueError: the old text is not there exactly once: the list must follow the code.
         """
-        path = root / self.file
-        text = path.read_text()
+        text = (root / self.file).read_text()
         if text.count(self.old) != 1:
             raise ValueError(f"`{self.takes_away}`: its text occurs {text.count(self.old)} times in {self.file}")
-        path.write_text(text.replace(self.old, self.new))
-        return text
+        return text, text.replace(self.old, self.new)
+
+    def apply(self, root: Path) -> str:
+        """Write the mutant's file; returns the text that was there. Raises as `texts`."""
+        original, changed = self.texts(root)
+        (root / self.file).write_text(changed)
+        return original

@@ -12,8 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from lightning_cxl import _adam, _cpu
-from lightning_cxl.optim import blockwise, formats
-from lightning_cxl.optim.reference import AdamScalars, StateScales, adam_update
+from lightning_cxl.optim import number_formats as formats
+from lightning_cxl.optim.eight_bit import BLOCK_SIZE
+from lightning_cxl.optim.hyperparameters import AdamScalars
+from tests.numerics.reference import blockwise
+from tests.numerics.reference.adam import StateScales, adam_update
 
 ISAS = _cpu.supported_isas()
 TENSORS = ("weights", "compute", "rest", "grads", "momentum", "variance", "momentum_scale", "variance_scale")
@@ -123,7 +126,7 @@ class Case:
         """Return the elements from `start`, a whole number of blocks, to `stop`, in the same memory."""
         parts = {}
         for name, tensor in self.tensors.items():
-            size = blockwise.BLOCK_SIZE if name.endswith("_scale") else 1
+            size = BLOCK_SIZE if name.endswith("_scale") else 1
             parts[name] = None if tensor is None else tensor[start // size : -(-stop // size)]
         return Case(self.formats, self.key, parts)
 
@@ -182,7 +185,7 @@ class Case:
             if name == "rest":
                 same |= self["compute"].isnan()
             elif tensor.dtype == torch.uint8:
-                same |= self[f"{name}_scale"].isnan().repeat_interleave(blockwise.BLOCK_SIZE)[: self.numel]
+                same |= self[f"{name}_scale"].isnan().repeat_interleave(BLOCK_SIZE)[: self.numel]
             bad = (~same).nonzero().flatten()[:3]
             assert not len(bad), f"{self.formats} {name}{bad.tolist()}: {tensor[bad]} {other[name][bad]} {context}"
 

@@ -1,6 +1,6 @@
 """Adam in double precision from its textbook formulas, and how far a float32 computation of it may be off.
 
-Independent of `lightning_cxl.optim.reference`: hyper-parameters are used as they are, nothing is rounded to float32.
+Independent of `tests.numerics.reference.adam`: hyper-parameters are used as they are, nothing is rounded to float32.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cxl.optim.formats import StatePrecision
+from lightning_cxl.optim.number_formats import StatePrecision
 
 U = 2.0**-24
 """Relative error of one correctly rounded float32 operation."""

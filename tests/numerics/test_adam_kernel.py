@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl import _adam, _cpu
-from lightning_cxl.optim import formats
-from lightning_cxl.optim.reference import AdamScalars
+from lightning_cxl.optim import number_formats as formats
+from lightning_cxl.optim.hyperparameters import AdamScalars
 from tests.numerics.adam_case import (
     COMBINATIONS,
     FIELDS,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_cxl import _cpu
-from lightning_cxl.optim import formats
+from lightning_cxl.optim import number_formats as formats
 from tests.numerics.adam_case import ISAS, PLAIN, TENSORS, Case, Formats, scalars_at, update
 from tests.numerics.big_tensors import BigMemory
 
@@ -25,9 +25,9 @@ def element_bytes(case: Case, name: str) -> float:
 @pytest.mark.parametrize(
     ("combination", "after", "lead"),
     [
-        (PLAIN, 2**31, 0),
+        pytest.param(PLAIN, 2**31, 0, marks=[pytest.mark.full, pytest.mark.alone]),
         (SMALLEST, 2**31, 1000),
-        (ROUNDED, 2**32, 1000),
+        pytest.param(ROUNDED, 2**32, 1000, marks=[pytest.mark.full, pytest.mark.alone]),
     ],
     ids=["fp32", "split-8bit", "bf16-2^32"],
 )

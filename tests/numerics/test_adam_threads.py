@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cases import others_full
 from tests.numerics.adam_case import COMBINATIONS, ISAS, Case, examples, scalars_at, seeds, step_scalars, update
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -58,7 +59,10 @@ def test_the_number_of_threads_does_not_matter(combination):
         start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
 
 
-@pytest.mark.parametrize("chunks", [*range(1, 24), 31, 32, 33, 55, 64, 89])
+NUMBERS = [*range(1, 24), 31, 32, 33, 55, 64, 89]
+
+
+@pytest.mark.parametrize("chunks", others_full(NUMBERS, stay=[1, 2, 3, 4, 5, 8, 13, 21, 32, 33, 89]))
 def test_every_chunk_is_updated_once_whatever_their_number(chunks):
     """A chunk that is left out keeps its values, one that has two turns gets another momentum."""
     start = Case.random((chunks - 1) * 65536 + 77, COMBINATIONS[chunks % 36], chunks)
@@ -67,6 +71,7 @@ def test_every_chunk_is_updated_once_whatever_their_number(chunks):
         start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, (chunks, num_threads))
 
 
+@pytest.mark.alone
 def test_chunks_of_a_moment_are_spread_over_memory():
     """Seen from outside during an update by two threads: what is done is no beginning of the tensor."""
     case = Case.random(30_000_000)
@@ -174,6 +179,7 @@ def watch(table: list[list[int]], cpus: list[int], wanted: set[int]) -> Counter[
     return seen
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(len(CPUS) < 2, reason="this process may use one CPU only")
 @pytest.mark.parametrize(
     ("sizes", "cpu_of_home", "wanted"),
@@ -200,6 +206,7 @@ def test_threads_run_on_the_cpus_of_their_home_and_move_back(sizes, cpu_of_home,
     assert_moved_back(before)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(len(CPUS) < 2, reason="this process may use one CPU only")
 @pytest.mark.parametrize("home_cpus", [CPUS[-1:], CPUS], ids=["none in common", "one in common"])
 def test_threads_stay_within_the_cpus_of_whoever_calls(home_cpus):
@@ -230,6 +237,7 @@ def test_threads_stay_within_the_cpus_of_whoever_calls(home_cpus):
     assert_moved_back(before)
 
 
+@pytest.mark.alone
 def test_threads_that_an_update_creates_may_run_where_the_process_may():
     case = Case.random(600_000)
     before = affinities()
@@ -250,6 +258,7 @@ def test_a_cpu_that_is_not_there_changes_nothing():
     assert_moved_back(before)
 
 
+@pytest.mark.alone
 def test_other_python_threads_go_on_during_an_update():
     """The interpreter lock is released: a counter in another thread moves within one call."""
     case = Case.random(4_000_000)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from lightning_cxl.optim.blockwise import BLOCK_SIZE, dequantize, dynamic_map, quantize
-from lightning_cxl.optim.formats import WEIGHTS_SPLIT
+from lightning_cxl.optim.eight_bit import BLOCK_SIZE, dynamic_map
+from lightning_cxl.optim.number_formats import WEIGHTS_SPLIT
 from tests.numerics.adam_case import ISAS, Case, Formats, scalars_at
 from tests.numerics.blockwise_values import BOUNDARY, both_maps, draw, nearest_codes, shares_of
+from tests.numerics.reference.blockwise import dequantize, quantize
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
 

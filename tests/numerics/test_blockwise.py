@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl import _adam
-from lightning_cxl.optim.blockwise import BLOCK_SIZE, dequantize, dynamic_map, num_blocks, quantize
+from lightning_cxl.optim.eight_bit import BLOCK_SIZE, dynamic_map, num_blocks
 from tests.numerics.adam_case import ISAS, equal_bits, examples, seeds
 from tests.numerics.blockwise_values import BOUNDARY, both_maps, draw, shares_of
 from tests.numerics.exact_adam import blockwise_error
+from tests.numerics.reference.blockwise import dequantize, quantize
 
 SPECIAL = [0.0, -0.0, 1e-45, 1e-39, -3e-39, 1e-38, 2e-38, 1.0, -1.0, 3e38, -3e38]
 
@@ -48,6 +49,8 @@ def test_the_map_is_that_of_the_paper(unsigned):
     expected = torch.tensor(sorted(positive + negative))
     assert expected.numel() == 256
     torch.testing.assert_close(dynamic_map(unsigned), expected, rtol=1e-6, atol=0)
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(dynamic_map(unsigned), dequantize(codes, torch.ones(1), unsigned=unsigned))
 
 
 @both_maps

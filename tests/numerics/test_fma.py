@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl.optim.fma import fused_multiply_add
 from tests.numerics.adam_case import ISAS, Case, examples, scalars_at
+from tests.numerics.reference.fma import fused_multiply_add
 
 
 def is_nearest(result: float, exact: Fraction) -> bool:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl.optim import formats
+from lightning_cxl.optim import number_formats as formats
 from tests.numerics.adam_case import equal_bits, examples
 from tests.numerics.bit_patterns import (
     SIGMAS,
@@ -16,6 +16,7 @@ from tests.numerics.bit_patterns import (
     every_upper_half,
     float32_of,
 )
+from tests.numerics.reference.rounding import random_bits, round_stochastic
 
 # ---- split master weights ----
 
@@ -76,7 +77,7 @@ COUNTERS = torch.arange(COUNT)
 
 @pytest.mark.parametrize("key", keys())
 def test_every_random_bit_is_fair_and_no_pair_of_halves_is_correlated(key):
-    bits = formats.random_bits(key, COUNTERS)
+    bits = random_bits(key, COUNTERS)
     assert ((bits >= 0) & (bits < 2**32)).all()
     for position in range(32):
         assert abs((bits >> position & 1).double().mean() - 0.5) < SIGMAS * 0.5 / COUNT**0.5, position
@@ -93,20 +94,20 @@ def test_every_random_bit_is_fair_and_no_pair_of_halves_is_correlated(key):
 
 def test_random_bits_depend_on_key_and_counter_and_nothing_else():
     key = formats.mix_key(1, 2, 3)
-    bits = formats.random_bits(key, COUNTERS)
-    assert torch.equal(bits, formats.random_bits(key, COUNTERS))
-    assert torch.equal(bits[500:], formats.random_bits(key, COUNTERS[500:]))
-    assert torch.equal(bits.view(-1, 2), formats.random_bits(key, COUNTERS.view(-1, 2)))
+    bits = random_bits(key, COUNTERS)
+    assert torch.equal(bits, random_bits(key, COUNTERS))
+    assert torch.equal(bits[500:], random_bits(key, COUNTERS[500:]))
+    assert torch.equal(bits.view(-1, 2), random_bits(key, COUNTERS.view(-1, 2)))
     assert bits.unique().numel() == COUNT  # a bijection of 32 bits
     others = [key ^ 1 << position for position in range(64)] + keys()
     for other in others:
-        changed = formats.random_bits(other, COUNTERS)
+        changed = random_bits(other, COUNTERS)
         share = sum(((bits ^ changed) >> position & 1).double().mean() for position in range(32)) / 32
         assert 0.4 < share < 0.6, hex(other)
     # beyond 2 ** 32 elements the counter starts again with another key, far from this one
-    far = formats.random_bits(key, COUNTERS + 2**32)
+    far = random_bits(key, COUNTERS + 2**32)
     assert abs(correlation(far, bits)) < SIGMAS / COUNT**0.5
-    assert torch.equal(far, formats.random_bits((key + (0x9E3779B9 << 32)) % 2**64, COUNTERS))
+    assert torch.equal(far, random_bits((key + (0x9E3779B9 << 32)) % 2**64, COUNTERS))
 
 
 def test_mixed_keys_differ_in_every_argument():
@@ -125,7 +126,7 @@ def test_mixed_keys_differ_in_every_argument():
 def test_stochastic_rounding_takes_one_of_the_two_neighbours_and_keeps_what_is_exact():
     bits = every_upper_half(seed=2)
     values = float32_of(bits)
-    rounded = formats.round_stochastic(values, formats.random_bits(7, torch.arange(len(bits))) & 0xFFFF)
+    rounded = round_stochastic(values, random_bits(7, torch.arange(len(bits))) & 0xFFFF)
     towards, away = bfloat16_neighbours(values)
     same = equal_bits(rounded, towards) | equal_bits(rounded, away)
     assert (same | values.isnan()).all()
@@ -133,7 +134,7 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours_and_keeps_what_is_e
     exact = (bits & 0xFFFF) == 0
     assert equal_bits(rounded.float(), values)[exact].all()
     for random in (0, 0xFFFF):  # the extremes of the random bits reach both
-        extreme = formats.round_stochastic(values, torch.full_like(bits, random))
+        extreme = round_stochastic(values, torch.full_like(bits, random))
         assert equal_bits(extreme, away if random else towards)[~values.isnan()].all()
 
 
@@ -145,6 +146,6 @@ def test_stochastic_rounding_is_unbiased():
     for index, lower in enumerate((1, 37, 0x4000, 0x7FFF, 0x8000, 0xABCD, 0xFFFF)):
         upper = (0x3F80, 0x0000, 0x0080, 0xBF80, 0x7F00, 0x4123, 0x8001)[index]
         value = float32_of(torch.tensor([upper << 16 | lower]))
-        random = formats.random_bits(formats.mix_key(index), COUNTERS)
+        random = random_bits(formats.mix_key(index), COUNTERS)
         for half in (random & 0xFFFF, random >> 16):
-            check_share_rounded_up(value, formats.round_stochastic(value.expand(COUNT), half), lower / 2**16)
+            check_share_rounded_up(value, round_stochastic(value.expand(COUNT), half), lower / 2**16)

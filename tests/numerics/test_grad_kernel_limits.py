@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from adam_bench.memory import peak_bytes, reset_peak
 
 from lightning_cxl import _cpu, _grads
-from lightning_cxl.commands.bench.adam_memory import peak_bytes, reset_peak
-from lightning_cxl.gradients import reference as grad_reference
 from tests.numerics.big_tensors import PAGE, BigMemory
+from tests.numerics.reference import gradients as grad_reference
 from tests.wide_instructions import functions_with_avx
 
 BF16 = torch.bfloat16

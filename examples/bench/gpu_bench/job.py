@@ -6,13 +6,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# from the models' own config.json: vocabulary, hidden, intermediate, layers, heads, key/value heads, head size, tied
-SHAPES = {
-    "llama-3.1-8b": (128256, 4096, 14336, 32, 32, 8, 128, False),
-    "llama-3.2-1b": (128256, 2048, 8192, 16, 32, 8, 64, True),
-    "qwen2.5-7b": (152064, 3584, 18944, 28, 28, 4, 128, False),
-    "mistral-nemo-12b": (131072, 5120, 14336, 40, 32, 8, 128, False),
-    "tiny": (256, 64, 128, 4, 4, 2, 16, False),
+from lightning_cxl.commands.plan.shapes import shape_config
+
+MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "mistral-nemo-12b", "tiny")
+_TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
 }
 LOSS_CHUNK = 2048
 """Tokens whose logits exist at a time; of a long sequence all at once would take more memory than the blocks."""
@@ -41,17 +45,20 @@ def make_model(shape: str, seq: int) -> WithLoss:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.initialization import no_init_weights
 
-    vocab, hidden, intermediate, layers, heads, kv_heads, head_size, tied = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_size, tie_word_embeddings=tied,
-        max_position_embeddings=seq, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
+    fields = _fields(shape) | {"max_position_embeddings": seq}
+    config = LlamaConfig(**fields, use_cache=False, attn_implementation="sdpa")
     with no_init_weights():
         model = LlamaForCausalLM(config)
     model.tie_weights()
     fill_weights(model)
     return WithLoss(model).train()
+
+
+def _fields(shape: str) -> dict[str, Any]:
+    """Return what decides about shapes of weights, as in the model's own config.json, with the head size."""
+    found = shape_config(shape) or _TINY
+    fields = {name: found[name] for name in _TINY}
+    return fields | {"head_dim": found.get("head_dim", found["hidden_size"] // found["num_attention_heads"])}
 
 
 @torch.no_grad()
@@ -78,16 +85,16 @@ def flops_per_step(shape: str, seq: int, batch: int) -> float:
     Matrices: 2 per weight and token forward, 4 backward; causal attention: half of 4 * seq * hidden per token and layer
     forward, twice that backward. The head is computed twice as well; the embedding is a look-up.
     """
-    vocab, hidden, intermediate, layers, heads, kv_heads, head_size, _ = SHAPES[shape]
-    width = heads * head_size
-    block = hidden * (width + 2 * kv_heads * head_size) + width * hidden + 3 * hidden * intermediate
-    per_token = 2.0 * (layers * block + vocab * hidden) + layers * 2.0 * seq * width
+    fields = _fields(shape)
+    hidden, layers, head_size = (fields[name] for name in ("hidden_size", "num_hidden_layers", "head_dim"))
+    width = fields["num_attention_heads"] * head_size
+    block = hidden * (2 * width + 2 * fields["num_key_value_heads"] * head_size + 3 * fields["intermediate_size"])
+    per_token = 2.0 * (layers * block + fields["vocab_size"] * hidden) + layers * 2.0 * seq * width
     return 4.0 * per_token * seq * batch
 
 
 def batches(shape: str, seq: int, batch: int) -> Any:
     """Yield the same random tokens over and over."""
-    vocab = SHAPES[shape][0]
-    tokens = torch.randint(0, vocab, (batch, seq), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, _fields(shape)["vocab_size"], (batch, seq), generator=torch.Generator().manual_seed(1))
     while True:
         yield tokens

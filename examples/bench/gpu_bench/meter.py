@@ -38,8 +38,8 @@ class HostWork:
     """Adds up the seconds that the host spends on updates and gradients, on whichever thread."""
 
     def __init__(self) -> None:
+        from lightning_cxl.gradients.meter import GradientMeter
         from lightning_cxl.optim.adam_step import AdamStep
-        from lightning_cxl.optim.meter import GradientMeter
 
         self.seconds = 0.0
         for owner, name in (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from simulation.links import Link, Links, Traffic
+from simulation.links import HostTraffic, Link, Links
 from simulation.trace import Trace
 
 from schedule.ideal import Step, UnitShape
@@ -143,6 +143,6 @@ def links_for(cell: Cell, compute_s: float, nbytes: int) -> tuple[Links, UnitSha
     return links, UnitShape(nbytes, nbytes, nbytes, update_s, bytes_per_s, bytes_per_s)
 
 
-def _update_traffic(nbytes: int) -> Traffic:
+def _update_traffic(nbytes: int) -> HostTraffic:
     """Return what Adam reads (weights, gradients, momentum, variance) and writes (all but gradients)."""
-    return Traffic(4 * nbytes, 3 * nbytes)
+    return HostTraffic(4 * nbytes, 3 * nbytes)

@@ -5,14 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from simulation.links import Links, Traffic
-from simulation.machine_links import links_of
-
-from lightning_cxl.machine.machine import Machine, Split
-from lightning_cxl.machine.machine_file import load_machine
-from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.footprint import (
-    SHAPES,
+from footprint import (
+    PUBLISHED,
     ZERO_OFFLOAD_LAYOUT,
     Layout,
     ModelShape,
@@ -20,12 +14,18 @@ from lightning_cxl.planning.jobs.footprint import (
     split_masters_layout,
     zero_offload,
 )
+from simulation.links import HostTraffic, Links
+from simulation.machine_links import links_of
+
+from lightning_cxl.machine.machine import Machine, Split
+from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.jobs.job import Job
 
 GIB = 2**30
 Splits = Mapping[TensorRole, Split]
 
-MODELS = (SHAPES["qwen2.5-7b"], SHAPES["mistral-nemo-12b"])
+MODELS = (PUBLISHED["qwen2.5-7b"], PUBLISHED["mistral-nemo-12b"])
 CLAIMS = """the paper (abstract of version 2): latency-first has 97 to 99 % of DRAM alone with one card, about 100 %
   with two, and up to 21 % more than naive interleaving (its machines, contexts of 4K to 32K)"""
 THROUGHPUT_GOALS = {1: 0.97, 2: 0.99}
@@ -74,11 +74,11 @@ def paper_links(num_cards: int) -> Links:
     return links_of(paper_machine(num_cards, 1.0))
 
 
-def update_traffic(layout: NamedLayout, splits: Splits, num_parameters: float) -> dict[str, Traffic]:
+def update_traffic(layout: NamedLayout, splits: Splits, num_parameters: float) -> dict[str, HostTraffic]:
     """Return what the update of some parameters reads and writes, by tier."""
-    traffic: dict[str, Traffic] = {}
+    traffic: dict[str, HostTraffic] = {}
     for role, each in layout.roles.items():
-        moved = Traffic(each.read, each.written) * num_parameters
+        moved = HostTraffic(each.read, each.written) * num_parameters
         for tier, share in splits[role].items():
-            traffic[tier] = traffic.get(tier, Traffic()) + moved * share
+            traffic[tier] = traffic.get(tier, HostTraffic()) + moved * share
     return traffic

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from footprint import ModelShape
 from simulation.links import Route
 from simulation.trace import Trace
 
 from lightning_cxl.machine.machine import Split
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.footprint import ModelShape
 from lightning_cxl.planning.policies.registry import get_policy
 from schedule.grid import MODES, NUM_SLOTS
 from schedule.memory import LabelledMemory

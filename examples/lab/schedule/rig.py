@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 from simulation.engine import SimulatedEngine
-from simulation.links import Links, Traffic
+from simulation.links import HostTraffic, Links
 
 from lightning_cxl.memory.host_tensors import mirror
 from lightning_cxl.placement.placement import TensorRole
@@ -16,7 +16,7 @@ from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
 from schedule.memory import LabelledMemory
 from schedule.model import Net
 
-UnitTraffic = Mapping[str, Traffic]
+UnitTraffic = Mapping[str, HostTraffic]
 
 
 class Updates(Protocol):

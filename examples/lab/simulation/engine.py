@@ -31,7 +31,7 @@ import torch
 
 from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer, check_copy
 from simulation.clock import Flow, LinkClock
-from simulation.links import Direction, Links, Traffic
+from simulation.links import Direction, HostTraffic, Links
 from simulation.trace import Trace
 
 TiersOf = Callable[[int, int], str | Mapping[str, float]]
@@ -180,7 +180,7 @@ class SimulatedEngine:
         return transfer
 
     @contextmanager
-    def host_work(self, name: str, traffic: Mapping[str, Traffic]) -> Iterator[None]:
+    def host_work(self, name: str, traffic: Mapping[str, HostTraffic]) -> Iterator[None]:
         """Do the body as work of the host's CPUs, which streams tiers and so competes with copies for them.
 
         It begins when work that began earlier, on any thread, is over, and ends (this returns) when the tiers have let

@@ -48,7 +48,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class HostTraffic:
     """Bytes of one tier that work on the host goes through."""
 
     read_bytes: float = 0.0
@@ -58,11 +58,11 @@ class Traffic:
         if not (0 <= self.read_bytes < math.inf and 0 <= self.write_bytes < math.inf):
             raise ValueError(f"traffic must be numbers of bytes of at least 0, got {self}")
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.read_bytes + other.read_bytes, self.write_bytes + other.write_bytes)
+    def __add__(self, other: "HostTraffic") -> "HostTraffic":
+        return HostTraffic(self.read_bytes + other.read_bytes, self.write_bytes + other.write_bytes)
 
-    def __mul__(self, factor: float) -> "Traffic":
-        return Traffic(self.read_bytes * factor, self.write_bytes * factor)
+    def __mul__(self, factor: float) -> "HostTraffic":
+        return HostTraffic(self.read_bytes * factor, self.write_bytes * factor)
 
     @property
     def nbytes(self) -> float:
@@ -121,7 +121,7 @@ class Links:
                 latency_s = max(latency_s, link.latency_s)
         return Route(uses, self.device.latency_s + latency_s)
 
-    def host_route(self, traffic: Mapping[str, Traffic]) -> Route:
+    def host_route(self, traffic: Mapping[str, HostTraffic]) -> Route:
         """Return what work of the host's CPUs uses: its tiers, all at once, and not the device's link.
 
         Reading and writing take what they take in copies: with a card's caps for copies of 53.3 and 38.2 GB/s and a

@@ -1,1 +1,1 @@
-"""`bench`: kernels against memory."""
+"""`bench`: kernels against memory and torch."""

@@ -1,79 +1,71 @@
-"""``python -m lightning_cxl bench adam``: the optimizer step and the gradient kernels against memory and others."""
+"""``python -m lightning_cxl bench adam``: the optimizer step and the gradient check against memory and torch."""
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from lightning_cxl import _cpu
-from lightning_cxl.commands.bench.adam_memory import memory_section
-from lightning_cxl.commands.bench.adam_path import check_section, path_section
-from lightning_cxl.commands.bench.adam_step import Curves, Options, state_section, step_section
-from lightning_cxl.commands.bench.peers import set_threads
-from lightning_cxl.commands.bench.plot import plot
-from lightning_cxl.commands.bench.tensors import parse_count
-from lightning_cxl.commands.measuring.pictures import check_matplotlib
+from lightning_cxl.commands.bench.contenders import ROOF, Options, check_contenders, state_contenders, step_contenders
+from lightning_cxl.commands.bench.tensors import Problem, filled, fits, one_tensor, parse_count
 from lightning_cxl.commands.measuring.results import Results, machine
+from lightning_cxl.commands.measuring.timing import measure
 from lightning_cxl.errors import ConfigError
 
 _DESCRIPTION = """\
-Time per parameter of CPUAdam and of the gradient check, against the roof (a loop that only moves the same bytes with
-the same threads), and against torch, DeepSpeed, bitsandbytes and torchao where they are installed. Contenders take
-turns in one process; tables show medians, the spread of all rounds, and the median of the rounds' ratios."""
-
-_SECTIONS: dict[str, Callable[[Results, Options], Curves | None]] = {
-    "step": step_section,
-    "path": path_section,
-    "states": state_section,
-    "check": check_section,
-    "memory": memory_section,
-}
+Time per parameter of CPUAdam and of the gradient check on this machine, against the roof (a loop that only moves the
+same bytes with the same threads) and against torch's fused AdamW. Contenders take turns in one process; tables show
+medians, the spread of all rounds, and the median of the rounds' ratios."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the arguments ask for; print tables, write JSON and a plot."""
-    parser = _parser()
+def main(arguments: Sequence[str]) -> None:
+    """Measure what the arguments ask for; print tables and write JSON."""
+    parser = make_parser("python -m lightning_cxl bench", _DESCRIPTION)
+    parser.add_argument("name", choices=["adam"], help="what is measured")
     args = parser.parse_args(arguments)
-    if args.threads < 1 or args.rounds < 1:
-        parser.error("--threads and --rounds must be at least 1")
-    if args.plot:
-        if "step" not in args.sections:
-            parser.error("--plot draws the section `step`: add it to --sections")
-        check_matplotlib()
-    for target in filter(None, (args.json, args.plot)):
-        if not target.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {target}: its folder does not exist")
-    set_threads(args.threads)
-    options = Options(args.threads, args.rounds, tuple(sorted(set(args.sizes))))
-    results = Results(machine(args.threads))
-    print("\n".join(f"{key}: {value}" for key, value in results.machine.items()))
-    curves: Curves = {}
-    for name in args.sections:
-        start = time.perf_counter()
-        curves = _SECTIONS[name](results, options) or curves
-        print(f"\nsection {name}: {time.perf_counter() - start:.0f} s")
-    print(f"\n{results.summary()}")
+    options, results = begin(parser, args)
+    for size in options.sizes:
+        _time_step(results, options, size)
+    for dtype, name in ((torch.float32, "fp32 weights"), (torch.bfloat16, "split bf16 weights")):
+        _time_states(results, options, dtype, name)
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        _time_check(results, options, dtype, name)
     if args.json:
         results.write(args.json)
-    if args.plot:
-        plot(curves, args.plot, f"{results.machine['cpu']}, {args.threads} threads")
 
 
-def _count(text: str) -> int:
-    try:
-        return parse_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error  # argparse does not show the text of a ValueError
+def _time_step(results: Results, options: Options, size: int) -> None:
+    layout = one_tensor(size)
+    if fits(24 * size, f"the fp32 step on {layout.label}"):  # CPUAdam makes momentum and variance of its own
+        contenders = step_contenders(Problem.make(layout), options.num_threads)
+        results.table(f"fp32 step, {layout.label}", measure(contenders, options.rounds), size, ROOF)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _time_states(results: Results, options: Options, dtype: torch.dtype, name: str) -> None:
+    layout = one_tensor(options.main_size)
+    if fits(38 * layout.numel, f"state formats on {layout.label}"):
+        contenders = state_contenders(Problem.make(layout, dtype), options.num_threads)
+        title = f"state formats, {name}, {layout.label}"
+        results.table(title, measure(contenders, options.rounds), layout.numel, "fp32")
+
+
+def _time_check(results: Results, options: Options, dtype: torch.dtype, name: str) -> None:
+    layout = one_tensor(options.main_size)
+    if fits(dtype.itemsize * layout.numel, f"the gradient check on {layout.label}"):
+        contenders = check_contenders(filled(layout, dtype, 0.01), options.num_threads)
+        title = f"gradient check, {name}, {layout.label}"
+        results.table(title, measure(contenders, options.rounds), layout.numel, ROOF)
+
+
+# -- the command line, which `examples/bench/adam.py` shares -----------------------------------------------------------
+
+
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of sizes, rounds, threads and the file of numbers."""
     parser = argparse.ArgumentParser(
-        "python -m lightning_cxl bench adam",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--sections", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS), help="default: all of them"
+        program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--sizes",
@@ -92,9 +84,43 @@ def _parser() -> argparse.ArgumentParser:
         help="of all contenders (default: what this process may use)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against size")
     return parser
 
 
-if __name__ == "__main__":
-    main()
+def begin(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Options, Results]:
+    """Check the options that `make_parser` made, set the threads, and print what the machine is.
+
+    Raises:
+        ConfigError: the file of numbers cannot be written.
+    """
+    if args.threads < 1 or args.rounds < 1:
+        parser.error("--threads and --rounds must be at least 1")
+    check_folder(args.json)
+    set_threads(args.threads)
+    results = Results(machine(args.threads))
+    print("\n".join(f"{key}: {value}" for key, value in results.machine.items()))
+    return Options(args.threads, args.rounds, tuple(sorted(set(args.sizes)))), results
+
+
+def check_folder(target: Path | None) -> None:
+    """Check, before an hour is spent on measuring, that a file can be written.
+
+    Raises:
+        ConfigError: its folder does not exist.
+    """
+    if target is not None and not target.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {target}: its folder does not exist")
+
+
+def set_threads(num_threads: int) -> None:
+    """Let torch and everything else that uses OpenMP compute with so many threads."""
+    torch.set_num_threads(num_threads)
+    # torch brings an OpenMP of its own: extensions that others compile use the system's
+    ctypes.CDLL("libgomp.so.1").omp_set_num_threads(num_threads)
+
+
+def _count(text: str) -> int:
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error  # argparse does not show the text of a ValueError

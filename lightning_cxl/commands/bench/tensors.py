@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,21 +56,6 @@ def one_tensor(count: int) -> Layout:
     return Layout(format_count(count), ((count,),))
 
 
-def llama_tensors() -> Layout:
-    """Return 20 M parameters as a small Llama has them: 57 tensors, norms among them."""
-    hidden, between, vocabulary, layers = 512, 1408, 768, 6
-    attention = ((hidden, hidden),) * 4
-    perceptron = ((between, hidden),) * 2 + ((hidden, between),)
-    block = (*attention, *perceptron, (hidden,), (hidden,))
-    shapes = ((vocabulary, hidden), *block * layers, (hidden,), (vocabulary, hidden))
-    return Layout(f"20M in {len(shapes)} tensors", shapes)
-
-
-def small_tensors() -> Layout:
-    """Return 20 M parameters in tensors of 4096."""
-    return Layout("20M in 4882 tensors", ((4096,),) * 4882)
-
-
 def fits(nbytes: int, what: str) -> bool:
     """Return whether so much memory can be taken now; print a line when not."""
     available = host_available_bytes(Path("/"))
@@ -105,11 +90,6 @@ def filled(layout: Layout, dtype: torch.dtype, scale: float, *, positive: bool =
     ]
 
 
-def zeroed(like: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return touched tensors of zeros, shaped as others."""
-    return [torch.zeros(tensor.shape, dtype=dtype).fill_(0) for tensor in like]
-
-
 @dataclass
 class Problem:
     """Parameters with gradients, and momentum and variance for optimizers that take what they are given."""
@@ -139,3 +119,8 @@ class Problem:
     def numel(self) -> int:
         """Elements of all parameters."""
         return self.layout.numel
+
+    def states(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+        """Yield momentum and variance of each parameter under torch's names."""
+        for parameter, momentum, variance in zip(self.parameters, self.momentum, self.variance, strict=True):
+            yield parameter, {"exp_avg": momentum, "exp_avg_sq": variance}

@@ -48,7 +48,6 @@ def main(arguments: list[str]) -> int:
         activation_offload=options.activation_offload,
         stream_weights=options.stream_weights,
         loss=options.loss,
-        layout=options.layout,
     )
     machine = _this_machine() if options.tiers is None else load_machine(options.tiers)
     found = look(Study(options.model), settings, machine, options.policy)
@@ -134,7 +133,6 @@ def _parser() -> argparse.ArgumentParser:
         default=default.loss,
         help="chunked: as if the model computed its loss without ever holding all logits (%(default)s)",
     )
-    add("--layout", choices=["ours", "paper"], default=default.layout, help="paper: 20 bytes per parameter")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--plot", type=Path, metavar="FILE.png", help="draw tiers and predicted times")
     return parser

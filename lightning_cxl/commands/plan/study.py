@@ -8,14 +8,13 @@ from typing import Any, Literal
 from lightning_cxl.commands.plan.model_source import PlannedPrecision, loss_on_meta, model_on_meta, set_precision
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.activations import Measured, measure
+from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.planning.compare import fits
-from lightning_cxl.planning.jobs.footprint import ModelShape, zero_offload
-from lightning_cxl.planning.jobs.job import Job
-from lightning_cxl.planning.jobs.model_job import Measured, ModelJob, measure, model_job
-from lightning_cxl.streaming.units import find_units
+from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
 
 MAX_CHANGES = 2
 """Settings that are changed together, at most, to find one that fits."""
@@ -38,8 +37,6 @@ class Settings:
     stream_weights: bool | Literal["auto"] = "auto"
     loss: Literal["full", "chunked"] = "full"
     """``"chunked"``: the model computes its loss without ever holding all logits, as fused losses do."""
-    layout: Literal["ours", "paper"] = "ours"
-    """``"paper"``: 20 bytes per parameter, as arXiv 2507.03305 trains."""
 
     def __post_init__(self) -> None:
         """Refuse counts below one."""
@@ -111,8 +108,6 @@ class Study:
             ConfigError: settings that do not go together.
         """
         set_precision(self._model, settings.precision)
-        if settings.layout == "paper":
-            return ModelJob(self._paper(settings, machine), {}, _PAPER_NOTES)
         config, load = settings.config(machine), settings.load(machine)
         key = (
             settings.precision,
@@ -125,16 +120,7 @@ class Study:
         if key not in self._measured:
             compute_loss = loss_on_meta(self._model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(self._model, config, load, compute_loss)
-        return model_job(self.name, self._model, config, load, self._measured[key])
-
-    def _paper(self, settings: Settings, machine: Machine) -> Job:
-        shape = ModelShape(
-            name=self.name,
-            num_parameters=sum(p.numel() for p in self._model.parameters()),
-            num_layers=max(1, len(find_units(self._model))),
-            hidden=self._model.config.hidden_size,
-        )
-        return zero_offload(shape, settings.batch, settings.sequence, num_devices=machine.device.count)
+        return model_job(self.name, list_tensors(self._model, None, config, load, measured=self._measured[key]))
 
     def what_fits(self, settings: Settings, machine: Machine, policy: str) -> list[Change]:
         """Return changes after which the job fits: single ones, else the pairs.
@@ -161,36 +147,31 @@ class Study:
             return False  # settings that do not go together
 
 
-_PAPER_NOTES = ("the paper's layout, by formula: 20 bytes per parameter; memory on the device is not known",)
-
-
 def _changes(settings: Settings, machine: Machine) -> Iterator[Change]:
     """Yield what can be changed one at a time."""
-    ours, is_host = settings.layout == "ours", machine.device.is_host
+    is_host = machine.device.is_host
 
     def option(text: str, **values: Any) -> Change:
         return Change(text, replace(settings, **values), machine)
 
-    if not ours:
-        yield option("this package's layout instead of the paper's", layout="ours")
-    if ours and settings.precision != "bf16-true":
+    if settings.precision != "bf16-true":
         yield option('precision="bf16-true"', precision="bf16-true")
-    if ours and settings.state == "fp32":
+    if settings.state == "fp32":
         yield option('state="bf16"', state="bf16")
-    if ours and settings.state != "8bit":
+    if settings.state != "8bit":
         yield option('state="8bit"', state="8bit")
-    if ours and settings.master == "fp32":
+    if settings.master == "fp32":
         yield option('master="split"', master="split")
-    if ours and settings.accumulate_grad_batches > 1 and settings.accumulate == "fp32":
+    if settings.accumulate_grad_batches > 1 and settings.accumulate == "fp32":
         yield option('accumulate="bf16"', accumulate="bf16")
     streams = not is_host if settings.stream_weights == "auto" else settings.stream_weights
-    if ours and streams and settings.overlap != "backward" and settings.accumulate_grad_batches == 1:
+    if streams and settings.overlap != "backward" and settings.accumulate_grad_batches == 1:
         yield option('on_overflow="ignore" (gradients are used up in backward)', overlap="backward")
-    if ours and not settings.activation_offload:
+    if not settings.activation_offload:
         yield option("activation_offload=True", activation_offload=True)
-    if ours and not is_host and settings.stream_weights is False:
+    if not is_host and settings.stream_weights is False:
         yield option("stream_weights=True", stream_weights=True)
-    if ours and settings.loss == "full":
+    if settings.loss == "full":
         yield option(
             "a loss that never holds all logits (--loss chunked), such as a fused cross-entropy", loss="chunked"
         )

@@ -121,11 +121,7 @@ def as_text(found: Findings) -> str:
 
 def _head(found: Findings) -> list[str]:
     job, machine, chosen = found.planned.job, found.machine, found.settings
-    how = (
-        f"{chosen.precision}, {chosen.state} state, {chosen.master} masters"
-        if chosen.layout == "ours"
-        else "the paper's layout"
-    )
+    how = f"{chosen.precision}, {chosen.state} state, {chosen.master} masters"
     steps = "" if chosen.accumulate_grad_batches == 1 else f" x {chosen.accumulate_grad_batches} micro-batches"
     devices = "" if machine.device.count == 1 else f" x {machine.device.count} devices"
     tiers = ", ".join(f"{tier.name} {format_bytes(tier.capacity_bytes)}" for tier in machine.tiers)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.clip import HostClip
+from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.unscale import HostUnscale
 from lightning_cxl.integrations.lightning.lightning_api import (
     BaseFinetuning,
@@ -18,7 +19,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     overridden,
     own_methods,
 )
-from lightning_cxl.run.runtime import OffloadRuntime
+from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 
 
@@ -108,24 +109,34 @@ def check_masters_are_found(trainer: Trainer) -> None:
         )
 
 
-def attach_scaling(plugin: Precision, runtime: OffloadRuntime, active: ExitStack, use: GradientUse) -> None:
+def loop_of(trainer: Trainer, use: GradientUse, on_overflow: str) -> Loop:
+    """Return what the Trainer, its callbacks and the module do around a step."""
+    return Loop(
+        accumulates=accumulates(trainer),
+        needs_whole_step=why_not_in_backward(trainer, use, on_overflow),
+        reads_gradients=reads_gradients(trainer, use),
+        edits_gradients=use.edits,
+        writes_unseen=may_write_between_steps(trainer),
+    )
+
+
+def attach_scaling(plugin: Precision, guard: OverflowGuard, active: ExitStack, use: GradientUse) -> None:
     """Let clipping and a loss scaler work on host gradients, without a pass of their own where `use` allows it.
 
     Args:
         plugin: of the Trainer.
-        runtime: of this run.
+        guard: of this run.
         active: undoes it when it closes.
         use: what `watch_for_edits` returned.
     """
-    runtime.meter.trusts_versions = not use.edits
     scaler: Any = getattr(plugin, "scaler", None)
     unscale = None
     if scaler is not None:
-        unscale = HostUnscale(scaler, unwrap, use.defers, runtime.guard)
+        unscale = HostUnscale(scaler, unwrap, use.defers, guard)
         setattr(scaler, UNSCALE, unscale)
         active.callback(vars(scaler).pop, UNSCALE, None)
     before = vars(plugin).copy()
-    clip = HostClip(plugin.clip_grad_by_norm, unwrap, use.defers, runtime.guard, unscale)
+    clip = HostClip(plugin.clip_grad_by_norm, unwrap, use.defers, guard, unscale)
     plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
     active.callback(_restore, plugin, "clip_grad_by_norm", before)
 

@@ -1,41 +1,40 @@
-"""`CXLOffloadStrategy`: the Lightning strategy. Thin: everything that trains lives in `OffloadRuntime`.
+"""`CXLOffloadStrategy`: the Lightning strategy. Thin: everything that trains lives in `Run`.
 
 [Note: Call order under Lightning]
-``tensor_init_context`` (configure_model: weights land on their tiers) -> ``setup`` (the user's optimizers made, the
-run planned, weights placed, units wrapped, optimizers adopted: [Note: Planning a run]) -> weights of a checkpoint were
+``tensor_init_context`` (configure_model: weights land on their tiers) -> ``setup`` (the user's optimizers made,
+everything listed and decided, the run built, optimizers adopted: [Note: One inventory]) -> weights of a checkpoint were
 loaded before ``setup``, optimizer state and masters after it -> per step: ``training_step``, ``backward`` (hooks
 collect gradients; ``post_backward`` waits for them if they may be read next), clipping and
 ``on_before_optimizer_step`` (they read ``.grad`` of the optimizer's parameters: host gradients), ``optimizer.step`` ->
 ``teardown``, also after an exception or Ctrl-C.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig, with_option_fields
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
 from lightning_cxl.integrations.lightning.one_process import OneProcessStrategy
 from lightning_cxl.integrations.lightning.precision import (
-    accumulates,
     attach_scaling,
     check_masters_are_found,
-    may_write_between_steps,
-    reads_gradients,
+    loop_of,
     unwrap,
     watch_for_edits,
-    why_not_in_backward,
 )
-from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.planning.policies.registry import check_policy
 from lightning_cxl.run import checkpoint as ckpt
+from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report
-from lightning_cxl.run.runtime import OffloadRuntime
+from lightning_cxl.run.run import FinishedRun, Run
 from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
 
@@ -74,28 +73,38 @@ class CXLOffloadStrategy(OneProcessStrategy):
         self._policy = None if isinstance(given, str) else options.pop("policy")
         self.config, self.config_origins = OffloadConfig.resolve(**options)
         check_policy(self.config.policy if self._policy is None else self._policy)
-        self._runtime: OffloadRuntime | None = None
+        self._host: Host | None = None
+        self._run: Run | None = None
+        self._finished: FinishedRun | None = None  # a checkpoint may be saved after the run
         self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
-        self._masters: MasterWeights | None = None  # outlives the runtime: a checkpoint may be saved after the run
-        self._last_report: dict[str, Any] | None = None
-        self._last_num_received = 0
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     @property
-    def runtime(self) -> OffloadRuntime:
-        """The run's memory and machinery; built at first use, replaced after teardown."""
-        if self._runtime is None:
-            self._runtime = OffloadRuntime(self.config, self.root_device, policy=self._policy)
-        return self._runtime
+    def host(self) -> Host:
+        """Memory and policy of the next or present run; built at first use, replaced after teardown."""
+        if self._host is None:
+            self._host = Host(self.config, self.root_device, policy=self._policy)
+        return self._host
+
+    @property
+    def run(self) -> Run:
+        """The run that is going on.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._run is None:
+            raise RuntimeError(f"{type(self).__name__} has no run: it begins in `setup` and ends in `teardown`")
+        return self._run
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Create weights where their tier is, from the first byte; on a GPU, on the GPU, unless they stream."""
         with super().tensor_init_context(empty_init=empty_init):
-            if self.root_device.type == "cpu" or self.runtime.streams_weights:
-                runtime = self.runtime
-                with torch.device("cpu"), runtime.activate(), runtime.allocation(TensorRole.COMPUTE_WEIGHTS):
+            if self.root_device.type == "cpu" or self.host.streams_weights:
+                host = self.host
+                with torch.device("cpu"), host.activate(), host.creating_weights():
                     yield
             else:
                 yield
@@ -103,9 +112,8 @@ class CXLOffloadStrategy(OneProcessStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Place the model, then adopt its optimizers; on failure nothing of it stays behind."""
         assert self.accelerator is not None and self.model is not None
-        self._last_report = None
         try:
-            self._active.enter_context(self.runtime.activate())
+            self._active.enter_context(self.host.activate())
             self.accelerator.setup(trainer)
             self.model = self.precision_plugin.convert_module(self.model)
             if trainer.state.fn == "fit":
@@ -118,56 +126,57 @@ class CXLOffloadStrategy(OneProcessStrategy):
             raise
 
     def _setup_fit(self, trainer: Trainer) -> None:
-        """Plan the whole run, then place the model and adopt its optimizers. See [Note: Planning a run]."""
+        """List and decide everything, then build the run and adopt the optimizers. See [Note: One inventory]."""
         assert isinstance(self.model, nn.Module)
         refuse_unready(self.model)
         use = watch_for_edits(trainer)
-        self.runtime.accumulates = accumulates(trainer)
-        self.runtime.needs_whole_step = why_not_in_backward(trainer, use, self.config.on_overflow)
-        self.runtime.gradients_are_read = reads_gradients(trainer, use)
-        self.runtime.weights_may_change_unseen = may_write_between_steps(trainer)
         self.setup_optimizers(trainer)
-        self.runtime.plan_ahead(self.model, self.optimizers)
         before = set(self.model.parameters())
-        self.model_to_device()
+        self._start_run(self.optimizers, loop_of(trainer, use, self.config.on_overflow))
         if before != set(self.model.parameters()):  # some modules make new parameters when they move
             self.setup_optimizers(trainer)
         self._adopt_optimizers(trainer)
         self.setup_precision_plugin()
-        attach_scaling(self.precision_plugin, self.runtime, self._active, use)
+        attach_scaling(self.precision_plugin, self.run.guard, self._active, use)
+
+    def _start_run(self, optimizers: Sequence[Optimizer], loop: Loop) -> None:
+        assert isinstance(self.model, nn.Module)
+        inventory = self.host.inventory(self.model, optimizers, loop)
+        decision = self.host.decide(inventory)
+        self._run = Run(self.host, inventory, decision, loop)
+        self._active.enter_context(self._run.activate())
 
     def model_to_device(self) -> None:
-        """Move the model to its tiers (CPU) or to the device, and wrap its units."""
+        """Move the model to its tiers (CPU) or to the device, and wrap its units; nothing is trained."""
         assert isinstance(self.model, nn.Module)
         refuse_unready(self.model)
-        self.runtime.setup_model(self.model)
+        self._start_run([], Loop())
 
     def _adopt_optimizers(self, trainer: Trainer) -> None:
         before = list(self.optimizers)
-        adopted = self.runtime.setup_optimizers(before)
-        self._masters = self.runtime.masters
+        adopted = self.run.adopt(before)
         for old, new in zip(before, adopted, strict=True):
             for config in self.lr_scheduler_configs if old is not new else ():
                 repoint_scheduler(config.scheduler, old, new)
                 self._active.callback(repoint_scheduler, config.scheduler, new, old)
         self.optimizers = adopted
-        if self._masters.has_separate:
+        if self.run.masters.has_separate:
             check_masters_are_found(trainer)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Make room for the backward pass."""
-        self.runtime.start_backward()
+        self.run.start_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Wait for the gradients: clipping and the optimizer read them next."""
-        self.runtime.finish_backward()
+        self.run.finish_backward()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the activation arenas forget the step before; adopt what hooks have put into the optimizers since."""
-        self.runtime.end_step()
-        self.runtime.adopt_joined()
+        self.run.end_step()
+        self.run.adopt_joined()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -186,18 +195,16 @@ class CXLOffloadStrategy(OneProcessStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
-        if self._runtime is not None:
-            self._runtime.wait_for_updates()
-            self._runtime.adopt_joined()
-        if self._masters is not None and checkpoint.get("optimizer_states"):
-            self._masters.absorb_changes()
+        if self._run is not None:
+            self._run.wait_for_updates()
+            self._run.adopt_joined()
+        run = self._trained()
+        if run is not None and checkpoint.get("optimizer_states"):
+            run.masters.absorb_changes()
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
-            own = ckpt.describe_optimizers(optimizers, self._masters)
-            checkpoint = {**checkpoint, ckpt.KEY: {**own, "num_gradients": self._num_received()}}
+            own = ckpt.describe_optimizers(optimizers, run.masters)
+            checkpoint = {**checkpoint, ckpt.KEY: {**own, "num_gradients": run.num_received}}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def _num_received(self) -> int:
-        return self._last_num_received if self._runtime is None else self._runtime.num_received
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it."""
@@ -209,25 +216,26 @@ class CXLOffloadStrategy(OneProcessStrategy):
         Where no run is going on it goes into what the last one left, or into the optimizers as the user made them.
         """
         assert self.lightning_module is not None
-        own, masters = ckpt.own_entry(checkpoint), self._masters
-        running = self._runtime if self._runtime is not None and self._runtime.optimizers else None
-        if running is not None:
-            running.adopt_joined()
+        own, run = ckpt.own_entry(checkpoint), self._trained()
+        if isinstance(run, Run):
+            run.adopt_joined()
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
 
         def name_of(parameter: Tensor) -> str:
-            return names.get(parameter) or ("unnamed" if masters is None else masters.name_of(parameter))
+            return names.get(parameter) or ("unnamed" if run is None else run.masters.name_of(parameter))
 
         optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
         ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of)
-        if running is None:
-            self._last_num_received = own.get("num_gradients", 0)
-        else:
-            running.num_received = own.get("num_gradients", 0)
+        if isinstance(run, Run):
             for optimizer in optimizers:
-                running.rehome_state(optimizer)
-        if masters is not None:
-            ckpt.restore_masters(own.get("master_weights"), masters, optimizers)
+                run.rehome_state(optimizer)
+        if run is not None:
+            run.num_received = own.get("num_gradients", 0)
+            ckpt.restore_masters(own.get("master_weights"), run.masters, optimizers)
+
+    def _trained(self) -> Run | FinishedRun | None:
+        """Return the run whose optimizers the Trainer has: the present one if it trains, else the last that did."""
+        return self._run if self._run is not None and self._run.optimizers else self._finished
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -246,18 +254,24 @@ class CXLOffloadStrategy(OneProcessStrategy):
             cleanup.callback(self.checkpoint_io.teardown)  # it may still be writing
 
     def _close(self, *, after_error: bool) -> None:
-        self._active.close()
-        self._last_num_received = self._num_received()
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            try:
-                self._last_report = runtime.report(state="finished")
-            finally:
-                runtime.close(after_error=after_error)
+        run, self._run = self._run, None
+        host, self._host = self._host, None
+        with ExitStack() as cleanup:  # last in, first out
+            if host is not None:
+                cleanup.callback(host.close)
+            if run is not None:
+                cleanup.callback(self._finish, run, after_error=after_error)
+            cleanup.callback(self._active.close)
+
+    def _finish(self, run: Run, *, after_error: bool) -> None:
+        finished = run.close(after_error=after_error)
+        if self._finished is not None and not run.optimizers:  # validation after training: the masters are still good
+            finished = replace(self._finished, last_report=finished.last_report)
+        self._finished = finished
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without the run that is going on: it belongs to this process, and a new run makes its own."""
-        return {**super().__getstate__(), "_runtime": None, "_masters": None, "_active": ExitStack()}
+        return {**super().__getstate__(), "_host": None, "_run": None, "_finished": None, "_active": ExitStack()}
 
     # -- what it did -------------------------------------------------------------------------------------------------
 
@@ -268,15 +282,12 @@ class CXLOffloadStrategy(OneProcessStrategy):
         ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
         ``policy``, ``reasons`` {role: [text]}, ``notes``.
         """
-        if self._runtime is None and self._last_report is not None:
-            report = self._last_report
-        else:
-            report = self.runtime.report()
+        report = (self._run or self._finished or self.host).report()
         return {**report, "config": self.config.describe(self.config_origins)}
 
     def __str__(self) -> str:
         """Return the report as one screen of text."""
-        if self._runtime is None and self._last_report is None:
+        if self._host is None and self._finished is None:
             return f"{type(self).__name__}, not set up yet: {self.config}"
         return format_report(self.report())
 

@@ -54,6 +54,10 @@ class Job:
         """Return the classes that the policy decides about, by role."""
         return {each.role: each for each in self.classes if each.tier is None}
 
+    def in_one_order(self) -> list[MemoryClass]:
+        """Return the classes by role and tier: what is added up in this order does not depend on who listed them."""
+        return sorted(self.classes, key=lambda each: (each.role.name, each.tier or ""))
+
     def bytes_of(self) -> Mapping[TensorRole, int]:
         """Return the bytes of every role."""
         total: dict[TensorRole, int] = {}

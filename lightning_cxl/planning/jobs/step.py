@@ -160,7 +160,7 @@ class StepModel:
             _Load(each / self._device.flops, [0.0, 0.0], [[0.0, 0.0, 0.0] for _ in machine.tiers]) for each in flops
         ]
         self._free: dict[TensorRole, list[tuple[int, int, float]]] = {}
-        for each in job.classes:
+        for each in job.in_one_order():
             moves = []
             for move in each.moves:
                 phase, kind = _PHASES.index(move.phase), _KINDS.index(move.kind)

@@ -26,7 +26,7 @@ class Room:
         capacity = sum(self._left.values())
         self.together = capacity if machine.host_bytes is None else min(capacity, machine.host_bytes)
         """Bytes that all tiers together still have."""
-        for each in job.classes:
+        for each in job.in_one_order():
             if each.tier is not None:
                 self.take(each.role, each.nbytes, {each.tier: 1.0})
 

@@ -27,7 +27,7 @@ class Located(Task):
         self.looks = {}
 
     def _look(self, when):
-        self.looks[when] = (self.recorder.check(self.trainer.strategy.runtime.topology), self.trainer.strategy.report())
+        self.looks[when] = (self.recorder.check(self.trainer.strategy.host.topology), self.trainer.strategy.report())
 
     def on_before_backward(self, loss):
         if self.global_step == STEPS - 1:

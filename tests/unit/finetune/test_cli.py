@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_cxl.__main__ import main
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "finetune_stdlib.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "configs" / "finetune_stdlib.yaml"
 TINY = {
     "--model.hidden_size": 16,
     "--model.num_layers": 2,

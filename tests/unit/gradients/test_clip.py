@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lightning_cxl.gradients.clip import HostClip
+from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.overflow import OverflowGuard
-from lightning_cxl.optim.clip_factor import clip_factor
+from lightning_cxl.optim.clipping import clip_factor
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.meter import GradientMeter
 from tests.unit.optim.adam_pairs import assert_close, pair, parameters, set_gradients
 
 SHAPES = ((300, 7), (5,), (), (0,), (4096,))

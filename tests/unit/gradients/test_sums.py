@@ -3,9 +3,9 @@
 import torch
 from torch.nn import Parameter
 
+from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.optim.masters import HostParameter
-from lightning_cxl.optim.meter import GradientMeter
 
 
 def test_only_the_very_tensor_that_was_given_out_is_ours_not_what_lies_at_its_address():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from simulation.clock import LinkClock, fair_rates
-from simulation.links import Link, Links, Route, Traffic
+from simulation.links import HostTraffic, Link, Links, Route
 
 
 def links(duplex=1.0, device_latency=0.0, tier_latency=0.0):
@@ -131,7 +131,7 @@ def test_rates_are_max_min_fair():
 
 def test_host_work_competes_with_copies_for_tiers_and_not_for_the_devices_link():
     clock = LinkClock()
-    work = clock.submit("host", 16, links().host_route({"slow": Traffic(12, 4)}), now_s=0.0)
+    work = clock.submit("host", 16, links().host_route({"slow": HostTraffic(12, 4)}), now_s=0.0)
     copy = clock.submit("h2d", 4, links().route("h2d", {"slow": 1.0}), now_s=0.0)
     other = clock.submit("d2h", 16, links().route("d2h", {"fast": 1.0}), now_s=0.0)
     clock.advance(10.0)
@@ -142,10 +142,10 @@ def test_host_work_competes_with_copies_for_tiers_and_not_for_the_devices_link()
 
 def test_host_work_goes_through_its_tiers_at_once_and_the_slowest_decides():
     for traffic, seconds in (
-        ({"slow": Traffic(8, 8), "fast": Traffic(8, 8)}, 4.0),
-        ({"slow": Traffic(2, 2), "fast": Traffic(32, 32)}, 4.0),
-        ({"uneven": Traffic(8, 8)}, 6.0),  # read at 4, written at 2, one after the other
-        ({"uneven": Traffic(8, 0), "fast": Traffic(0, 0)}, 2.0),
+        ({"slow": HostTraffic(8, 8), "fast": HostTraffic(8, 8)}, 4.0),
+        ({"slow": HostTraffic(2, 2), "fast": HostTraffic(32, 32)}, 4.0),
+        ({"uneven": HostTraffic(8, 8)}, 6.0),  # read at 4, written at 2, one after the other
+        ({"uneven": HostTraffic(8, 0), "fast": HostTraffic(0, 0)}, 2.0),
         ({}, 0.0),
     ):
         nbytes = sum(each.nbytes for each in traffic.values())

@@ -1,5 +1,5 @@
 import pytest
-from simulation.links import Link, Links, Traffic
+from simulation.links import HostTraffic, Link, Links
 
 from lightning_cxl.errors import TierNotFoundError
 
@@ -15,13 +15,13 @@ def test_a_tier_without_a_link_is_refused_with_what_there_is():
 
 def test_host_work_on_a_tier_without_a_link_is_refused():
     with pytest.raises(TierNotFoundError, match="no link for tier `ssd`"):
-        LINKS.host_route({"dram": Traffic(1, 1), "ssd": Traffic(1, 1)})
+        LINKS.host_route({"dram": HostTraffic(1, 1), "ssd": HostTraffic(1, 1)})
 
 
 @pytest.mark.parametrize("values", [(-1, 0), (0, float("inf"))])
 def test_traffic_that_no_work_has_is_refused(values):
     with pytest.raises(ValueError, match="traffic must be"):
-        Traffic(*values)
+        HostTraffic(*values)
 
 
 def test_cards_have_links_of_their_own():

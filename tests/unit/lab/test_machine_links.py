@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from simulation.links import Traffic
+from simulation.links import HostTraffic
 from simulation.machine_links import links_of
 
 from lightning_cxl.errors import UnsupportedError
@@ -33,7 +33,7 @@ def test_a_copy_takes_what_is_predicted(direction, split):
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_an_adam_update_takes_what_is_predicted(split):
-    traffic = {tier: Traffic(16, 12) * (share * 10**9) for tier, share in split.items() if share}
+    traffic = {tier: HostTraffic(16, 12) * (share * 10**9) for tier, share in split.items() if share}
     seconds = links_of(PAPER).host_route(traffic).seconds(28 * 10**9)
     assert seconds == pytest.approx(predict_adam_seconds(10**9, split, PLAIN))
 

@@ -4,7 +4,7 @@ import pytest
 from schedule.ideal import UnitShape
 from schedule.paper import GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, paper_links, paper_machine, update_traffic
 from schedule.replay import Setting, closed_form, contenders
-from simulation.links import Traffic
+from simulation.links import HostTraffic
 
 from lightning_cxl.placement.placement import TensorRole
 
@@ -59,9 +59,9 @@ def test_machines_have_the_flops_that_are_asked_for():
 
 def test_an_update_streams_what_the_paper_counts():
     traffic = update_traffic(PAPER_LAYOUT, {role: {"dram0": 0.75, "cxl0": 0.25} for role in ROLES}, 100)
-    assert traffic == {"dram0": Traffic(18, 18) * 75, "cxl0": Traffic(18, 18) * 25}  # 6N + 28N + 2N
+    assert traffic == {"dram0": HostTraffic(18, 18) * 75, "cxl0": HostTraffic(18, 18) * 25}  # 6N + 28N + 2N
     only_dram = update_traffic(OUR_LAYOUT, {role: {"dram0": 1.0} for role in ROLES}, 100)
-    assert only_dram == {"dram0": Traffic(14, 12) * 100}
+    assert only_dram == {"dram0": HostTraffic(14, 12) * 100}
 
 
 def test_the_closed_form_of_an_update_in_dram_is_its_bytes_over_its_bandwidth():

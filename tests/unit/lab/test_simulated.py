@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from simulation.engine import SimulatedEngine
-from simulation.links import Link, Links, Traffic
+from simulation.links import HostTraffic, Link, Links
 
 from lightning_cxl.errors import TierNotFoundError
 from tests.fakes import RecyclingMemory
@@ -195,7 +195,7 @@ def test_copies_are_called_what_the_caller_calls_their_host_memory(tiers):
 
 
 def test_host_work_takes_at_least_what_its_tiers_allow(engine):
-    with engine.host_work("unit 0", {"dram": Traffic(MB // 2, MB // 2), "cxl": Traffic(0, MB // 10)}):
+    with engine.host_work("unit 0", {"dram": HostTraffic(MB // 2, MB // 2), "cxl": HostTraffic(0, MB // 10)}):
         done = time.perf_counter()
     (interval,) = engine.trace.lane("host step")
     assert interval.end_s - interval.start_s >= 0.025
@@ -206,7 +206,7 @@ def test_host_work_takes_at_least_what_its_tiers_allow(engine):
 def test_host_work_and_a_copy_on_one_tier_slow_each_other_down(engine, tiers):
     source = empty(MB // 2)
     tiers.by_address = {source.data_ptr(): "cxl"}
-    with engine.host_work("unit 0", {"cxl": Traffic(MB // 2, 0)}):
+    with engine.host_work("unit 0", {"cxl": HostTraffic(MB // 2, 0)}):
         copy = engine.h2d(source, empty(MB // 2))
     copy.wait()
     (work,), (read,) = engine.trace.lane("host step"), engine.trace.lane("h2d")
@@ -214,7 +214,7 @@ def test_host_work_and_a_copy_on_one_tier_slow_each_other_down(engine, tiers):
 
 
 def test_host_work_that_raises_has_taken_its_time(engine):
-    with pytest.raises(KeyError), engine.host_work("unit 0", {"dram": Traffic(MB, 0)}):
+    with pytest.raises(KeyError), engine.host_work("unit 0", {"dram": HostTraffic(MB, 0)}):
         raise KeyError
     (interval,) = engine.trace.lane("host step")
     assert interval.end_s - interval.start_s >= 0.025
@@ -222,7 +222,7 @@ def test_host_work_that_raises_has_taken_its_time(engine):
 
 def test_host_work_of_several_threads_is_one_after_the_other(engine):
     def work(name):
-        with engine.host_work(name, {"dram": Traffic(MB // 2, 0)}):
+        with engine.host_work(name, {"dram": HostTraffic(MB // 2, 0)}):
             pass
 
     threads = [threading.Thread(target=work, args=(f"unit {index}",)) for index in range(3)]
@@ -236,6 +236,6 @@ def test_host_work_of_several_threads_is_one_after_the_other(engine):
 
 
 def test_host_work_on_an_unknown_tier_is_refused_before_the_body(engine):
-    with pytest.raises(TierNotFoundError, match="`tape`"), engine.host_work("unit 0", {"tape": Traffic(1, 1)}):
+    with pytest.raises(TierNotFoundError, match="`tape`"), engine.host_work("unit 0", {"tape": HostTraffic(1, 1)}):
         raise AssertionError
     assert engine.trace.intervals == []

@@ -10,7 +10,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.sensitive import sensitive_parameters
 from lightning_cxl.memory.host_tensors import is_dense
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.formats import split
+from lightning_cxl.optim.number_formats import split
 from tests.unit.optim.adam_pairs import assert_close, bf16, half_gradients, masters, parameters, set_gradients
 
 STATES = ["fp32", "bf16", "8bit"]
@@ -100,7 +100,9 @@ def test_one_embedding_among_many_small_tensors(state):
     assert adam.state[params[-1]]["exp_avg"].dtype == kept_too
 
 
-@pytest.mark.parametrize("kind", [list, tuple, set, dict.fromkeys, torch.nn.ParameterList], ids=str)
+@pytest.mark.parametrize(
+    "kind", [list, tuple, set, dict.fromkeys, torch.nn.ParameterList], ids=lambda kind: kind.__name__
+)
 def test_parameters_with_float32_state_come_in_any_collection(kind):
     params = parameters(LARGE, LARGE, LARGE)
     params[2].data.copy_(params[1].data)  # equal, and not the same

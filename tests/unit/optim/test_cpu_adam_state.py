@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, UnsupportedError
-from lightning_cxl.optim.blockwise import dynamic_map
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.eight_bit import dynamic_map
 
 NAMES = ["embed.weight", "body.weight", "head.bias"]
 SHAPES = [(4, 3), (5,), ()]

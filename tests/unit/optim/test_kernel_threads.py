@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_cxl import CPUAdam, OffloadConfig, _cpu
-from lightning_cxl.optim.hyper import kernel_threads
-from lightning_cxl.optim.meter import GradientMeter
+from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.optim.threads import kernel_threads
 
 
 @pytest.mark.parametrize(

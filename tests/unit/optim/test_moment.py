@@ -4,16 +4,10 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.optim import blockwise
-from lightning_cxl.optim.moment import (
-    Moment,
-    allocate_from_torch,
-    check_map,
-    choose_precision,
-    decode,
-    moment_bytes,
-)
+from lightning_cxl.optim.eight_bit import check_map, decode, dynamic_map
+from lightning_cxl.optim.moment import Moment, allocate_from_torch, choose_precision, moment_bytes
 from lightning_cxl.placement.placement import TensorRole
+from tests.numerics.reference import blockwise
 
 PRECISIONS = ["fp32", "bf16", "8bit"]
 ROLES = [TensorRole.MOMENTUM, TensorRole.VARIANCE]
@@ -131,13 +125,13 @@ def test_bytes(precision):
 
 def test_another_map_is_refused():
     for unsigned in (False, True):
-        qmap = blockwise.dynamic_map(unsigned)
+        qmap = dynamic_map(unsigned)
         check_map(None, "w", unsigned=unsigned)
         check_map(qmap.clone(), "w", unsigned=unsigned)
         with pytest.raises(CheckpointError, match="8-bit state of `w` uses another map"):
             check_map(torch.linspace(-1, 1, 256), "`w`", unsigned=unsigned)
         with pytest.raises(CheckpointError):
-            check_map(blockwise.dynamic_map(not unsigned), "w", unsigned=unsigned)
+            check_map(dynamic_map(not unsigned), "w", unsigned=unsigned)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.planning.fit import check_fits, split_bytes
-from lightning_cxl.run.report import Plan, format_report
+from lightning_cxl.planning.planned import PlannedBytes
+from lightning_cxl.run.report import format_report
 
 ROLE = TensorRole.MOMENTUM
 SPLIT = Placement(("dram", "cxl"), shares=(0.8, 0.2))
@@ -15,7 +16,7 @@ SPILLING = Placement(("dram", "cxl", "far"), shares=(0.8, 0.2, 0.0))
 
 
 def test_a_plan_counts_every_tier_of_a_split() -> None:
-    plan = Plan()
+    plan = PlannedBytes()
     plan.add(ROLE, 1001, SPLIT)
     plan.add(ROLE, 10, Placement(("cxl", "dram")))
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_cxl.run.residence import Residence
 
-NO_MEMORY = SimpleNamespace(reserve=lambda wanted: None)
+NO_MEMORY = SimpleNamespace()
 META = SimpleNamespace(device=torch.device("meta"))  # moving there makes every parameter anew
 
 

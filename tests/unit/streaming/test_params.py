@@ -13,14 +13,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
-from lightning_cxl.optim.grad_hooks import GradientHooks
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.listener import Nobody
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
 from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
+from tests.cases import every_value
 from tests.fakes import RecyclingMemory
 
 WIDTH = 24
@@ -175,13 +176,12 @@ def plain(engine, model, steps=3, orders=(None,)):
     return losses
 
 
-@pytest.mark.parametrize("num_slots", [2, 3, 7])
-@pytest.mark.parametrize(
-    "orders",
-    [(None,), ([0, 2, 4], [4, 3, 1, 0]), ([0, 1, 0, 1], None), ([3], [2, 2])],
-    ids=["all", "some", "twice", "few"],
-)
-def test_losses_and_weights_are_those_of_the_plain_run(engine, num_slots, orders):
+ORDERS = {"all": (None,), "some": ([0, 2, 4], [4, 3, 1, 0]), "twice": ([0, 1, 0, 1], None), "few": ([3], [2, 2])}
+
+
+@pytest.mark.parametrize(("num_slots", "order"), every_value([2, 3, 7], ORDERS))
+def test_losses_and_weights_are_those_of_the_plain_run(engine, num_slots, order):
+    orders = ORDERS[order]
     ours, theirs = make(), make()
     streamed = Streamed(engine, ours, num_slots)
     assert streamed.train(5, orders=orders) == plain(engine, theirs, 5, orders)

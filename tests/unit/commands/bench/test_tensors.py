@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from adam_bench.tensors import llama_tensors, small_tensors, zeroed
 
 from lightning_cxl.commands.bench import tensors
 from lightning_cxl.commands.bench.tensors import (
@@ -10,11 +11,8 @@ from lightning_cxl.commands.bench.tensors import (
     filled,
     fits,
     format_count,
-    llama_tensors,
     one_tensor,
     parse_count,
-    small_tensors,
-    zeroed,
 )
 
 

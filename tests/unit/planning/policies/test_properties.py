@@ -101,3 +101,12 @@ def test_bandwidth_is_never_slower_than_another_policy(case):
             continue
         limit = 1 + 1e-6 if name == "latency_first" else 1.002  # of plans that are about equal it takes the simplest
         assert predict_step(job, ours.splits, host).seconds <= limit * predict_step(job, other.splits, host).seconds
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_rules_fix_fits_or_not_whatever_its_order(name):
+    """A byte of rounding is allowed, for one class: which one that is must not decide."""
+    job = job_of({}, fixed={(R.MOMENTUM, "dram0"): 6, (R.VARIANCE, "dram0"): 1})
+    turned = replace(job, classes=job.classes[::-1])
+    host = machine(dram=5, unit=1)
+    assert decide(name, job, host) == decide(name, turned, host)

@@ -1,0 +1,166 @@
+"""`GradientMeter`: sums of squares of gradients, taken in the sweep that moves them and kept with them.
+
+[Note: Measured gradients]
+The sum of squares of a gradient serves clipping (the norm) and the overflow check (it is finite if and only if every
+element is). Whoever writes a whole gradient (`GradientSums`) measures it in the same sweep, and the number is kept on
+the tensor object together with its version counter. At the end of backward only these numbers are combined; a gradient
+that was written since, by autograd or by a user's hook, has another version and is measured again in one read. Writes
+through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off, and the number of a
+parameter that has hooks of the user is not used.
+"""
+
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_cxl import _grads
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.gradients.grad_hooks import GradientHooks
+from lightning_cxl.memory.host_tensors import is_dense
+from lightning_cxl.optim.clipping import gradients, kernel_can_read, sums_of_squares
+from lightning_cxl.optim.number_formats import GRAD_FORMATS
+from lightning_cxl.optim.tensor_checks import same_layout
+from lightning_cxl.optim.threads import chosen_isa, kernel_threads, thread_count
+from lightning_cxl.torch_private import hooks_after_accumulation
+
+_NOTE = "_cxl_sum_of_squares"
+
+
+class Addition(NamedTuple):
+    """What `GradientMeter.accumulate` is given."""
+
+    source: torch.Tensor
+    accumulator: torch.Tensor
+    key: int
+
+
+class _Note:
+    """The sum of squares of one tensor, as long as it has one version. Copies and pickles of the tensor have none."""
+
+    __slots__ = ("_tensor", "_value", "_version")
+
+    def __init__(self, tensor: torch.Tensor, value: float) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version = tensor._version
+        self._value = value
+
+    def value_for(self, tensor: torch.Tensor) -> float | None:
+        """Return the sum, if it is that of `tensor` as it is now."""
+        return self._value if self._tensor() is tensor and self._version == tensor._version else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what a copy has instead."""
+        return set, ()  # which `torch.load` takes without further ado
+
+
+class GradientMeter:
+    """Copies, adds and measures gradients with the compiled kernels; torch does what these cannot.
+
+    Args:
+        num_threads: None for what the process may use.
+        isa: None for the fastest.
+    """
+
+    def __init__(self, num_threads: int | None = None, isa: str | None = None) -> None:
+        self.num_threads = thread_count(num_threads)
+        self._isa = chosen_isa(isa)
+        self.trusts_versions = True
+        """Whether a gradient of the same version is taken to be unchanged. See [Note: Measured gradients]."""
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Set `destination` to `source` and measure it; float32 takes any floating point dtype."""
+        self.copy_all([(source, destination)])
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set the second of each pair to the first and measure it, in one sweep; see `copy`."""
+        rows, written = array("Q"), []
+        for source, destination in pairs:
+            same_or_wider = destination.dtype in (source.dtype, torch.float32)
+            if same_or_wider and _kernel_can_move(source, destination):
+                rows.extend(_row(source, destination))
+                written.append(destination)
+            else:
+                destination.copy_(source)
+        self._sweep(_grads.copy, rows, written)
+
+    def accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, key: int) -> None:
+        """Add `source` and measure the sum. A bfloat16 accumulator is rounded stochastically, depending on `key`."""
+        self.accumulate_all([Addition(source, accumulator, key)])
+
+    def accumulate_all(self, additions: Sequence[Addition]) -> None:
+        """Add up in one sweep, in different accumulators; see `accumulate`."""
+        rows, written = array("Q"), []
+        for source, accumulator, key in additions:
+            known = accumulator.dtype in (torch.float32, torch.bfloat16)
+            if known and _kernel_can_move(source, accumulator):
+                rows.extend(_row(source, accumulator, key))
+                written.append(accumulator)
+            else:
+                accumulator.add_(source)
+        self._sweep(_grads.accumulate, rows, written)
+
+    def _sweep(self, kernel: Callable[..., None], rows: "array[int]", written: Sequence[torch.Tensor]) -> None:
+        if not written:
+            return
+        results = array("d", bytes(8 * len(written)))
+        kernel(rows, results, self.num_threads, self._isa)
+        torch.autograd.graph.increment_version(written)
+        for grad, value in zip(written, results, strict=True):
+            _note(grad, value)
+
+    def sums(self, grads: Sequence[torch.Tensor]) -> list[float]:
+        """Return the sum of squares of each host gradient; of those not measured yet in one sweep over all of them."""
+        sums = [_noted(grad) if self.trusts_versions else None for grad in grads]
+        missing = [index for index, value in enumerate(sums) if value is None]
+        if missing:
+            measured = sums_of_squares([grads[index] for index in missing], self.num_threads, self._isa)
+            for index, value in zip(missing, measured, strict=True):
+                sums[index] = value
+                if not grads[index].is_sparse:  # whose values can be written without a new version
+                    _note(grads[index], value)
+        return [value for value in sums if value is not None]
+
+    def sums_of(self, parameters: Iterable[torch.Tensor]) -> list[float]:
+        """Return the sums of the gradients that `parameters` have, as they are after hooks on the parameters."""
+        parameters = list(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                _forget_where_hooks_run(parameter)
+        return self.sums(gradients(parameters))
+
+
+def meter_of_run(config: OffloadConfig, computes_on_host: bool, *, trusts_versions: bool = True) -> GradientMeter:
+    """Return the meter of a run; its number of threads is that of all kernels of the run, see `kernel_threads`."""
+    meter = GradientMeter(kernel_threads(config, computes_on_host))
+    meter.trusts_versions = trusts_versions
+    return meter
+
+
+def _forget_where_hooks_run(parameter: torch.Tensor) -> None:
+    """Drop the number of a gradient that a user's hook may have edited through ``.data`` after it was measured."""
+    hooks = hooks_after_accumulation(parameter)
+    if not all(isinstance(getattr(hook, "__self__", None), GradientHooks) for hook in hooks.values()):
+        vars(parameter.grad).pop(_NOTE, None)
+
+
+def _row(source: torch.Tensor, destination: torch.Tensor, key: int = 0) -> tuple[int, ...]:
+    formats = GRAD_FORMATS[source.dtype], GRAD_FORMATS[destination.dtype]
+    return source.data_ptr(), destination.data_ptr(), source.numel(), *formats, key
+
+
+def _kernel_can_move(source: torch.Tensor, destination: torch.Tensor) -> bool:
+    return (
+        kernel_can_read(source) and is_dense(destination) and same_layout(source, destination) and not source.is_neg()
+    )
+
+
+def _note(grad: torch.Tensor, value: float) -> None:
+    setattr(grad, _NOTE, _Note(grad, value))
+
+
+def _noted(grad: torch.Tensor) -> float | None:
+    note = getattr(grad, _NOTE, None)
+    return note.value_for(grad) if isinstance(note, _Note) else None

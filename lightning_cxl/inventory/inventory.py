@@ -1,0 +1,152 @@
+"""`list_tensors`: everything that a run keeps in host memory, listed before any of it exists.
+
+[Note: One inventory]
+There is one list. Policies decide about it, the check whether it fits adds it up, the report shows it as planned bytes,
+`plan` predicts steps from it, and the run builds its parts from it. So they cannot drift apart::
+
+    inventory = list_tensors(model, optimizers, config, workload)    which tensors, of which role, how large
+    decision  = decide(inventory, ...)                               which tier, or split over tiers, for each
+    run       = Run(host, inventory, decision, loop)                 places them, and trains
+
+Nothing needs to have values: the model may be on the meta device. The optimizers are those that the user made on the
+model as it is; they know which state there will be. Inputs of units are known where a dry run or ``batch_tokens`` tells
+the size of a micro-batch; else the first forward of the run tells it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.inventory.activations import Measured, estimate, known_parameters, units_of
+from lightning_cxl.inventory.asked import AskedTiers
+from lightning_cxl.inventory.gradients import gradients_at_once, staged_gradients, widened_gradients
+from lightning_cxl.inventory.sensitive import sensitive_parameters
+from lightning_cxl.inventory.state import state_tensors
+from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, StreamedUnit, grouped
+from lightning_cxl.inventory.workload import Overlap, Workload
+from lightning_cxl.optim.forms import Forms
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.rules import ModuleTiers
+from lightning_cxl.streaming.unit_weights import piece_nbytes, streamable
+from lightning_cxl.streaming.units import NamedUnits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """What one run keeps in host memory. See [Note: One inventory]."""
+
+    model: nn.Module
+    workload: Workload
+    asked: AskedTiers
+    """What decorators and rules ask for."""
+    units: NamedUnits
+    """Blocks whose inputs are offloaded, and which are recomputed."""
+    streamed: tuple[StreamedUnit, ...]
+    """Those of them whose weights stream."""
+    tensors: tuple[HostTensor, ...]
+    """What exists at a time, in the order in which it is allocated."""
+    gradients: tuple[HostTensor, ...]
+    """Gradients of all parameters, also where `tensors` has those of a few units only."""
+    staged_bytes: int
+    """Bytes of gradients that land in staging memory in one step."""
+    measured: Measured
+    """One micro-batch."""
+    overlap: Overlap
+
+    @property
+    def reserves_all_gradients(self) -> bool:
+        """Whether there must be room for the gradients of all streamed units at once."""
+        return self.overlap != "backward" or self.workload.num_micro_batches > 1
+
+    def bytes_of(self, role: TensorRole) -> int:
+        """Return the bytes of a role."""
+        return sum(each.nbytes for each in self.tensors if each.role is role)
+
+
+def list_tensors(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] | None,
+    config: OffloadConfig,
+    workload: Workload,
+    *,
+    asked: AskedTiers | None = None,
+    measured: Measured | None = None,
+) -> Inventory:
+    """Return what a run of a model keeps. See [Note: One inventory].
+
+    Args:
+        model: in training precision, on any device.
+        optimizers: as the user made them, empty where nothing is trained; one AdamW over all trained parameters when
+            None.
+        config: the user's choices.
+        workload: of one step.
+        asked: decorators and rules; none when None.
+        measured: one micro-batch; estimated from the workload when None.
+    """
+    if optimizers is None:
+        optimizers = [AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])]
+    asked = AskedTiers(model, ModuleTiers({})) if asked is None else asked
+    measured = estimate(model, config, workload, "before the first batch") if measured is None else measured
+    units = units_of(model, config)
+    streams = config.streams_weights(workload.computes_on_host)
+    streamed = tuple(
+        StreamedUnit(name, module, grouped(own, lambda p: asked.tier(p, TensorRole.COMPUTE_WEIGHTS)))
+        for name, module, own in streamable(model, units if streams else [])
+    )
+    unit_of = {id(p): unit.name for unit in streamed for group in unit.groups for p in group}
+    overlap: Overlap = "none"
+    if streamed and config.overlaps_step(workload.computes_on_host):
+        overlap = "backward" if workload.updates_in_backward else "forward"
+    forms = Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
+    forms.consider(optimizers)
+    state = [
+        each._replace(unit=unit_of.get(id(each.parameter), ""))
+        for each in state_tensors(
+            optimizers,
+            forms,
+            config,
+            accumulates=workload.num_micro_batches > 1,
+            on_host=lambda p: workload.computes_on_host or id(p) in unit_of,
+        )
+    ]
+    early = overlap == "backward" and workload.num_micro_batches == 1
+    staged = staged_gradients(state, workload)
+    tensors = (
+        *_weights(model, streamed, computes_on_host=workload.computes_on_host),
+        *(gradients_at_once(state) if early else state),
+        *widened_gradients(state),
+        *staged.at_once,
+        *(_inputs(measured) if optimizers else ()),
+    )
+    return Inventory(
+        model=model,
+        workload=workload,
+        asked=asked,
+        units=units,
+        streamed=streamed,
+        tensors=tuple(each._replace(tier=asked.tier(each.owner, each.role)) for each in tensors),
+        gradients=tuple(each for each in state if each.role in GRADIENTS),
+        staged_bytes=staged.nbytes,
+        measured=measured,
+        overlap=overlap,
+    )
+
+
+def _weights(model: nn.Module, streamed: Sequence[StreamedUnit], *, computes_on_host: bool) -> list[HostTensor]:
+    """Return the weights on the host: pieces of units that stream, and where the CPU computes, all other weights."""
+    role = TensorRole.COMPUTE_WEIGHTS
+    in_units = {id(parameter) for unit in streamed for group in unit.groups for parameter in group}
+    rest = [p for p in known_parameters(model) if computes_on_host and id(p) not in in_units]
+    return [
+        HostTensor(group[0], role, piece_nbytes(unit.module, group), unit.name)
+        for unit in streamed
+        for group in unit.groups
+    ] + [HostTensor(parameter, role, parameter.nbytes) for parameter in rest]
+
+
+def _inputs(measured: Measured) -> list[HostTensor]:
+    stored = measured.run.stored_bytes
+    return [HostTensor(None, TensorRole.ACTIVATIONS, nbytes, unit) for unit, nbytes in stored.items()]

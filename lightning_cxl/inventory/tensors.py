@@ -1,0 +1,64 @@
+"""`HostTensor`: one line of the inventory."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_cxl.placement.placement import TensorRole
+
+GRADIENTS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
+
+
+class HostTensor(NamedTuple):
+    """A tensor that a run keeps in host memory.
+
+    Args:
+        parameter: of the model, whose weights, gradient or state it is; for weights of a unit that lie in one piece of
+            memory, the first of them. None for inputs of a unit.
+        role: what it is for.
+        nbytes: its size.
+        unit: the unit that it belongs to, where that streams or where it is the unit's input; else an empty text.
+        tier: that a decorator or rule asks for; None leaves it to the policy.
+    """
+
+    parameter: torch.Tensor | None
+    role: TensorRole
+    nbytes: int
+    unit: str = ""
+    tier: str | None = None
+
+    @property
+    def owner(self) -> torch.Tensor | str:
+        """The parameter, or the unit whose input it is."""
+        return self.unit if self.parameter is None else self.parameter
+
+    @property
+    def parameter_nbytes(self) -> int:
+        """Bytes of the parameter itself, in its own type."""
+        return 0 if self.parameter is None else self.parameter.nbytes
+
+
+class StreamedUnit(NamedTuple):
+    """A unit whose weights stream.
+
+    Args:
+        name: of the unit.
+        module: the unit.
+        groups: its parameters that stream, those that the same tier is asked for together.
+    """
+
+    name: str
+    module: nn.Module
+    groups: list[list[nn.Parameter]]
+
+
+def grouped(
+    parameters: Iterable[nn.Parameter], tier_of: Callable[[nn.Parameter], str | None]
+) -> list[list[nn.Parameter]]:
+    """Return parameters in groups that the same tier, or none, is asked for."""
+    groups: dict[str | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(tier_of(parameter), []).append(parameter)
+    return list(groups.values())

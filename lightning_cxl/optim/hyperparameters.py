@@ -1,0 +1,101 @@
+"""Options and hyper-parameters: what CPUAdam accepts, and the numbers of one step made from them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_cxl.errors import ConfigError, UnsupportedError
+
+
+class AdamScalars(NamedTuple):
+    """What one update needs besides the tensors; the row of numbers the kernel takes, in this order."""
+
+    decay: float
+    """Factor of the weight before the update: 1 - lr * weight_decay when decoupled, else 1."""
+    l2: float
+    """Weight decay added to the gradient when not decoupled, else 0."""
+    lerp_weight: float
+    """1 - beta1."""
+    beta2: float
+    square_weight: float
+    """1 - beta2."""
+    bias2_sqrt: float
+    """sqrt(1 - beta2 ** step)."""
+    eps: float
+    neg_step_size: float
+    """-lr / (1 - beta1 ** step)."""
+    grad_scale: float = 1.0
+    """Factor of the gradient, before anything else: unscaling and clipping in one."""
+
+    @classmethod
+    def at_step(
+        cls,
+        step: float,
+        *,
+        lr: float | torch.Tensor,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+        grad_scale: float = 1.0,
+    ) -> "AdamScalars":
+        """Return the scalars of the 1-based `step`, in double precision as torch computes them.
+
+        A tensor `lr` or `betas` is used as it is, so that its own precision decides, as in torch.
+        """
+        beta1, beta2 = betas
+        return cls(
+            decay=float(1 - lr * weight_decay) if decoupled and weight_decay != 0 else 1.0,
+            l2=0.0 if decoupled else float(weight_decay),
+            lerp_weight=float(1 - beta1),
+            beta2=float(beta2),
+            square_weight=float(1 - beta2),
+            bias2_sqrt=float((1 - beta2**step) ** 0.5),
+            eps=float(eps),
+            neg_step_size=float(-(lr / (1 - beta1**step))),
+            grad_scale=float(grad_scale),
+        )
+
+
+def scalars_of(group: Mapping[str, Any], step: float, grad_scale: float) -> AdamScalars:
+    """Return what the kernel needs for a group at a step."""
+    return AdamScalars.at_step(
+        step,
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+        grad_scale=grad_scale,
+    )
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Refuse torch's options that the kernel does not have."""
+    for option in ("amsgrad", "maximize", "capturable", "differentiable"):
+        if group.get(option):
+            raise UnsupportedError(
+                f"CPUAdam has no `{option}`: set `{option}=False`, or `cpu_adam=False` to run torch's optimizer itself"
+            )
+
+
+def check_ranges(group: Mapping[str, Any]) -> None:
+    """Refuse hyper-parameters that torch refuses too. Cheap enough for every step: anyone may write into a group."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not as_number(group[name]) >= 0.0:
+            raise ConfigError(f"`{name}` must be one number, at least 0, got {group[name]!r}")
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0.0 <= as_number(beta) < 1.0 for beta in betas):
+        raise ConfigError(f"`betas` must be two numbers in [0, 1), got {betas!r}")
+
+
+def as_number(value: object) -> float:
+    """Return a number or one-element tensor as float; NaN, which is in no range, for anything else."""
+    if isinstance(value, (int, float)):
+        return value
+    try:
+        return float(value)  # type: ignore[arg-type]  # what cannot be converted says so
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan

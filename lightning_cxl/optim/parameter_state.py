@@ -1,0 +1,213 @@
+"""`ParameterState`: all that the optimizer keeps of one parameter, in memory that stays where it was placed."""
+
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
+from lightning_cxl.optim.awaited_params import plain
+from lightning_cxl.optim.eight_bit import dynamic_map
+from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision
+from lightning_cxl.optim.number_formats import StatePrecision, join, split
+from lightning_cxl.optim.tensor_checks import follows
+from lightning_cxl.optim.threads import Stretch
+from lightning_cxl.placement.placement import TensorRole
+
+
+class KnownRow(NamedTuple):
+    """What the kernel was given for a parameter in its last step, and what must be the same for that to be right."""
+
+    signature: tuple[object, ...]
+    numbers: tuple[int, ...]
+    stretches: list[Stretch] | None
+    """By team; None where there are no teams."""
+    step_address: int
+
+
+class MomentKeys(NamedTuple):
+    """Where a moment is in the state of a parameter: under torch's key, or in 8 bit under those of bitsandbytes."""
+
+    values: str
+    codes: str
+    scales: str
+    map: str
+    unsigned: bool
+    """Whether codes have no sign."""
+
+
+MOMENT_KEYS = (
+    MomentKeys("exp_avg", "state1", "absmax1", "qmap1", unsigned=False),
+    MomentKeys("exp_avg_sq", "state2", "absmax2", "qmap2", unsigned=True),
+)
+REMAINDER = "remainder"
+"""Key of what bfloat16 weights lack of float32 master weights, int16; see `number_formats.split`."""
+
+
+class ParameterState:
+    """Step count, momentum, variance and, of a bfloat16 parameter, the remainder of its master weights.
+
+    Args:
+        parameter: float32 or bfloat16, on the host.
+        precision: of momentum and variance.
+        allocate: gives the memory, which is held from now on.
+    """
+
+    def __init__(self, parameter: torch.Tensor, precision: StatePrecision, allocate: AllocateState) -> None:
+        self.dtype = parameter.dtype  # decides whether there is a remainder
+        self.precision = precision
+        self.known: KnownRow | None = None  # see `kernel_table.KernelTable`
+        self.step = torch.zeros((), dtype=torch.float32)
+        self.momentum = Moment(parameter, TensorRole.MOMENTUM, precision, allocate)
+        self.variance = Moment(parameter, TensorRole.VARIANCE, precision, allocate)
+        self.remainder: torch.Tensor | None = None
+        if parameter.dtype is torch.bfloat16:
+            memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, parameter.numel())
+            self.remainder = laid_out_as(memory, parameter)
+        self._entries = self._varying()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle keeps: all but addresses."""
+        return {**vars(self), "known": None}
+
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Return whether `state` refers to this memory throughout."""
+        return all(state.get(key) is value for key, value in self._entries)
+
+    def check(self, parameter: torch.Tensor, name: str) -> None:
+        """Check that this memory is still right for `parameter`, which may have changed since this was made.
+
+        Raises:
+            ConfigError: it has got another shape or dtype, or gaps in memory that the state cannot follow.
+        """
+        if parameter.dtype is not self.dtype:
+            before, now = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, parameter.dtype))
+            raise ConfigError(
+                f"{name} was {before} when the optimizer was made, is {now} now: convert the model first, then make "
+                "the optimizer"
+            )
+        if parameter.shape != self.momentum.values.shape:
+            raise ConfigError(
+                f"{name} had shape {tuple(self.momentum.values.shape)} when the optimizer was made and has "
+                f"{tuple(parameter.shape)} now: make a new optimizer after resizing a model"
+            )
+        if self.precision != "fp32" and not is_dense(parameter):
+            raise ConfigError(
+                f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) has gaps in memory now, and "
+                f"its state, {self.precision}, is for weights without gaps: make it `.contiguous()`, or make a new "
+                "optimizer, which keeps the state of such weights in float32"
+            )
+
+    def bind(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Make ``optimizer.state[parameter]`` refer to this memory.
+
+        The keys are torch's (``exp_avg``, ``exp_avg_sq``), with 8-bit state bitsandbytes' (``state1``, ``absmax1``,
+        ``qmap1``, ...), so that torch does not take codes for numbers. An empty `state` starts at zero. A tensor that
+        someone else put there is copied in and replaced by ours. The parameter has passed `check` and
+        `tensor_checks.check_parameter`, the state `saved_state.check_moments`.
+        """
+        values = self.momentum.values
+        if (values.shape, values.stride()) != (parameter.shape, parameter.stride()) and not follows(values, parameter):
+            self._follow_layout(parameter, state)
+        if not state:
+            self.step.zero_()
+            self.momentum.zero_()
+            self.variance.zero_()
+            if self.remainder is not None:
+                self.remainder.zero_()
+        elif self.holds(state):
+            return
+        else:
+            self._take(parameter, state)
+        state.clear()
+        state.update(self._entries)
+        if self.precision == "8bit":
+            state.update({keys.map: dynamic_map(keys.unsigned) for keys in MOMENT_KEYS})
+
+    def _varying(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the entries of the state that steps change."""
+        entries = [("step", self.step)]
+        for moment, keys in zip((self.momentum, self.variance), MOMENT_KEYS, strict=True):
+            if moment.scales is None:
+                entries.append((keys.values, moment.values))
+            else:
+                entries += [(keys.codes, moment.values), (keys.scales, moment.scales)]
+        if self.remainder is not None:
+            entries.append((REMAINDER, self.remainder))
+        return entries
+
+    def _take(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Copy another state in, of any precision; see `saved_state.check_moments` for what it may look like."""
+        if state["step"] is not self.step:
+            self.step.fill_(float(state["step"]))
+        for moment, keys in zip((self.momentum, self.variance), MOMENT_KEYS, strict=True):
+            values = state[keys.values] if keys.values in state else state[keys.codes]
+            if values is not moment.values:
+                moment.load(values, state[keys.scales] if values.dtype is torch.uint8 else None)
+        saved = state.get(REMAINDER)
+        if saved is not None and saved.dtype is not torch.int16:
+            saved = None  # torch's optimizers carry it along as a number, and their steps make it meaningless
+        if self.remainder is None:
+            if saved is not None:  # of split weights: these are float32 masters of the same compute weights
+                parameter.copy_(join(split(parameter.detach())[0], saved))
+        elif saved is None:
+            self.remainder.zero_()
+        elif saved is not self.remainder:
+            self.remainder.copy_(saved)
+
+    def _follow_layout(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Put the elements in the parameter's new order: the model's memory format has changed."""
+        before = self._entries
+        self.momentum.follow(parameter)
+        self.variance.follow(parameter)
+        if self.remainder is not None:
+            new = laid_out_as(self.remainder, parameter)
+            self.remainder = new.copy_(self.remainder.clone())
+        self._entries = self._varying()
+        for (key, old), (_, new) in zip(before, self._entries, strict=True):
+            if state.get(key) is old:
+                state[key] = new
+
+
+class ParameterStates:
+    """Makes the states of parameters, keeps them, and lets go of those that nothing can ask for any more.
+
+    Args:
+        precision: of momentum and variance.
+        fp32_state: parameters whose state stays float32 with ``"8bit"``.
+        allocate: gives their memory. Not part of a copy or a pickle: it belongs to this process.
+    """
+
+    def __init__(
+        self, precision: StatePrecision, fp32_state: Collection[torch.Tensor], allocate: AllocateState
+    ) -> None:
+        self.by_parameter: dict[torch.Tensor, ParameterState] = {}
+        self.allocate = allocate
+        self._precision: StatePrecision = precision
+        # `in` compares the elements of tensors in a list; where it goes by hash, tensors are told apart by identity
+        by_hash = isinstance(fp32_state, (AbstractSet, Mapping)) or not isinstance(fp32_state, Iterable)
+        self.fp32_state = fp32_state if by_hash else dict.fromkeys(fp32_state)
+
+    def make(self, parameter: torch.Tensor) -> ParameterState:
+        """Return a new state, which is not kept here yet."""
+        precision = choose_precision(parameter, self._precision, sensitive=parameter in self.fp32_state)
+        return ParameterState(parameter, precision, self.allocate)
+
+    def of(self, parameter: torch.Tensor) -> ParameterState:
+        """Return the state of a parameter; make it when the parameter was frozen while others got theirs."""
+        own = self.by_parameter.get(parameter)
+        if own is None:
+            own = self.by_parameter[parameter] = self.make(parameter)
+        return own
+
+    def drop_unused(self, groups: Iterable[Mapping[str, Any]], state: Mapping[torch.Tensor, Any]) -> None:
+        """Let go of parameters that are in no group and have no state: those of a group that was removed."""
+        used = {parameter for group in groups for parameter in plain(group["params"])}
+        for parameter in [one for one in self.by_parameter if one not in used and one not in state]:
+            del self.by_parameter[parameter]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle keeps."""
+        return {**vars(self), "allocate": allocate_from_torch}

@@ -1,0 +1,167 @@
+"""`RunPolicy`: the policy of a run, chosen before there is a model."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import ConfigError, LightningCXLWarning
+from lightning_cxl.inventory.inventory import Inventory
+from lightning_cxl.machine.machine import Machine, check_split
+from lightning_cxl.machine.speeds import machine_of, machine_without_speeds
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.policy import PlacementPolicy, RoleHomePolicy
+from lightning_cxl.planning.jobs.job import Job, MemoryClass
+from lightning_cxl.planning.jobs.model_job import model_job
+from lightning_cxl.planning.policies.api import Decision, PlanningPolicy
+from lightning_cxl.planning.policies.bandwidth import Bandwidth
+from lightning_cxl.planning.policies.decided import DecidedPolicy
+from lightning_cxl.planning.policies.registry import get_policy, plans
+
+log = logging.getLogger(__name__)
+_SLACK_BYTES = 128 * 2**20
+
+
+class RunPolicy:
+    """Chooses the policy of a run, and lets it decide once the inventory is known.
+
+    Args:
+        config: of the run.
+        topology: the machine.
+        device: what computes.
+        wanted: a policy object that wins over ``config.policy``; None for none.
+
+    Raises:
+        ConfigError: there is no such policy, or it needs speeds that are not known.
+    """
+
+    def __init__(self, config: OffloadConfig, topology: Topology, device: torch.device, wanted: object) -> None:
+        self._homes = RoleHomePolicy(topology, cpu_computes=device.type == "cpu")
+        self._tiers = topology.names
+        chosen = choose(wanted, config, topology, device)
+        self._planning = chosen if isinstance(chosen, Planning) else None
+        self.name = "by role" if chosen is None else getattr(chosen, "name", type(chosen).__name__)
+        self.at_first: PlacementPolicy = self._homes if chosen is None or isinstance(chosen, Planning) else chosen
+        """Asked before `decide`: where the policy plans, every role has its home until then."""
+
+    def decide(self, inventory: Inventory, free: Mapping[str, int], together: int) -> PlacementPolicy:
+        """Return what is asked about each tensor of the run.
+
+        Args:
+            inventory: of the run.
+            free: bytes that every tier can hold.
+            together: bytes that all tiers can hold.
+
+        Raises:
+            ConfigError: the policy leaves a role out, or its splits are none.
+            TierFullError: it does not fit.
+        """
+        if self._planning is None:
+            return self.at_first
+        job = model_job(type(inventory.model).__name__, inventory).job
+        if TensorRole.ACTIVATIONS not in job.free_classes():
+            # how large they are may not be known yet; where they go is decided now
+            unknown = MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=0)
+            job = replace(job, classes=(*job.classes, unknown))
+        return DecidedPolicy(self._planning.decide(job, free, together), self._tiers, self._homes)
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """A policy that plans, with the machine that it plans for."""
+
+    policy: PlanningPolicy
+    name: str
+    machine: Machine
+
+    def decide(self, job: Job, room: Mapping[str, int], together: int) -> Decision:
+        """Return the policy's decision about a job.
+
+        Args:
+            job: of the run.
+            room: bytes that every tier can hold of it; the machine's own limits hold as well.
+            together: bytes that all tiers can hold.
+
+        Raises:
+            ConfigError: the policy leaves a role out, or its splits are none.
+            TierFullError: it does not fit.
+        """
+        limits = {tier.name: min(_usable(room[tier.name]), tier.capacity_bytes) for tier in self.machine.tiers}
+        most = together if self.machine.host_bytes is None else min(together, self.machine.host_bytes)
+        machine = self.machine.with_capacity(limits, most)
+        decision = self.policy.decide(job, machine)
+        missing = [role.value for role in job.free_classes() if role not in decision.splits]
+        if missing:
+            raise ConfigError(
+                f"policy {self.name!r} decides nothing about {', '.join(missing)}: `decide` must place all"
+            )
+        try:
+            for split in decision.splits.values():
+                check_split(split, machine)
+        except ValueError as error:
+            raise ConfigError(f"policy {self.name!r}: {error}") from error
+        return decision
+
+
+def choose(
+    wanted: object, config: OffloadConfig, topology: Topology, device: torch.device
+) -> Planning | PlacementPolicy | None:
+    """Return the policy that a user asked for; by default ours, where there is a choice and speeds are known.
+
+    Args:
+        wanted: a policy object that wins over ``config.policy``; None for none.
+        config: of the run.
+        topology: the machine.
+        device: what computes.
+
+    Returns:
+        None where roles have their homes.
+
+    Raises:
+        ConfigError: there is no such policy, or it needs speeds that are not known.
+    """
+    several = sum(not tier.emulated for tier in topology.tiers) > 1
+    by_role = wanted is None and (config.policy == "by_role" or (config.policy == "auto" and not several))
+    machine = None
+    if config.machine is not None or not by_role:  # no need to look up speeds that nobody asks for
+        machine = machine_of(topology, device, file=config.machine)
+    if machine is not None:  # one process drives one of its devices
+        machine = replace(machine, device=replace(machine.device, count=1))
+    if wanted is None and config.policy in ("auto", "by_role"):
+        if not by_role and machine is not None:
+            return Planning(Bandwidth(), "bandwidth", machine)
+        if not by_role:
+            log.info("every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl calibrate`")
+        _warn_of_idle_machine(config, "there is one kind of memory, where" if not several else "with it")
+        return None
+    policy = get_policy(config.policy) if wanted is None else wanted
+    name = config.policy if wanted is None else type(policy).__name__
+    if not plans(policy):
+        _warn_of_idle_machine(config, f"policy {name!r} is asked tensor by tensor, and")
+        return cast(PlacementPolicy, policy)
+    if machine is None and getattr(policy, "needs_speeds", True):
+        raise ConfigError(
+            f"policy {name!r} needs the speeds of all tiers ({', '.join(topology.names)}), and they are not known. Run "
+            f"`python -m lightning_cxl calibrate`, or give a file with `machine=`, such as those in examples/machines."
+        )
+    return Planning(cast(PlanningPolicy, policy), name, machine or machine_without_speeds(topology, device))
+
+
+def _warn_of_idle_machine(config: OffloadConfig, why: str) -> None:
+    if config.machine is not None:
+        warnings.warn(
+            f"`machine={config.machine!r}` has no effect: {why} nothing is planned by speed. Choose a policy such as "
+            f"'bandwidth'.",
+            LightningCXLWarning,
+            stacklevel=2,
+        )
+
+
+def _usable(nbytes: int) -> int:
+    """Return what a plan may fill of a tier: pools have unused ends of slabs, and splits end in whole stripes."""
+    return nbytes - min(nbytes // 8, _SLACK_BYTES)

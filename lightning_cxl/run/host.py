@@ -1,0 +1,137 @@
+"""`Host`: the machine as one run uses it: tiers with budgets, the policy, and copies to the device."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.inventory.asked import AskedTiers
+from lightning_cxl.inventory.inventory import Inventory, list_tensors
+from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.hook import HostAllocationMode
+from lightning_cxl.memory.lineage import ParameterOwners
+from lightning_cxl.memory.scope import activate
+from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.policy import PlacementPolicy
+from lightning_cxl.placement.rules import resolve
+from lightning_cxl.planning.decide import decide
+from lightning_cxl.planning.placements import Placements
+from lightning_cxl.planning.policies.api import PlanningPolicy
+from lightning_cxl.planning.run_policy import RunPolicy
+from lightning_cxl.transfer.engine import TransferEngine, make_engine
+from lightning_cxl.updates.unit_updates import why_after_backward
+
+log = logging.getLogger(__name__)
+
+
+class Host:
+    """What a run needs before there is a model. See [Note: Order of life].
+
+    Args:
+        config: the user's choices.
+        device: where the model computes.
+        topology: this machine's tiers; detected when None.
+        policy: places what no decorator or rule asks for; the one that ``config.policy`` names when None.
+        engine: copies between host and device; the device's own when None. Closed with the host.
+
+    Raises:
+        ConfigError: there is no such policy, or it needs speeds that are not known.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        device: torch.device,
+        topology: Topology | None = None,
+        policy: PlacementPolicy | PlanningPolicy | None = None,
+        engine: TransferEngine | None = None,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.topology = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
+        pin = device.type != "cpu" if config.pin_memory == "auto" else bool(config.pin_memory)
+        self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
+        self.owners = ParameterOwners()
+        """What is asked for the module of a master, for tensors that an optimizer makes from it."""
+        self.policy = RunPolicy(config, self.topology, device, policy)
+        self.placer = Placer(self.topology, self.policy.at_first, self.memory.free_bytes, self.owners)
+        self.engine = make_engine(device) if engine is None else engine
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether the weights of units stream, if the model has units."""
+        return self.config.streams_weights(self.engine.computes_on_host)
+
+    def activate(self) -> AbstractContextManager[Any]:
+        """Return a region in which `lightning_cxl.empty` and `host_allocation` use this memory and its budgets."""
+        return activate(self.memory, self.placer)
+
+    def creating_weights(self) -> AbstractContextManager[Any]:
+        """Return a region in which torch's host tensors are placed as compute weights."""
+        return HostAllocationMode(self.memory, self.placer, role=TensorRole.COMPUTE_WEIGHTS)
+
+    def inventory(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Inventory:
+        """Return what a run of a model would hold, now that decorators and rules are known. See [Note: One inventory].
+
+        Args:
+            model: as it is now.
+            optimizers: as the user made them on it; empty where nothing is trained.
+            loop: the framework's.
+
+        Raises:
+            ConfigError: rules or decorators that cannot be honoured.
+        """
+        tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
+        objection = why_after_backward(loop.needs_whole_step, optimizers)
+        workload = Workload(
+            batch=1,
+            sequence=self.config.batch_tokens or 0,
+            num_micro_batches=2 if loop.accumulates else 1,
+            computes_on_host=self.engine.computes_on_host,
+            updates_in_backward=objection is None,
+        )
+        inventory = list_tensors(model, optimizers, self.config, workload, asked=AskedTiers(model, tiers))
+        if optimizers and inventory.overlap == "forward":
+            log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
+        return inventory
+
+    def decide(self, inventory: Inventory) -> Placements:
+        """Return where everything of an inventory goes.
+
+        Raises:
+            ConfigError: the policy leaves something out.
+            TierFullError: it does not fit.
+        """
+        return decide(inventory, self.policy, self.memory, self.placer, self.config.on_tier_full)
+
+    def report(self, state: str = "running") -> dict[str, Any]:
+        """Return measured bytes of all tiers, and nothing of a run, as JSON-able data."""
+        return {
+            "state": state,
+            "device": str(self.device),
+            **self.memory.stats(),
+            "policy": self.policy.name,
+            "planned_roles": {},
+            "reasons": {},
+            "num_parameters": 0,
+            "num_trainable": 0,
+            "units": [],
+            "streamed": {},
+            "optimizers": [],
+            "notes": [*self.topology.notes, *self.memory.notes()],
+        }
+
+    def close(self) -> None:
+        """Free everything that no tensor of the user's is in. Idempotent."""
+        with ExitStack() as cleanup:
+            cleanup.callback(self.memory.close)
+            cleanup.callback(self.engine.close)

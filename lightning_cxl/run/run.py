@@ -1,0 +1,244 @@
+"""`Run`: one training run, built from inventory and decision. Knows no framework.
+
+[Note: Order of life]
+Built: the host (topology, memory, policy, engine); then, with the model, the inventory and the decision; then the run
+places the weights and builds what receives gradients, streams weights and offloads inputs; then it adopts optimizers.
+Torn down in the opposite order by `Run.close` and `Host.close`, which may be called at any moment, any number of times.
+What belongs to the user outlives both: the weights stay where they are, inside the model, and optimizer state stays
+with the optimizers (as with plain Lightning, so that a checkpoint can still be saved after a run); both are freed when
+those objects are. What a later checkpoint or report needs of a run is in the `FinishedRun` that `close` returns.
+"""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_cxl.gradients.arrived import ArrivedGradients
+from lightning_cxl.gradients.leaving import LeavingGradients
+from lightning_cxl.gradients.meter import meter_of_run
+from lightning_cxl.gradients.overflow import OverflowGuard
+from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.gradients.sums import GradientSums
+from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
+from lightning_cxl.inventory.inventory import Inventory
+from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.sensitive import sensitive_parameters
+from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.memory.scope import activate
+from lightning_cxl.optim.forms import Forms
+from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.planning.placements import Placements
+from lightning_cxl.planning.planned import PlannedBytes
+from lightning_cxl.run.host import Host
+from lightning_cxl.run.placed_memory import PlacedMemory
+from lightning_cxl.run.residence import Residence, count_parameters
+from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
+from lightning_cxl.updates.adoption import Adoption, describe_optimizer
+from lightning_cxl.updates.unit_updates import UnitUpdates
+from lightning_cxl.updates.whole_updates import WholeUpdates
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class FinishedRun:
+    """What outlives a run."""
+
+    last_report: dict[str, Any]
+    masters: MasterWeights
+    num_received: int
+    """Gradients received in all."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the report of the run's last moment."""
+        return self.last_report
+
+
+class Run:
+    """Weights in their places, units wrapped, gradients received; optimizers are adopted by `adopt`.
+
+    Args:
+        host: memory and copies; outlives the run.
+        inventory: of the model, which is changed: its weights move, its units are wrapped.
+        decision: where everything goes.
+        loop: what the framework does around a step.
+
+    Raises:
+        TierFullError: the weights do not fit; nothing of the run stays behind.
+    """
+
+    min_activation_bytes = DEFAULT_MIN_BYTES
+    """Inputs of units smaller than this stay where they are."""
+
+    def __init__(self, host: Host, inventory: Inventory, decision: Placements, loop: Loop) -> None:
+        config, engine, model = host.config, host.engine, inventory.model
+        if config.activation_offload and not inventory.units:
+            log.info(
+                "no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some"
+            )
+        self._host = host
+        self._loop = loop
+        self._model = model
+        self._after_error = False
+        self.units = tuple(name for name, _ in inventory.units)
+        self._heap = HeapTrimmer() if inventory.units else None  # only where the user trades time for memory anyway
+        self._planned = PlannedBytes()
+        self._placed = PlacedMemory(host.memory, decision, self._planned, self._heap, self.units)
+        self.masters = MasterWeights(decision.asked.names, self._placed.like, engine)
+        """The master weights; `wait_for_updates` before their values are read."""
+        self.meter = meter_of_run(config, engine.computes_on_host, trusts_versions=not loop.edits_gradients)
+        self.guard = OverflowGuard(config.on_overflow, config.max_overflows, self.masters.name_of, self.meter)
+        """Keeps optimizers from gradients that are not finite."""
+        self.optimizers: list[Optimizer] = []
+        self._placed.plan(inventory)
+        with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
+            self._residence = Residence(model, self._placed, engine, inventory.streamed)
+            decision.asked.read(model)  # some modules make new parameters when they move
+            cleanup.callback(self._residence.close)
+            units = self._residence.units
+            activations = ActivationOffload(engine, self._placed.activation, min_bytes=self.min_activation_bytes)
+            streamer = self._residence.stream(lambda: activations.phase)
+            overlaps = streamer is not None and inventory.overlap != "none"
+            worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
+            # what a gradient passes, the last first: [Note: Life of a gradient]
+            sums = GradientSums(self._placed.like_all, self.meter, half_sums=config.accumulate == "bf16")
+            arrived = ArrivedGradients(LeavingGradients(engine, self._placed.like_all, sums, worker), sums)
+            if worker is None or streamer is None:
+                self._updates = WholeUpdates(units, self.masters)
+            else:
+                in_backward = inventory.overlap == "backward"
+                self._updates = UnitUpdates(units, self.masters, worker, arrived, streamer, in_backward=in_backward)
+            self._grads = GradientSink(
+                engine,
+                sums,
+                arrived,
+                self._updates,
+                self._residence,
+                {id(place.parameter): unit for unit in units for place in unit.places},
+                reserves_streamed=inventory.reserves_all_gradients,
+                are_read_early=loop.reads_gradients,
+            )
+            cleanup.callback(self._grads.close)
+            if streamer is not None:
+                streamer.attach(self._grads)
+            cleanup.callback(activations.detach)
+            if inventory.units:
+                activations.attach(inventory.units, model)
+            forms = Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
+            self._forms = forms
+            self._adoption = Adoption(
+                forms, self.masters, self._grads, self.guard, self._updates, self._placed, self.meter
+            )
+            cleanup.callback(self._adoption.release)
+            if worker is not None:
+                cleanup.callback(worker.shutdown)
+            cleanup.callback(self._close_updates)
+            self._cleanup = cleanup.pop_all()
+
+    def activate(self) -> AbstractContextManager[Any]:
+        """Return a region in which `lightning_cxl.empty` and `host_allocation` follow this run's decision."""
+        return activate(self._host.memory, self._placed.placements.placer)
+
+    # -- optimizers --------------------------------------------------------------------------------------------------
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption].
+
+        Raises:
+            TierFullError: gradients or optimizer state do not fit; nothing has been swapped then.
+            UnsupportedError: an Adam option that `CPUAdam` does not have.
+        """
+        self._host.memory.trim()  # what weights that have moved have left
+        self._forms.consider(optimizers)
+        try:
+            self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
+        except BaseException:
+            self._adoption.release()
+            raise
+        if self.masters.has_separate:
+            attach_zero_grad(self._model, self._grads)
+            self._cleanup.callback(detach_zero_grad, self._model)
+        return self.optimizers
+
+    def adopt_joined(self) -> None:
+        """Adopt parameters that someone has put into the optimizers' groups. See [Note: Adoption]."""
+        self._adoption.adopt_joined()
+
+    def rehome_state(self, optimizer: Optimizer) -> None:
+        """Move optimizer state that was loaded to where the policy wants it."""
+        self._adoption.rehome_state(optimizer)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_received(self) -> int:
+        """Gradients received so far, on which stochastic rounding depends: a checkpoint needs it."""
+        return self._grads.num_received
+
+    @num_received.setter
+    def num_received(self, value: int) -> None:
+        self._grads.num_received = value
+
+    def start_backward(self) -> None:
+        """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""
+        self._placed.forward_is_over()
+        self._grads.start_backward()
+        self._trim_heap()
+
+    def finish_backward(self) -> None:
+        """Return when the gradients of the last backward are where the optimizer reads them, if it does so next."""
+        self._grads.finish()
+        self._trim_heap()
+
+    def _trim_heap(self) -> None:
+        if self._heap is not None:
+            self._heap.trim()
+
+    def end_step(self) -> None:
+        """Note that a training step is over."""
+        self._host.memory.end_step()
+        if self._loop.writes_unseen:
+            self.forget_copies()
+
+    def wait_for_updates(self) -> None:
+        """Return when weights, masters and optimizer state are those of the last step, and on the host."""
+        self._updates.wait()
+        self._residence.bring_home()
+
+    def forget_copies(self) -> None:
+        """Let weights that stream be copied again: someone may write to them through `.data`, which leaves no trace."""
+        self._residence.forget_copies()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, *, after_error: bool = False) -> FinishedRun:
+        """Free everything but weights and optimizer state. Idempotent. See [Note: Order of life].
+
+        Args:
+            after_error: an error has ended the run; those of updates are not raised any more.
+        """
+        self._after_error = after_error
+        with self._cleanup:
+            return FinishedRun(self.report("finished"), self.masters, self.num_received)
+
+    def _close_updates(self) -> None:
+        self._updates.close(after_error=self._after_error)
+
+    def report(self, state: str = "running") -> dict[str, Any]:
+        """Return measured and planned bytes and what runs, as JSON-able data."""
+        report = self._host.report(state)
+        return {
+            **report,
+            "planned_roles": self._planned.roles(),
+            "reasons": self._planned.reasons(),
+            **count_parameters(self._model),
+            "units": list(self.units),
+            "streamed": self._residence.stats(),
+            "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
+            "notes": [*report["notes"], *self._residence.notes()],
+        }

@@ -1,0 +1,51 @@
+"""Which cases of a product `make test` runs: few in which all values occur, or meet; the others are ``full``."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def covering(cases: Sequence[tuple[Any, ...]], together: int) -> list[tuple[Any, ...]]:
+    """Return few of the cases that have every combination of `together` values of theirs; greedy, always the same.
+
+    Values are told apart by identity, so that they may be dicts.
+    """
+
+    def combinations(case: tuple[Any, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(itertools.combinations(((column, id(value)) for column, value in enumerate(case)), together))
+
+    wanted = set().union(*map(combinations, cases))
+    chosen = []
+    while wanted:
+        best = max(cases, key=lambda case: len(combinations(case) & wanted))
+        wanted -= combinations(best)
+        chosen.append(best)
+    return chosen
+
+
+def every_value(*columns: Iterable[Any]) -> list[Any]:
+    """Return a product for ``parametrize``; without the ``full`` cases every value still occurs."""
+    return _marked(list(itertools.product(*columns)), 1)
+
+
+def every_pair(*columns: Iterable[Any], where: Callable[..., bool] = lambda *_: True) -> list[Any]:
+    """Return a product for ``parametrize``; without the ``full`` cases every two values of two columns still meet.
+
+    Args:
+        columns: values of each argument.
+        where: which cases of the product there are.
+    """
+    return _marked([case for case in itertools.product(*columns) if where(*case)], 2)
+
+
+def others_full(cases: Iterable[Any], stay: Iterable[Any]) -> list[Any]:
+    """Return cases of one argument; those that are not in `stay` are ``full``."""
+    stay = list(stay)
+    return [case if case in stay else pytest.param(case, marks=pytest.mark.full) for case in cases]
+
+
+def _marked(cases: list[tuple[Any, ...]], together: int) -> list[Any]:
+    stay = {id(case) for case in covering(cases, together)}
+    return [pytest.param(*case, marks=() if id(case) in stay else pytest.mark.full) for case in cases]

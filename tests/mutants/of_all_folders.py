@@ -1,0 +1,180 @@
+"""Mistakes spread over the folders and the kernels: each is one that a change of the code could bring in."""
+
+from tests.mutants.mutant import Mutant
+
+_CHECKPOINT = "lightning_cxl/run/checkpoint.py"
+_STEP = "lightning_cxl/planning/jobs/step.py"
+_ROOM = "lightning_cxl/planning/policies/room.py"
+_HEADER = "lightning_cxl/weights/header.py"
+_LIMITS = "lightning_cxl/machine/limits.py"
+T_CHECKPOINT = ("tests/integration/test_checkpoint.py",)
+T_STEP = ("tests/unit/planning/jobs/test_step.py",)
+T_LIMITS = ("tests/unit/machine/test_limits.py",)
+T_POLICIES = ("tests/unit/planning/policies",)
+
+MUTANTS = (
+    # -- kernels
+    Mutant(
+        "a rounded sum of gradients that is not a number stays so",
+        "cython_ext/include/grads_body.h",
+        "from == CXL_BF16 ? random : random & (grads_bits)(sums == sums);",
+        "random;",
+        ("tests/numerics/test_grad_kernels.py",),
+    ),
+    Mutant(
+        "the last elements' remainders are written back",
+        "cython_ext/include/adam_tail.h",
+        "        memcpy(s->rest, whole->rest, n * 2);\n",
+        "        ;\n",
+        ("tests/numerics/test_adam_kernel.py::test_equals_the_definition_at_every_size",),
+    ),
+    Mutant(
+        "the definition rounds split masters away from zero",
+        "lightning_cxl/optim/formats.py",
+        "bits + 0x8000 >> 16",
+        "bits + 0x7FFF >> 16",
+        ("tests/numerics/test_formats.py",),
+    ),
+    # -- machine, placement, memory
+    Mutant(
+        "the lower of two limits counts", _LIMITS, "min(found), max(0", "max(found), max(0", ("tests/unit/machine",)
+    ),
+    Mutant("file cache is not in use", _LIMITS, "max(0, used - droppable)", "used", T_LIMITS),
+    Mutant(
+        "the last rule that matches counts",
+        "lightning_cxl/placement/rules.py",
+        "in reversed(list(rules.items())):",
+        "in rules.items():",
+        ("tests/unit/placement/test_rules.py",),
+    ),
+    Mutant(
+        "a full budget makes a pool give free slabs back",
+        "lightning_cxl/memory/pool.py",
+        "            self._release_free()\n            if self._held",
+        "            if self._held",
+        ("tests/unit/memory/test_pool.py",),
+    ),
+    Mutant(
+        "stripes go to whom they are due",
+        "lightning_cxl/memory/striped.py",
+        "                credit[child] -= size\n",
+        "",
+        ("tests/unit/memory/test_striped.py",),
+    ),
+    Mutant(
+        "an arena that shrinks gives its bytes back to the budget",
+        "lightning_cxl/memory/arena.py",
+        "        self._source.release(gone)\n",
+        "",
+        ("tests/unit/memory/test_arena.py",),
+    ),
+    Mutant(
+        "a forked child does not unregister its parent's memory",
+        "lightning_cxl/memory/pinned.py",
+        "if os.getpid() == self._pid:",
+        "if True:",
+        ("tests/unit/memory",),
+    ),
+    # -- planning
+    Mutant(
+        "every device copies",
+        _STEP,
+        "                    nbytes *= self._device.count\n",
+        "",
+        ("tests/unit/planning/jobs",),
+    ),
+    Mutant(
+        "steps are added up in one order",
+        _STEP,
+        "in job.in_one_order():",
+        "in job.classes:",
+        T_STEP,
+    ),
+    Mutant(
+        "copies of several devices share a tier",
+        "lightning_cxl/planning/jobs/perf.py",
+        "(tier, num_devices * num_bytes * share)",
+        "(tier, num_bytes * share)",
+        ("tests/unit/planning/jobs/test_perf.py",),
+    ),
+    Mutant("fixed classes have one order", _ROOM, "in job.in_one_order():", "in job.classes:", T_POLICIES),
+    Mutant(
+        "what is taken is taken from all memory, too",
+        _ROOM,
+        "        self.together = max(0, self.together - nbytes)\n",
+        "",
+        ("tests/unit/planning",),
+    ),
+    Mutant(
+        "DRAM that is left is shared like the cards",
+        "lightning_cxl/planning/policies/latency_first.py",
+        "taken = min(local, each.nbytes // (1 + num_nodes))",
+        "taken = local",
+        T_POLICIES,
+    ),
+    Mutant(
+        "bytes of two classes change places",
+        "lightning_cxl/planning/policies/search.py",
+        "                yield from _changed(x, {i: moved / size, j: -moved / other})\n",
+        "                pass\n",
+        T_POLICIES,
+    ),
+    Mutant(
+        "what the first roles take, the next ones have not",
+        "lightning_cxl/planning/fit.py",
+        "            left[tier] -= size\n",
+        "            pass\n",
+        ("tests/unit/planning", "tests/unit/run", "tests/integration/test_placement.py"),
+    ),
+    # -- checkpoints, weights
+    Mutant(
+        "state finds its parameter by name",
+        _CHECKPOINT,
+        '"params": [index_of[name] for name in names]',
+        '"params": group["params"]',
+        T_CHECKPOINT,
+    ),
+    Mutant(
+        "a checkpoint that could not be written leaves nothing",
+        _CHECKPOINT,
+        "        partial.unlink(missing_ok=True)\n",
+        "        pass\n",
+        T_CHECKPOINT,
+    ),
+    Mutant(
+        "tensors of a file lie one behind the other",
+        _HEADER,
+        "        if entry.begin != end:\n",
+        "        if False:\n",
+        ("tests/unit/weights/test_header.py",),
+    ),
+    Mutant(
+        "a cut-off file is refused",
+        _HEADER,
+        "    if end != data_bytes:\n",
+        "    if end < data_bytes:\n",
+        ("tests/unit/weights/test_header.py",),
+    ),
+    # -- the ends: the main job, commands
+    Mutant(
+        "much slower contenders are the slow ones",
+        "lightning_cxl/commands/measuring/timing.py",
+        "estimates[name] > _SLOW * min(estimates.values())",
+        "estimates[name] > min(estimates.values())",
+        ("tests/unit/commands/measuring/test_timing.py",),
+    ),
+    Mutant(
+        "a loader's order depends on the number of processes",
+        "lightning_cxl/finetune/data.py",
+        '            "world_size": self.world_size,\n',
+        "",
+        ("tests/unit/finetune/test_data.py",),
+    ),
+    Mutant(
+        "a path with a scheme is remote",
+        "lightning_cxl/integrations/lightning/checkpoint_io.py",
+        'return "://" in str(path)',
+        "return False",
+        ("tests/integration/test_checkpoint.py", "tests/integration/test_checkpoint_habits.py"),
+    ),
+)

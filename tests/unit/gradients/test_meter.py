@@ -1,0 +1,206 @@
+"""`GradientMeter`: sums of squares that are taken once, noticed when they are out of date, and right for any tensor."""
+
+import copy
+import math
+import types
+
+import pytest
+import torch
+
+from lightning_cxl.gradients.grad_hooks import GradientHooks
+from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.optim import clipping
+from lightning_cxl.optim.clipping import gradients
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def exact(tensor):
+    return float(tensor.detach().double().square().sum())
+
+
+@pytest.fixture
+def sweeps(monkeypatch):
+    """The number of tensors in each sweep of the kernel that only measures."""
+    calls = []
+    measure = clipping._grads.measure
+
+    def counting(spans, results, *rest):
+        calls.append(len(results))
+        return measure(spans, results, *rest)
+
+    monkeypatch.setattr(clipping, "_grads", types.SimpleNamespace(measure=counting))
+    return calls
+
+
+def random(shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_copy_and_accumulate_measure_what_they_write(sweeps, dtype):
+    meter = GradientMeter()
+    source, home = random((37, 5), dtype), torch.empty(37, 5)
+    meter.copy(source, home)
+    assert torch.equal(home, source.float())
+    assert meter.sums([home]) == pytest.approx([exact(home)], rel=1e-12)
+    other = random((37, 5), dtype, seed=1)
+    meter.accumulate(other, home, key=0)
+    assert torch.equal(home, source.float() + other.float())
+    assert meter.sums([home]) == pytest.approx([exact(home)], rel=1e-12)
+    assert not sweeps, "both were measured as they were written"
+
+
+def test_same_dtype_copies_keep_every_bit():
+    for dtype in DTYPES:
+        source, home = random((1000,), dtype), torch.empty(1000, dtype=dtype)
+        GradientMeter().copy(source, home)
+        assert torch.equal(home, source)
+
+
+def test_bfloat16_sums_are_rounded_stochastically_and_without_bias():
+    start, small = torch.ones(100_000, dtype=torch.bfloat16), torch.full((100_000,), 2.0**-10, dtype=torch.bfloat16)
+    total = start.clone()
+    GradientMeter().accumulate(small, total, key=5)
+    assert set(total.tolist()) == {1.0, 1.0078125}
+    assert float(total.double().mean() - 1) == pytest.approx(2.0**-10, rel=0.05)
+    again, other = start.clone(), start.clone()
+    GradientMeter(num_threads=3).accumulate(small, again, key=5)
+    GradientMeter().accumulate(small, other, key=6)
+    assert torch.equal(total, again) and not torch.equal(total, other)
+
+
+CHANGES = {
+    "in place": lambda g: g.mul_(2),
+    "foreach": lambda g: torch._foreach_mul_([g], 2.0),
+    "clip by value": lambda g: torch.nn.utils.clip_grad_value_([_holder(g)], 0.01),
+    "clip by norm": lambda g: torch.nn.utils.clip_grad_norm_([_holder(g)], 0.01),
+    "element": lambda g: g.__setitem__(0, 7.0),
+    "view": lambda g: g.view(-1)[:3].zero_(),
+}
+
+
+def _holder(grad):
+    parameter = torch.nn.Parameter(torch.zeros_like(grad))
+    parameter.grad = grad
+    return parameter
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change, sweeps):
+    meter = GradientMeter()
+    grad = random((40,))
+    before = meter.sums([grad])
+    assert meter.sums([grad]) == before and sweeps == [1]
+    CHANGES[change](grad)
+    assert meter.sums([grad]) == pytest.approx([exact(grad)], rel=1e-12)
+    assert meter.sums([grad]) != before and sweeps == [1, 1]
+
+
+def test_autograds_own_additions_are_noticed():
+    meter = GradientMeter()
+    parameter = torch.nn.Parameter(torch.ones(8))
+    (parameter * 2).sum().backward()
+    assert meter.sums(gradients([parameter])) == [32.0]
+    (parameter * 2).sum().backward()
+    assert meter.sums(gradients([parameter])) == [128.0]
+
+
+def test_changes_through_data_are_seen_where_versions_are_not_trusted():
+    meter = GradientMeter()
+    grad = torch.ones(4)
+    assert meter.sums([grad]) == [4.0]
+    grad.data[0] = math.nan
+    assert meter.sums([grad]) == [4.0], "as documented"
+    meter.trusts_versions = False
+    assert math.isnan(meter.sums([grad])[0])
+
+
+def test_the_number_stays_with_the_gradient_of_a_parameter(sweeps):
+    meter = GradientMeter()
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    home = torch.empty(4)
+    meter.copy(torch.ones(4), home)
+    parameter.grad = home
+    del home
+    assert meter.sums([parameter.grad]) == [4.0] and not sweeps
+    parameter.grad = torch.full((4,), 2.0)
+    assert meter.sums([parameter.grad]) == [16.0] and sweeps == [1]
+
+
+def test_a_copy_of_a_gradient_has_a_number_of_its_own():
+    meter, grad = GradientMeter(), torch.empty(4).fill_(1.0)
+    assert meter.sums([grad]) == [4.0]
+    other = copy.deepcopy(grad)
+    other.data.mul_(2)
+    assert other._version == grad._version and meter.sums([other]) == [16.0]
+
+
+def test_where_hooks_of_the_user_run_nothing_is_taken_for_unchanged():
+    meter, parameter = GradientMeter(), torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    hooks = GradientHooks(parameter, lambda: None, stays=False)
+    assert meter.sums_of([parameter]) == [4.0]
+    parameter.grad.data.mul_(2)
+    assert meter.sums_of([parameter]) == [4.0], "as documented"
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert meter.sums_of([parameter]) == [16.0]
+    hooks.remove()
+
+
+def test_all_that_are_not_measured_take_one_sweep(sweeps):
+    grads = [random((n,), DTYPES[n % 3], seed=n) for n in range(1, 300)]
+    meter = GradientMeter()
+    expected = [exact(grad) for grad in grads]
+    assert meter.sums(grads[:10]) == pytest.approx(expected[:10], rel=1e-12)
+    assert meter.sums(grads) == pytest.approx(expected, rel=1e-12)
+    assert sweeps == [10, 289]
+
+
+ODD = {
+    "strided": random((8, 8))[:, ::2],
+    "expanded": torch.full((1,), 2.0).expand(5),
+    "negated": torch._neg_view(random((9,))),
+    "float64": random((9,)).double() * 1e30,
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0),
+    "transposed": random((3, 4)).T,
+    "sparse": torch.sparse_coo_tensor(
+        torch.tensor([[1, 1, 3]]), torch.tensor([1.0, 2.0, 4.0]), (5,), check_invariants=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_tensors(name):
+    grad = ODD[name]
+    dense = grad.to_dense() if grad.is_sparse else grad
+    assert GradientMeter().sums([grad]) == pytest.approx([exact(dense)], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["strided", "float64", "scalar", "transposed"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_shows(name, bad):
+    grad = ODD[name].clone()
+    grad[(-1,) * grad.dim()] = bad
+    assert not math.isfinite(GradientMeter().sums([grad])[0])
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 3e38), (torch.bfloat16, 3e38), (torch.float64, 1e300)])
+def test_large_finite_gradients_are_finite(dtype, value):
+    (total,) = GradientMeter().sums([torch.full((1000,), value, dtype=dtype)])
+    assert math.isfinite(total) and total > 1e70
+
+
+@pytest.mark.parametrize("layout", ["strided", "other order", "float64"])
+def test_tensors_that_kernels_do_not_move(layout):
+    source = {"strided": random((6, 8))[:, ::2], "other order": random((4, 6)).T, "float64": random((6, 4)).double()}[
+        layout
+    ]
+    home = torch.empty(6, 4)
+    meter = GradientMeter()
+    meter.copy(source, home)
+    assert torch.equal(home, source.float())
+    meter.accumulate(source, home, key=0)
+    assert torch.equal(home, source.float() * 2)
+    assert meter.sums([home]) == pytest.approx([exact(home)], rel=1e-12)

@@ -1,0 +1,96 @@
+"""Contenders do the job that they are timed for: updates agree with each other, checks find norms."""
+
+import functools
+import sys
+
+import pytest
+import torch
+from adam_bench import chains, peers
+from adam_bench.path import Path
+
+from lightning_cxl.commands.bench.contenders import torch_adamw
+from lightning_cxl.commands.bench.tensors import Layout, Problem
+
+LAYOUT = Layout("some", ((40, 50), (7,), (1000,)))
+
+
+@pytest.fixture(autouse=True)
+def _not_compiled(monkeypatch):
+    """The short functions as they are: compiling them takes half a minute."""
+    monkeypatch.setattr(peers, "_compiled", lambda function: function)
+
+
+def values(tensors) -> torch.Tensor:
+    return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+
+
+def test_peers_agree_on_a_float32_step():
+    before, updated = values(Problem.make(LAYOUT).parameters), []
+    makes = [
+        lambda problem: torch_adamw(problem, fused=True),
+        lambda problem: torch_adamw(problem, foreach=True),
+        lambda problem: functools.partial(peers.compiled_step(problem, problem.parameters), 1.0),
+    ]
+    for make in makes:
+        problem = Problem.make(LAYOUT)
+        run = make(problem)
+        run()
+        run()
+        updated.append([values(tensors) for tensors in (problem.parameters, problem.momentum, problem.variance)])
+    assert not torch.equal(updated[0][0], before)
+    for other in updated[1:]:
+        for mine, theirs in zip(updated[0], other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-9)
+
+
+def test_chains_agree_on_new_weights_and_leave_the_gradients():
+    masters = []
+    for make in (
+        lambda path: chains.in_turn(
+            chains.torch_prepare(path.problem.gradients, path.max_norm), chains.torch_update(path.masters)
+        ),
+        lambda path: chains.compiled_chain(path.masters, path.max_norm),
+    ):
+        path = Path(Problem.make(LAYOUT, torch.bfloat16), 1)
+        gradients, weights = values(path.problem.gradients), values(path.problem.parameters)
+        run = make(path)
+        run()
+        assert torch.equal(values(path.problem.gradients), gradients)
+        masters.append(values(path.masters.masters))
+        assert not torch.equal(masters[-1], weights)
+        assert torch.equal(values(path.problem.parameters), masters[-1].bfloat16().float())
+    torch.testing.assert_close(*masters, rtol=1e-6, atol=1e-8)
+
+
+def test_gradients_are_clipped_to_the_norm():
+    gradients = Problem.make(LAYOUT).gradients
+    norm = float(values(gradients).norm())
+    chains.torch_prepare(gradients, norm / 2)()
+    assert float(values(gradients).norm()) == pytest.approx(norm / 2, rel=1e-4)
+    chains.torch_prepare(gradients, norm)()
+    assert float(values(gradients).norm()) == pytest.approx(norm / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [chains.torch_check, peers.compiled_check])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checks_give_the_norm_and_notice_what_is_not_finite(make, dtype):
+    gradients = Problem.make(LAYOUT, dtype).gradients
+    check = make(gradients)
+    assert float(check()) == pytest.approx(float(values(gradients).norm()), rel=1e-2)
+    gradients[1][3] = float("inf")
+    with pytest.raises(AssertionError):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("package", "make"),
+    [
+        ("deepspeed", peers.deepspeed_adam),
+        ("bitsandbytes", peers.bitsandbytes_adamw8bit),
+        ("torchao", peers.torchao_adamw8bit),
+    ],
+)
+def test_peers_that_are_not_installed_raise(package, make, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=package):
+        make(Problem.make(LAYOUT))

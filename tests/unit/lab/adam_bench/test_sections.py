@@ -1,0 +1,196 @@
+"""The whole benchmark on tiny sizes: every section, its rows, the files, and its refusals."""
+
+import json
+import pathlib
+import runpy
+import sys
+
+import adam
+import pytest
+import torch
+from adam_bench import memory, peers, plot, step
+from adam_bench.memory import extra_bytes
+from adam_bench.path import Path
+
+from lightning_cxl import _grads
+from lightning_cxl.commands.bench import adam as command
+from lightning_cxl.commands.bench import contenders, tensors
+from lightning_cxl.commands.bench.tensors import Problem, one_tensor
+from lightning_cxl.commands.measuring import timing
+from lightning_cxl.commands.measuring.timing import Contender
+from lightning_cxl.errors import ConfigError
+
+ROOT = pathlib.Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Turns are one run, nothing is compiled, no peer is imported, torch keeps its threads."""
+    monkeypatch.setattr(timing, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(peers, "_compiled", lambda function: function)
+    for name in ("deepspeed", "bitsandbytes", "torchao"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(command, "set_threads", lambda num_threads: None)
+
+
+def run(tmp_path, *arguments: str) -> dict[str, dict]:
+    """Rows by name."""
+    target = tmp_path / "rows.json"
+    adam.main(["--rounds=2", "--threads=2", f"--json={target}", *arguments])
+    written = json.loads(target.read_text())
+    assert written["machine"]["threads"] == 2
+    return {row["name"]: row for row in written["rows"]}
+
+
+def judged(rows: dict[str, dict]) -> dict[str, float]:
+    return {name: row["goal"] for name, row in rows.items() if row["goal"] is not None}
+
+
+def test_the_step_section(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "step.png"
+    rows = run(tmp_path, "--sections", "step", "--sizes", "4096", "70K", "--plot", str(picture))
+    assert picture.read_bytes()[1:4] == b"PNG"
+    for size in ("4.096K", "70K"):
+        for name in ("roof", "CPUAdam", "torch fused", "torch foreach", "torch.compile"):
+            assert rows[f"fp32 step, {size}: {name}"]["value"] > 0
+            assert rows[f"fp32 step, {size}: {name}"]["unit"] == "ns/parameter"
+    assert judged(rows) == {
+        "fp32 step, 4.096K: CPUAdam / torch fused": 1.0,
+        "fp32 step, 70K: CPUAdam / torch fused": 1.0,
+    }
+    shown = capsys.readouterr().out
+    assert "DeepSpeed CPUAdam: skipped, ModuleNotFoundError" in shown
+    assert "of 2 goals hold" in shown
+
+
+def test_a_large_step_is_held_against_the_roof_too_and_comes_in_two_more_shapes(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "_MEMORY_BOUND", 5000)
+    monkeypatch.setattr(step, "llama_tensors", lambda: tensors.Layout("two", ((3000, 2), (7,))))
+    monkeypatch.setattr(step, "small_tensors", lambda: tensors.Layout("three", ((30,),) * 3))
+    rows = run(tmp_path, "--sections", "step", "--sizes", "4K", "6K")
+    assert judged(rows) == {
+        "fp32 step, 4K: CPUAdam / torch fused": 1.0,
+        "fp32 step, 6K: CPUAdam / roof": 1.03,
+        "fp32 step, 6K: CPUAdam / torch fused": 1.0,
+        "fp32 step, two: CPUAdam / torch fused": 1.0,
+        "fp32 step, three: CPUAdam / torch fused": 1.0,
+    }
+
+
+def test_the_other_sections(tmp_path):
+    rows = run(tmp_path, "--sections", "path", "states", "check", "memory", "--sizes", "70K")
+    assert judged(rows) == {
+        "full path, 70K: CPUAdam / roof": 1.05,
+        "full path, 70K: torch / CPUAdam": 2.4,
+        "state formats, fp32 weights, 70K: 8bit / fp32": 1.0,
+        "state formats, fp32 weights, 70K: fp32 / bf16": 1.3,
+        "state formats, split bf16 weights, 70K: 8bit / fp32": 1.0,
+        "state formats, split bf16 weights, 70K: fp32 / bf16": 1.3,
+        "gradient check, bf16, 70K: measure / roof": 1.05,
+        "gradient check, fp32, 70K: measure / roof": 1.05,
+        "extra memory, fp32 step, 70K: CPUAdam": 1.0,
+        "extra memory, state formats, 70K: fp32": 1.0,
+        "extra memory, state formats, 70K: bf16": 1.0,
+        "extra memory, state formats, 70K: 8bit": 1.0,
+        "extra memory, full path, 70K: CPUAdam": 1.0,
+        "extra memory, gradient check, bf16, 70K: measure": 1.0,
+    }
+    for name in ("update of the full path, 70K: CPUAdam / torch.compile", "extra memory, full path, 70K: torch"):
+        assert rows[name]["goal"] is None and rows[name]["holds"] is None
+
+
+def test_our_way_clips_on_the_way(monkeypatch):
+    """As a step with gradients that were clipped before. So large a denominator shows how long the gradients are."""
+    monkeypatch.setattr(contenders, "EPS", 1.0)
+    monkeypatch.setattr(contenders, "LR", 100.0)
+    monkeypatch.setattr(contenders, "WEIGHT_DECAY", 0.0)
+    ours, clipped = (Path(Problem.make(one_tensor(5000), torch.bfloat16), 2) for _ in range(2))
+    before = ours.problem.parameters[0].detach().clone()
+    ours.max_norm /= 64
+    ours.ours()()
+    clipped.problem.gradients[0].mul_(1 / 64)
+    contenders.cpu_adam(clipped.problem, 2).step()
+    changes = [path.problem.parameters[0].detach() - before for path in (ours, clipped)]
+    assert changes[0].norm() > 0.1
+    torch.testing.assert_close(*changes, rtol=0.05, atol=1e-3)
+
+
+def test_our_way_and_our_check_read_the_gradients_in_every_run(monkeypatch):
+    """Numbers that were kept from the run before would be no benchmark."""
+    path = Path(Problem.make(one_tensor(5000), torch.bfloat16), 1)
+    counted, measured = [], _grads.measure
+    monkeypatch.setattr(_grads, "measure", lambda *args: counted.append(None) or measured(*args))
+    for run in (path.ours(), contenders.gradient_check(path.problem.gradients, 1)):
+        counted.clear()
+        for _ in range(3):
+            run()
+        assert len(counted) == 3
+
+
+def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tensors, "host_available_bytes", lambda root: 0)
+    assert run(tmp_path, "--sizes", "4096") == {}
+    assert capsys.readouterr().out.count("skipped: ") == 5
+
+
+@pytest.mark.parametrize("mib", [8, 64])
+def test_the_peak_of_a_run_is_what_it_allocates(mib):
+    def make():
+        return lambda: torch.ones(mib << 18).sum()
+
+    for _ in range(3):
+        torch.ones(7 << 20)  # glibc maps the first 28 MiB, and keeps the second in its heap for whoever comes next
+    assert mib - 2 << 20 <= extra_bytes(Contender("large", make)) <= mib + 2 << 20
+    assert extra_bytes(Contender("none", lambda: lambda: None)) < 1 << 20
+
+
+def test_without_the_kernels_file_the_memory_section_is_left_out(tmp_path, monkeypatch, capsys):
+    def refuse():
+        raise PermissionError("no")
+
+    monkeypatch.setattr(memory, "reset_peak", refuse)
+    assert run(tmp_path, "--sections", "memory", "--sizes", "4096") == {}
+    assert "cannot be reset here (PermissionError: no)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sections", "none"], "invalid choice"),
+        (["--rounds", "0"], "must be at least 1"),
+        (["--sections", "check", "--plot", "a.png"], "add it to --sections"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        adam.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_before_measuring(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    for option in ("--json", "--plot"):
+        with pytest.raises(ConfigError, match="its folder does not exist"):
+            adam.main([option, str(tmp_path / "none" / "file")])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="--plot needs matplotlib"):
+        adam.main(["--plot", str(tmp_path / "a.png")])
+
+
+def test_a_plot_says_how_slow_the_contenders_are_that_leave_it(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    labels = []
+    monkeypatch.setattr(pyplot, "close", lambda figure: labels.extend(figure.axes[0].get_legend_handles_labels()[1]))
+    curves = {1000: {"roof": 1.0, "CPUAdam": 1.1, "slow": 7.25}, 10**6: {"roof": 0.9, "CPUAdam": 1.0}}
+    plot.plot(curves, tmp_path / "a.png", "machine")
+    assert labels == ["roof: the same bytes, moved only", "CPUAdam", "slow (up to 7.2)"]
+
+
+def test_it_runs_as_a_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["adam.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "examples" / "bench" / "adam.py"), run_name="__main__")
+    assert end.value.code == 0
+    assert "--sections" in capsys.readouterr().out

@@ -1,0 +1,116 @@
+"""Threads and the nodes that tensors lie on: stretches, CPUs, and that the result does not depend on them."""
+
+from array import array
+
+import pytest
+import torch
+
+from lightning_cxl import _adam
+from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.machine.cpus import nearest_cpu_nodes, usable_cpus
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.threads import Stretch, ThreadTeams
+
+CHUNK = _adam.CHUNK
+
+
+@pytest.fixture
+def two_sockets(tmp_path):
+    """Nodes 0 and 1 with two CPUs each; 2 and 3 without, near to 0 and to 1."""
+    nodes = tmp_path / "sys/devices/system/node"
+    rows = {0: ("0-1", "10 21 14 24"), 1: ("2-3", "21 10 24 14"), 2: ("", "14 24 10 26"), 3: ("", "24 14 26 10")}
+    for node, (cpus, distances) in rows.items():
+        folder = nodes / f"node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus + "\n")
+        (folder / "distance").write_text(distances + "\n")
+    (nodes / "online").write_text("0-3\n")
+    return tmp_path
+
+
+def test_cpus_and_nearest_nodes(two_sockets):
+    assert usable_cpus(two_sockets, frozenset(range(4))) == {0: (0, 1), 1: (2, 3)}
+    assert usable_cpus(two_sockets, frozenset({0, 3, 9})) == {0: (0,), 1: (3,)}
+    assert nearest_cpu_nodes(two_sockets, frozenset({0, 1})) == {0: 0, 1: 1, 2: 0, 3: 1}
+    # a process bound to one socket: everything is nearest to it
+    assert nearest_cpu_nodes(two_sockets, frozenset({1})) == dict.fromkeys(range(4), 1)
+
+
+def test_one_node_with_cpus_needs_no_teams(two_sockets):
+    assert ThreadTeams.detect(two_sockets, frozenset({2, 3})) is None
+    teams = ThreadTeams.detect(two_sockets, frozenset(range(4)))
+    assert teams is not None and list(teams.cpus) == [0, 0, 0, 1, 1, 2, 1, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_stretches_follow_the_pages(dtype):
+    flat = torch.zeros(5 * CHUNK + 7, dtype=dtype)
+    nodes = [0, 0, 3, 1, None, 2]
+    starts = {flat.data_ptr() + index * CHUNK * flat.element_size(): node for index, node in enumerate(nodes)}
+    teams = ThreadTeams({0: (0,), 1: (1,)}, {0: 0, 1: 1, 2: 0, 3: 1}, where=starts.__getitem__)
+    assert teams.stretches(flat) == [
+        Stretch(0, 2 * CHUNK, 0),
+        Stretch(2 * CHUNK, 4 * CHUNK, 1),
+        Stretch(4 * CHUNK, 5 * CHUNK + 7, 0),  # unknown counts as the first team
+    ]
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_teams_do_not_change_the_result(state, dtype):
+    def trained(teams):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in (3 * CHUNK + 100, 50, 2 * CHUNK)]
+        adam = CPUAdam(parameters, lr=1e-2, state=state)
+        adam.teams = teams
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape).to(dtype)
+            adam.step()
+        return [p.detach() for p in parameters] + [t for s in adam.state.values() for t in s.values()]
+
+    alternating = ThreadTeams({0: (0,), 1: (0,)}, {0: 0, 1: 1}, where=lambda address: address >> 17 & 1)
+    for one, other in zip(trained(None), trained(alternating), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_team_beyond_the_spans_is_no_error():
+    parameter = torch.nn.Parameter(torch.ones(10))
+    parameter.grad = torch.ones(10)
+    adam = CPUAdam([parameter], lr=0.1)
+    adam.teams = ThreadTeams({0: (0,), 1: (0,)}, {0: 0, 1: 1}, where=lambda address: 1)
+    adam.step()
+    assert (parameter < 1).all()
+    assert adam.teams.cpus == array("q", [0, 0, 1, 0])
+
+
+def test_a_kernel_that_does_not_say_where_pages_are_is_asked_once():
+    asked = []
+
+    def refuse(address):
+        asked.append(address)
+        raise PermissionError(1, "Operation not permitted")
+
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (3 * CHUNK + 100, 50)]
+    adam = CPUAdam(parameters, lr=0.1)
+    adam.teams = ThreadTeams({0: (0,), 1: (1,)}, {0: 0, 1: 1}, where=refuse)
+    for parameter in parameters:
+        parameter.grad = torch.ones(parameter.shape)
+    with pytest.warns(LightningCXLWarning, match="refuses to say where pages are .*Operation not permitted") as found:
+        adam.step()
+    adam.step()
+    assert len(found) == len(asked) == 1
+    assert not adam.teams.cpus, "all work is in one team: its CPUs must not get all threads"
+    assert all(torch.equal(p, p[:1].expand_as(p)) and (p < 1).all() for p in parameters)
+    assert [int(state["step"]) for state in adam.state.values()] == [2, 2]
+
+
+def test_cpus_beyond_the_kernels_masks_are_left_out():
+    teams = ThreadTeams({0: (0, 1024), 1: (1023, 2000)}, {0: 0, 1: 1}, where=lambda address: 1)
+    assert list(teams.cpus) == [0, 0, 1, 1023]
+    parameter = torch.nn.Parameter(torch.ones(10))
+    parameter.grad = torch.ones(10)
+    adam = CPUAdam([parameter], lr=0.1)
+    adam.teams = teams
+    adam.step()
+    assert (parameter < 1).all()
