@@ -99,7 +99,12 @@ class Run:
             decision.asked.read(model)  # some modules make new parameters when they move
             overlaps = inventory.overlap != "none"
             worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
-            activations = ActivationOffload(engine, self._placed.activation, min_bytes=self.min_activation_bytes)
+            activations = ActivationOffload(
+                engine,
+                self._placed.activation,
+                min_bytes=self.min_activation_bytes,
+                keep_in_place=self._placed.activation_in_place,
+            )
             streamer = self._residence.stream(lambda: activations.phase)
             sums = GradientSums(self._placed.like_all, self.meter, half_sums=config.accumulate == "bf16")
             arrived = ArrivedGradients(LeavingGradients(engine, self._placed.like_all, sums, worker), sums)
