@@ -33,7 +33,7 @@ from lightning_cxl.streaming.caches import KeptCache, cached_tensors, can_replac
 from lightning_cxl.streaming.comparisons import Comparisons
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
-from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
+from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, SavedBytes, StoredInput, UnitInput, can_store
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import compiled_module, tree_flatten, tree_leaves, tree_unflatten
 from lightning_cxl.transfer.engine import TransferEngine
@@ -57,7 +57,7 @@ class ActivationOffload:
         self.placeholder = torch.empty(0, device=engine.device)
         self._allocate = allocate
         self._min_bytes = min_bytes
-        self._ledger = Ledger()
+        self._saved = SavedBytes()
         self._stored: weakref.WeakValueDictionary[int, StoredInput] = weakref.WeakValueDictionary()  # by id of source
         self.phase: Literal["forward", "recompute"] | None = None
         """Why a unit's own forward runs now: for the first time, to be repeated; again, in backward; or neither."""
@@ -94,7 +94,7 @@ class ActivationOffload:
 
     def stats(self) -> dict[str, int]:
         """Return ``saved_bytes`` and ``num_saved`` (inputs on the tier now) and ``peak_saved_bytes``."""
-        return self._ledger.stats()
+        return self._saved.stats()
 
     def store(self, tensor: torch.Tensor, unit: str) -> StoredInput | None:
         """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there."""
@@ -102,7 +102,7 @@ class ActivationOffload:
             return None
         stored = self._stored.get(id(tensor))
         if stored is None or not stored.is_image_of(tensor):
-            stored = StoredInput(tensor, self.engine, self._allocate, unit, self._ledger)
+            stored = StoredInput(tensor, self.engine, self._allocate, unit, self._saved)
             self._stored[id(tensor)] = stored
         return stored
 
