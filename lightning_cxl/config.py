@@ -99,6 +99,11 @@ class OffloadConfig:
         if self.overlap_step is True and (self.stream_weights is False or not self.cpu_adam):
             raise ConfigError("overlap_step=True needs stream_weights and cpu_adam: it is for streamed units")
         _check_choice("state", self.state, ("fp32", "bf16", "8bit"))
+        if self.state != "fp32" and not self.cpu_adam:
+            raise ConfigError(
+                f"state={self.state!r} needs cpu_adam=True: it is an option of `CPUAdam`, which replaces torch's Adam "
+                "and AdamW. With cpu_adam=False every optimizer keeps its state as it likes"
+            )
         _check_choice("master", self.master, ("split", "fp32"))
         _check_choice("accumulate", self.accumulate, ("fp32", "bf16"))
         _check_choice("on_overflow", self.on_overflow, ("skip", "error", "ignore"))

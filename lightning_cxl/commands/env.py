@@ -1,24 +1,35 @@
-"""What ``python -m lightning_cxl env`` prints: the machine as this package sees it, and what to change about it."""
+"""``python -m lightning_cxl env``: the machine as this package sees it, and what to change about it."""
 
+import argparse
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.machine.calibration import load_calibration
 from lightning_cxl.machine.limits import cgroup_limits
 from lightning_cxl.machine.nodes import Node, allowed_node_ids, node_free_bytes, read_nodes, read_text
 from lightning_cxl.machine.speeds import tier_speeds
 from lightning_cxl.machine.topology import TierKind, Topology
+from lightning_cxl.native import _cpu
 from lightning_cxl.units import format_bytes
 
 _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print what this machine has."""
+    argparse.ArgumentParser(
+        "python -m lightning_cxl env",
+        description="Show this machine's memory, limits and devices as this package sees them, and what to change.",
+        epilog="example: python -m lightning_cxl env",
+    ).parse_args(arguments)
+    print(format_environment(environment_report()))
 
 
 def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.machine.calibration import Calibration, load_calibration
 from lightning_cxl.machine.fingerprint import cpu_model
 from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
 from lightning_cxl.machine.machine_file import Overrides, load_overrides
 from lightning_cxl.machine.topology import Tier, Topology
+from lightning_cxl.native import _cpu
 
 _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
 

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Mapping
 
-from lightning_cxl._numa import page_nodes
 from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import BudgetResource
@@ -14,6 +13,7 @@ from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.memory.resource import Buffer, MemoryResource
 from lightning_cxl.memory.striped import StripedResource
 from lightning_cxl.memory.tier_pages import TierPages
+from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.placement.placement import TensorRole
 
 Pinner = Callable[[MemoryResource], PinnedResource]

@@ -12,7 +12,7 @@ import torch
 
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError
 from lightning_cxl.machine.topology import Tier, Topology
-from lightning_cxl.memory.ledger import Ledger, Split
+from lightning_cxl.memory.ledger import Counted, Ledger, Split
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.split_stacks import Pinner, SplitStacks, make_pinner
 from lightning_cxl.memory.striped import stripe_bytes_for
@@ -113,6 +113,24 @@ class HostMemory:
             raise ValueError(f"a tensor cannot have the shape {tuple(shape)}")
         return self.allocate(prod(shape) * dtype.itemsize, placement, role).tensor(shape, dtype)
 
+    def count_in_place(self, address: int, nbytes: int, placement: Placement, role: TensorRole) -> Counted | None:
+        """Count bytes in memory of torch's own as being where `placement` wants them, until what is returned dies.
+
+        They are part of ``roles`` in `stats`, not of ``tiers``: nothing is held from the OS for them.
+
+        Returns:
+            None where that is not known: a node of this machine is not of the one tier that `placement` asks for first.
+            Also where it asks for page-locked memory, where the tier has a budget, and where the memory is this one's.
+        """
+        wanted = self._split(placement)
+        if len(wanted) != 1 or self._closed or self._pid != os.getpid() or (placement.pinned and self._pin):
+            return None
+        tier = self.topology.tier(wanted[0][0])
+        nodes = {node for each in self.topology.tiers for node in each.node_ids}
+        if tier.name in self._budgets or not nodes.issubset(tier.node_ids) or self.tier_at(address) is not None:
+            return None
+        return self._ledger.count(nbytes, role, tier.name)
+
     @property
     def pins(self) -> bool:
         """Whether ``Placement.pinned`` is honoured."""
@@ -131,7 +149,8 @@ class HostMemory:
         """Return the accounts, JSON-able.
 
         ``tiers``: per tier ``capacity_bytes``, ``budget_bytes``, ``used_bytes`` (living buffers), ``peak_bytes`` (of
-        those) and ``held_bytes`` (from the OS). ``roles`` and ``peak_roles``: bytes per role and tier, now and at most.
+        those) and ``held_bytes`` (from the OS). ``roles`` and ``peak_roles``: bytes per role and tier, now and at most;
+        with those of `count_in_place`.
         """
         tiers = {}
         for name, pages in self._all_pages().items():

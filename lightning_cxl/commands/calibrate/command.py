@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.calibrate.measure import NamedEngine, Row, measure_machine
 from lightning_cxl.commands.calibrate.options import QUICK, Options
 from lightning_cxl.commands.measuring.results import Results, machine, print_columns
@@ -19,6 +18,7 @@ from lightning_cxl.machine.calibration import save_calibration
 from lightning_cxl.machine.machine_file import save_machine
 from lightning_cxl.machine.speeds import machine_of
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.native import _cpu
 from lightning_cxl.transfer.engine import make_engine
 
 _DESCRIPTION = """\
@@ -29,9 +29,14 @@ for this machine and used by the planner; `python -m lightning_cxl env` shows it
 _SCALES = {"B/s": (1e-9, "GB/s"), "FLOP/s": (1e-12, "TFLOP/s"), "ns": (1.0, "ns"), "s": (1e6, "us")}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure what the arguments ask for, print a table, and keep the result."""
-    parser = argparse.ArgumentParser("python -m lightning_cxl calibrate", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        "python -m lightning_cxl calibrate",
+        description=_DESCRIPTION,
+        epilog="example: python -m lightning_cxl calibrate --quick --output machine.yaml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="also write this machine as YAML, to edit and reuse"
     )

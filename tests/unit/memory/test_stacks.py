@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_cxl._numa import page_nodes
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError, TierNotFoundError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
 
 MIB = 2**20
