@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.inventory.tensors import StreamedUnit
+from lightning_cxl.run.host_weights import place_weights
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights
-from lightning_cxl.streaming.weights import place_weights
 from lightning_cxl.transfer.engine import TransferEngine
 
 
