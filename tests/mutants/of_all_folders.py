@@ -30,7 +30,7 @@ MUTANTS = (
     ),
     Mutant(
         "the definition rounds split masters away from zero",
-        "lightning_cxl/optim/formats.py",
+        "lightning_cxl/optim/number_formats.py",
         "bits + 0x8000 >> 16",
         "bits + 0x7FFF >> 16",
         ("tests/numerics/test_formats.py",),
