@@ -260,6 +260,20 @@ def test_a_tensor_that_changes_between_two_units_is_kept_with_both_values_apart(
     assert rig.taken()[1] == 2, "the second unit's input lasts"
 
 
+def test_a_tensor_that_has_changed_is_another_input():
+    rig, plain = Rig(2), None
+    gradients(rig.blocks, chain)
+    for blocks in (rig.blocks, rig.plain()):
+        x = source()
+        middle = x * 1.0
+        unused = blocks[0](middle)  # keeps the values before, and is not differentiated
+        middle.mul_(2.0)
+        blocks[1](middle).sum().backward()
+        assert plain is None or torch.equal(x.grad, plain)
+        plain = x.grad
+        del unused
+
+
 def test_small_views_of_a_large_storage_are_copied():
     def first_rows(blocks, x):
         return chain(blocks[:1], torch.cat([x, x * 2.0])[:4])
