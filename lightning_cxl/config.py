@@ -69,7 +69,8 @@ class OffloadConfig:
     """Threads of the optimizer's kernels. None: every CPU that this process may use; two fewer, at least one, where
     they run behind what a device does, for the threads that keep it busy."""
     on_missing_tier: Literal["fallback", "error"] = "fallback"
-    """Without CXL memory in the machine: back tier ``cxl`` by DRAM with one warning, or refuse."""
+    """Without CXL memory in the machine: back tier ``cxl`` by DRAM, with one warning, when something asks for it by
+    name; or refuse to start."""
     on_tier_full: OnTierFull = "spill"
     """When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse."""
     pin_memory: bool | Literal["auto"] = "auto"
@@ -98,6 +99,11 @@ class OffloadConfig:
         if self.overlap_step is True and (self.stream_weights is False or not self.cpu_adam):
             raise ConfigError("overlap_step=True needs stream_weights and cpu_adam: it is for streamed units")
         _check_choice("state", self.state, ("fp32", "bf16", "8bit"))
+        if self.state != "fp32" and not self.cpu_adam:
+            raise ConfigError(
+                f"state={self.state!r} needs cpu_adam=True: it is an option of `CPUAdam`, which replaces torch's Adam "
+                "and AdamW. With cpu_adam=False every optimizer keeps its state as it likes"
+            )
         _check_choice("master", self.master, ("split", "fp32"))
         _check_choice("accumulate", self.accumulate, ("fp32", "bf16"))
         _check_choice("on_overflow", self.on_overflow, ("skip", "error", "ignore"))

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from lightning_cxl.gradients.host_unscale import HostUnscale
 from lightning_cxl.gradients.overflow import OverflowGuard
-from lightning_cxl.gradients.stand_in import StandIn
+from lightning_cxl.gradients.replaced_method import ReplacedMethod
+from lightning_cxl.gradients.unscale import HostUnscale
 from lightning_cxl.optim.cpu_adam import CPUAdam
 
 
-class HostClip(StandIn):
+class HostClip(ReplacedMethod):
     """`clip_grad_by_norm` of a precision plugin: for `CPUAdam` only the factor is computed, the step applies it.
 
     The norm comes from the sums that were taken as gradients arrived. ``.grad`` keeps the values from before clipping.

@@ -69,7 +69,6 @@ class LeavingGradients:
         allocate_all: gives staging memory.
         sums: gives the memory where gradients stay, and adds up.
         worker: folds, one group after the other; None leaves it to whoever asks.
-        size_of: how many gradients of a unit make a group complete.
     """
 
     def __init__(
@@ -78,13 +77,11 @@ class LeavingGradients:
         allocate_all: AllocateAll,
         sums: GradientSums,
         worker: Executor | None,
-        size_of: Callable[[object], int],
     ) -> None:
         self._engine = engine
         self._allocate_all = allocate_all
         self._sums = sums
         self._worker = worker
-        self._size_of = size_of
         self._unit: object = None  # whose group is not complete
         self._size = 1  # of that group when it is
         self._waiting: dict[int, Gradient] = {}  # what there is of it, by id of the host parameter
@@ -92,18 +89,19 @@ class LeavingGradients:
         self._on_device: deque[tuple[Transfer, int]] = deque()  # that the device has not waited for, and their bytes
         self._device_bytes = self._largest_bytes = 0
 
-    def add(self, gradient: Gradient, unit: object) -> None:
+    def add(self, gradient: Gradient, unit: object, unit_size: int) -> None:
         """Let a gradient leave, with the others of its unit.
 
         Args:
             gradient: of a parameter of `unit`.
             unit: None for a parameter that belongs to none.
+            unit_size: how many gradients make the group of this unit complete.
         """
         key = id(gradient.host)
         if unit is not self._unit or key in self._waiting:
             self.leave()
         if not self._waiting:
-            self._unit, self._size = unit, 1 if unit is None else self._size_of(unit)
+            self._unit, self._size = unit, unit_size
         self._waiting[key] = gradient
         if len(self._waiting) >= self._size:
             self.leave()

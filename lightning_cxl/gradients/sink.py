@@ -1,36 +1,47 @@
 """`GradientSink`: every gradient that autograd delivers passes here, and ends up on the host, as ``.grad``.
 
 [Note: Life of a gradient]
-Autograd adds what it has computed for a parameter to ``p.grad`` and then calls our hook: once per backward, or once per
-use of a parameter that has changed its device between uses ([Note: Which hooks stay]). What the hook does depends on
-where the parameter and its master are ([Note: Compute and master weights]):
+The way of one gradient, file by file. Each object calls the next one; `run/` builds them in the order 4, 3, 5, 2.
 
-======================================  ========================================================================
-parameter                               its gradient
-======================================  ========================================================================
-shared, always on the host              moves into memory of ours, which becomes ``p.grad``; autograd itself adds
-                                        later ones to it in float32, we do in 16 bits (*set aside*)
-separate master, the host computes      is moved or added at once, and becomes ``master.grad``
-streamed, or master of what is on the   *leaves* the device with those of its unit, is *folded* into the sum so far,
-device                                  and becomes ``master.grad`` when gradients are *complete*
-======================================  ========================================================================
+1. Autograd adds what it has computed for a parameter to ``p.grad`` and calls our hook (`gradients/grad_hooks.py`):
+   once per backward, or once per use of a parameter that has changed its device between uses (see
+   [Note: Which hooks stay]).
+2. `GradientSink` (`gradients/sink.py`) decides by where the parameter and its master are (see
+   [Note: Compute and master weights]). On the host it adds the gradient up at once (`gradients/sums.py`):
+
+   * shared, always on the host: the gradient moves into memory of ours, which becomes ``p.grad``. Autograd itself adds
+     later ones to it in float32; in 16 bits we do (*set aside*).
+   * separate master, the host computes: it is moved or added at once, and becomes ``master.grad``.
+
+3. From a device (streamed weights, or the master of what is on the device) it goes to `ArrivedGradients`
+   (`gradients/arrived.py`), which keeps account of it until somebody gets it.
+4. It *leaves* the device with the gradients of its unit (`gradients/leaving.py`, [Note: Leaving gradients]), and is
+   *folded* into the sum so far on the host (`gradients/sums.py`), measured meanwhile ([Note: Measured gradients]).
+5. If updates run behind the backward, `UnitUpdates` (`updates/unit_updates.py`) is told when a unit is over, and is
+   *handed* its gradients: they never become ``.grad`` ([Note: Overlapped updates]). More gradients for such a
+   parameter, in the same step, are refused: they would be lost.
+6. All others are *complete* at the end of a backward: they become ``master.grad``. See below for when.
+7. The step (`updates/host_step.py`, [Note: A step]) has the guard look at them (`gradients/overflow.py`), lets the
+   optimizer update the masters, and writes the masters back to the model (`optim/masters.py`). ``zero_grad`` frees the
+   gradients.
+
+Details:
 
 * Whether a step is accumulating, ``.grad`` of the master alone says: None means that the next gradient is the first. So
   ``zero_grad``, ``p.grad = None`` and user code that edits gradients keep their meaning.
 * Set aside: 16-bit sums by autograd would be rounded to nearest every time and lose small gradients. So a hook before
   the accumulation takes ``p.grad`` away, autograd delivers the new one alone, and we add it in float32.
-* Leave: ([Note: Leaving gradients]). The parameter shows its home again before the copy is done; ``.grad`` so far is
-  taken away meanwhile, as it is on the host. A gradient that no longer is in ``.grad`` is in exactly one place: in
-  `LeavingGradients`, or in `GradientSums.so_far`.
+* Leave: the parameter shows its home again before the copy is done; ``.grad`` so far is taken away meanwhile, as it is
+  on the host. A gradient that no longer is in ``.grad`` is in exactly one place: in `LeavingGradients`, or in
+  `GradientSums.so_far`.
 * Fold: the first gradient of a step is kept where it landed, others are added: a second 16-bit one makes the sum
   float32, or stays bfloat16, rounded stochastically (``accumulate="bf16"``). `CPUAdam` reads 16-bit gradients as they
-  are, other optimizers get float32. All are measured meanwhile ([Note: Measured gradients]).
-* Complete: at the end of a backward, which autograd tells us, if somebody may read gradients then (`is_read_next`);
-  else they may be on their way until the step, or until somebody looks at parameters (`look`): through a module, or
-  through an optimizer's groups, as ``zero_grad`` does. Who keeps a parameter of his own finds None. A backward that
-  fails does not come to its end: what it has left behind is dropped when the next one starts.
-* Handed over: an update that runs behind the backward takes gradients before that, and they never become ``.grad``
-  ([Note: Overlapped updates]). More gradients for such a parameter, in the same step, are refused: they would be lost.
+  are, other optimizers get float32.
+* Complete: at the end of a backward, which autograd tells us, if it is the last of a step or somebody may read
+  gradients between micro-batches (`are_read_early`). Else they may be on their way until the step, or until somebody
+  looks at parameters (`someone_looks`): through a module, or through an optimizer's groups, as ``zero_grad`` does. Who
+  keeps a parameter of his own finds None. A backward that fails does not come to its end: what it has left behind is
+  dropped when the next one starts.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
   and ``zero_grad`` gives the bytes back to the pool. What is ours is known by the tensor itself: memory that was given
   back may be anybody's.
@@ -38,75 +49,87 @@ device                                  and becomes ``master.grad`` when gradien
   sum depend on that number.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.gradients.arrived import ArrivedGradients
 from lightning_cxl.gradients.grad_hooks import GradientHooks
-from lightning_cxl.gradients.leaving import Gradient, Group, LeavingGradients
-from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.gradients.sums import AllocateAll, GradientSums, one_by_one
-from lightning_cxl.optim.masters import AllocateFor, HostParameter, is_on_host
+from lightning_cxl.gradients.sums import GradientSums
+from lightning_cxl.optim.masters import HostParameter
 from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.torch_private import at_end_of_backward, backward_id
 from lightning_cxl.transfer.engine import TransferEngine
 
 _HALF = (torch.bfloat16, torch.float16)
-_NO_UNITS: Mapping[int, object] = {}
+
+
+class Homes(Protocol):
+    """Where streamed weights are when they do not visit the device."""
+
+    def bring_home(self) -> None:
+        """Let every streamed parameter show its home."""
+
+
+class BackwardUpdates(Protocol):
+    """What may update parameters while the backward runs. See [Note: Overlapped updates]."""
+
+    def begin_backward(self) -> None:
+        """Learn that a backward begins."""
+
+    def resident_has_come(self, host: HostParameter) -> None:
+        """Learn that the gradient of a parameter that does not stream has left the device."""
+
+    def unit_is_over(self, unit: Any) -> None:
+        """Learn that the backward of a streamed unit is over, and that its weights are at home."""
 
 
 class GradientSink:
     """Receives the gradients of adopted parameters.
 
     Args:
-        engine: starts copies from the device.
-        allocate: gives host memory for a role.
-        meter: copies, adds and measures.
-        half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
+        engine: its device is where gradients come from.
+        sums: of what is added up on the host.
+        arrived: keeps account of what comes from the device.
+        updates: learns what has come.
+        homes: of streamed weights.
         streamed: the unit of each parameter whose weights visit the device, by the parameter's id.
-        bring_home: lets all of them show their home; called when gradients have arrived.
-        worker: folds what comes from the device, one after the other; None leaves it to the thread of the backward.
-        allocate_all: gives host memory for several parameters at once; None asks `allocate` for each.
+        reserves_streamed: whether `watch` makes sure that there is room for the gradients of all streamed parameters
+            at once.
+        are_read_early: whether someone may read gradients between the micro-batches of a step. If not, they may be on
+            their way until the last backward of the step is over.
     """
 
     def __init__(
         self,
         engine: TransferEngine,
-        allocate: AllocateFor,
-        meter: GradientMeter,
+        sums: GradientSums,
+        arrived: ArrivedGradients,
+        updates: BackwardUpdates,
+        homes: Homes,
+        streamed: Mapping[int, object],
         *,
-        half_sums: bool = False,
-        streamed: Mapping[int, object] = _NO_UNITS,
-        bring_home: Callable[[], None] = lambda: None,
-        worker: Executor | None = None,
-        allocate_all: AllocateAll | None = None,
+        reserves_streamed: bool = True,
+        are_read_early: bool = True,
     ) -> None:
         self._engine = engine
+        self._sums = sums
+        self._arrived = arrived
+        self._updates = updates
+        self._homes = homes
         self._streamed = streamed
-        self._bring_home = bring_home
-        allocate_all = allocate_all or one_by_one(allocate)
-        self._sums = GradientSums(allocate_all, meter, half_sums=half_sums)
-        self._leaving = LeavingGradients(engine, allocate_all, self._sums, worker, self._num_trained)
+        self._reserves_streamed = reserves_streamed
+        self._are_read_early = are_read_early
+        self._is_last_backward = False  # of a step: its optimizer has asked for it
         self.num_received = 0
         """Gradients so far: makes every stochastic rounding another one."""
-        self.reserves_streamed = True
-        """Whether `watch` makes sure that there is room for the gradients of all streamed parameters at once."""
-        self.is_read_next = True
-        """Whether someone may read gradients when the backward is over; else they may be on their way until a step."""
-        self.on_resident: Callable[[HostParameter], None] = _ignore
-        """Called with each parameter that does not stream when its gradient has left the device."""
         self._watched: dict[int, tuple[HostParameter, GradientHooks]] = {}  # by id of the compute parameter
         self._units: dict[int, list[HostParameter]] = {}  # what is watched of each unit, by the unit's id
         # of shared parameters that stay on the host: gradients so far, while autograd delivers the next
         self._aside: dict[int, torch.Tensor] = {}
-        # since gradients were complete, by id of the host parameter: its gradient came, or was taken away for it
-        self._arrived: dict[int, HostParameter] = {}
-        self._handed: dict[int, list[Group]] = {}  # of gradients that someone else takes care of
-        self._given: set[int] = set()  # ids of host parameters handed over in this step
         self._backward: int | None = None  # that `finish` will be called for
 
     def watch(self, hosts: list[HostParameter]) -> None:
@@ -146,7 +169,7 @@ class GradientSink:
             unit = self._unit_of(host)
             if unit is None:
                 groups[id(host)] = [host]
-            elif self.reserves_streamed:
+            elif self._reserves_streamed:
                 groups.setdefault(id(unit), []).append(host)
         return list(groups.values())
 
@@ -188,13 +211,7 @@ class GradientSink:
             host.master.grad = self._sums.add(host, before, grad, key)
 
     def _take_away(self, host: HostParameter) -> None:
-        """Let the gradient so far be added to what comes from the device; it comes back when gradients are complete."""
-        if id(host) in self._arrived:
-            return  # of an earlier backward, or of another use of the parameter: it has been taken already
-        grad = host.master.grad
-        if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
-            self._sums.so_far[id(host)], host.master.grad = grad, None
-            self._arrived[id(host)] = host
+        if self._arrived.take_away(host):
             self.finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
 
     def _receive(self, host: HostParameter) -> None:
@@ -204,12 +221,11 @@ class GradientSink:
         self._check(host, grad)
         self.finish_at_the_end()
         self._take_away(host)
-        is_first = id(host) not in self._arrived
-        self._arrived[id(host)] = host
         unit = self._unit_of(host)
-        self._leaving.add(Gradient(host, grad, self._next_key(), is_first), unit)
+        unit_size = 1 if unit is None else self._num_trained(unit)
+        self._arrived.add(host, grad, self._next_key(), unit, unit_size)
         if unit is None:
-            self.on_resident(host)
+            self._updates.resident_has_come(host)
 
     def _check(self, host: HostParameter, grad: torch.Tensor) -> None:
         if grad.device != self._engine.device:
@@ -225,7 +241,7 @@ class GradientSink:
                 f"{where}: the parameter is on `{host.compute.device}`, so it does not belong to the model, or was "
                 "moved. Register it in the module, and leave it where it is"
             )
-        if id(host) in self._given:
+        if self._arrived.was_given(host):
             raise UnsupportedError(
                 f"`{host.name}` got a gradient after its update had begun: it is used outside of its unit, or the step "
                 "runs several backwards. Set `overlap_step=False`, or override `on_after_backward`, so that updates "
@@ -236,90 +252,72 @@ class GradientSink:
         self.num_received += 1
         return mix_key(self.num_received)
 
-    def finish_at_the_end(self) -> None:
-        """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails.
+    # -- what a backward tells, in this order
 
-        A backward inside of it, such as a reentrant checkpoint's, ends while weights are still read: called before.
+    def start_backward(self) -> None:
+        """Forget what a backward that failed left behind; another one begins."""
+        self._homes.bring_home()
+        self._aside.clear()
+        if self._backward is not None:
+            self._backward = None
+            self._arrived.forget()
+        self._updates.begin_backward()
+
+    def recompute_begins(self) -> None:
+        """Learn that a unit is about to be recomputed.
+
+        A backward inside of it, such as a reentrant checkpoint's, ends while weights are still read. So the backward
+        that ends last, this one, is the one that `finish` waits for.
         """
+        self.finish_at_the_end()
+
+    def finish_at_the_end(self) -> None:
+        """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""
         backward = backward_id()
         if self._backward is None and backward is not None:
             self._backward = backward
             at_end_of_backward(self.finish)
 
-    def begin_step(self) -> None:
-        """Learn that the next backward is the last of a step: gradients are read when it is over."""
-        self.is_read_next = True
-        self._given.clear()  # of a step whose closure failed
-
-    def end_step(self) -> None:
-        """Learn that no backward of the step comes any more; return when gradients are where the optimizer reads."""
-        self._given.clear()
-        self._bring_home()
-        self.complete()
-
-    def hand_over(self, candidates: Iterable[HostParameter]) -> list[HostParameter]:
-        """Return those of the candidates whose gradients have come from the device, as they came.
-
-        Who calls this takes care of these gradients, with `take`; `finish` no longer does.
-        """
-        own = {id(host) for host in candidates}
-        hosts = [host for key, host in self._arrived.items() if key in own]
-        own = {id(host) for host in hosts}
-        groups = self._leaving.claim(own)
-        for key in own:
-            del self._arrived[key]
-            self._handed[key] = [group for group in groups if key in group.hosts]
-        self._given |= own
-        return hosts
-
-    def take(self, host: HostParameter) -> torch.Tensor:
-        """Return a gradient that was handed over, on the worker: after it has been folded; raises its error."""
-        for group in self._handed.pop(id(host)):
-            group.fold.result()
-        return self._sums.so_far.pop(id(host))
-
-    def start_backward(self) -> None:
-        """Forget what a backward that failed left behind."""
-        self._bring_home()
-        self._aside.clear()
-        if self._backward is not None:
-            self._forget()
+    def unit_is_over(self, unit: object) -> None:
+        """Learn that the backward of a streamed unit is over: its gradients have come."""
+        self._updates.unit_is_over(unit)
 
     def finish(self) -> None:
         """Note that a backward is over: its gradients are complete now, or on their way if nobody reads them yet."""
-        self._bring_home()
-        self._leaving.leave()
-        if self.is_read_next:
-            self.complete()
+        self._homes.bring_home()
+        self._arrived.leave()
+        if self._are_read_early or self._is_last_backward:
+            self._arrived.complete()
         self._backward = None  # not where that fails: the next backward forgets what is left then
 
-    def look(self) -> None:
+    # -- what a step tells
+
+    def begin_step(self) -> None:
+        """Learn that the next backward is the last of a step: gradients are read when it is over."""
+        self._is_last_backward = True
+        self._arrived.step_is_over()  # the one before: its closure may have failed
+
+    def end_step(self) -> None:
+        """Learn that no backward of the step comes any more; return when gradients are where the optimizer reads."""
+        self._is_last_backward = False
+        self._arrived.step_is_over()
+        self._homes.bring_home()
+        self._arrived.complete()
+
+    # -- what others ask
+
+    def someone_looks(self) -> None:
         """Complete the gradients for someone who looks at parameters and may read, edit or zero them.
 
         Not in the middle of a backward, and not while a unit computes: its weights are on the device.
         """
-        if self._backward is None and all(is_on_host(host.master) for host in self._arrived.values()):
-            self.complete()
-
-    def complete(self) -> None:
-        """Return when every gradient that has been produced is where the optimizer reads it."""
-        self._leaving.settle()
-        for host in self._arrived.values():
-            host.master.grad = self._sums.so_far.pop(id(host))
-        self._arrived.clear()
-
-    def _forget(self) -> None:
-        self._backward = None
-        self._leaving.forget()
-        self._leaving.settle()
-        for key in self._arrived:
-            self._sums.so_far.pop(key, None)
-        self._arrived.clear()
+        if self._backward is None and self._arrived.can_be_shown():
+            self._arrived.complete()
 
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget the gradients of separate masters, as `zero_grad` on a module does for shared ones."""
-        self._bring_home()
-        self.complete()
+        self._homes.bring_home()
+        self._arrived.complete()
         for parameter in parameters:
             host, _ = self._watched.get(id(parameter), (None, None))
             if host is not None and not host.is_shared:
@@ -327,16 +325,16 @@ class GradientSink:
 
     def close(self) -> None:
         """Stop receiving and drop the gradients that live in our memory."""
-        self._leaving.close()
         for host, hooks in self._watched.values():
             hooks.remove()
             grad = host.master.grad
-            is_part = id(host) in self._aside or id(host) in self._arrived  # the rest of a backward that failed
+            is_part = id(host) in self._aside or host in self._arrived  # the rest of a backward that failed
             if grad is not None and (is_part or self._sums.is_ours(host, grad)):
                 host.master.grad = grad = None
             if host.master.grad_dtype is None and (grad is None or grad.dtype is host.master.dtype):
                 host.master.grad_dtype = host.master.dtype
-        for state in (self._watched, self._units, self._aside, self._arrived, self._handed, self._sums.so_far):
+        self._arrived.close()
+        for state in (self._watched, self._units, self._aside):
             state.clear()
 
 
@@ -344,7 +342,3 @@ def _taken_from(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that a parameter has, dense; it has none then."""
     grad, parameter.grad = parameter.grad, None
     return None if grad is None else (grad if grad.layout is torch.strided else grad.to_dense()).detach()
-
-
-def _ignore(_host: HostParameter) -> None:
-    """Do nothing."""

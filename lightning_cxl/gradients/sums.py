@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl.gradients.meter import Addition, GradientMeter
-from lightning_cxl.optim.masters import AllocateFor, HostParameter
+from lightning_cxl.optim.masters import HostParameter
 from lightning_cxl.placement.placement import TensorRole
 
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
@@ -108,11 +108,6 @@ class GradientSums:
 
     def _keeps_half(self, grad: torch.Tensor) -> bool:
         return self._half_sums and grad.dtype is torch.bfloat16
-
-
-def one_by_one(allocate: AllocateFor) -> AllocateAll:
-    """Return what gives every tensor memory of its own."""
-    return lambda wanted, role: [allocate(parameter, role, dtype) for parameter, dtype in wanted]
 
 
 def _role_of(host: HostParameter) -> TensorRole:

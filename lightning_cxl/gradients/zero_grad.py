@@ -2,11 +2,11 @@
 
 from torch import nn
 
+from lightning_cxl.gradients.replaced_method import ReplacedMethod
 from lightning_cxl.gradients.sink import GradientSink
-from lightning_cxl.gradients.stand_in import StandIn
 
 
-class ModuleZeroGrad(StandIn):
+class ModuleZeroGrad(ReplacedMethod):
     """Stands in for one module's `zero_grad`: clears the masters' gradients, too. A copy of the module has none."""
 
     def __init__(self, module: nn.Module, grads: GradientSink) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_cxl import _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.native import _cpu
 from lightning_cxl.optim.adam_step import AdamStep, written_by
-from lightning_cxl.optim.clipping import GradScale, ReadingMeter
+from lightning_cxl.optim.clipping import GradScale, Meter, ReadingMeter
 from lightning_cxl.optim.hyperparameters import check_options, check_ranges
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.number_formats import STATE_FORMATS, StatePrecision
@@ -86,12 +86,12 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.seed = seed
         self._scale = [1.0]
         self.wait = _nothing_runs
-        """Returns when no update runs behind; a run sets it."""
+        """Returns when no update runs behind."""
         self.teams = ThreadTeams.detect()
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
         self.kept = ParameterStates(state, fp32_state, allocate_state or allocate_from_torch)
-        self.meter = ReadingMeter(self.num_threads, self.isa)
+        self.meter: Meter = ReadingMeter(self.num_threads, self.isa)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -106,7 +106,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             "fused": None,
             "decoupled_weight_decay": decoupled,
         }
-        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `updates/adopted.py`
+        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `updates/torch_names.py`
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer, **options: Any) -> "CPUAdam":
@@ -164,6 +164,16 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     def fp32_state(self) -> Container[torch.Tensor]:
         """Parameters whose state stays float32 with ``state="8bit"``."""
         return self.kept.fp32_state
+
+    def enter_run(self, meter: Meter, wait: Callable[[], None]) -> None:
+        """Take part in a run, until `leave_run`.
+
+        Args:
+            meter: knows the sums of squares of the run's gradients.
+            wait: returns when no update runs behind.
+        """
+        self.meter = meter
+        self.wait = wait
 
     def leave_run(self) -> None:
         """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""

@@ -18,6 +18,7 @@ from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
 
+_TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 
 
@@ -45,6 +46,7 @@ class PlacedMemory:
         self._planned = planned
         self._heap = heap
         self._units = units
+        self._keeps_in_place = False
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
@@ -96,6 +98,15 @@ class PlacedMemory:
         self._plan_activation(nbytes, unit, placement)
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
 
+    def activation_in_place(self, tensor: torch.Tensor, nbytes: int, unit: str) -> object | None:
+        """Count an input of a unit that lies on its tier already; None if it does not. See `ActivationOffload`."""
+        placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
+        counted = self.memory.count_in_place(tensor.data_ptr(), nbytes, placement, TensorRole.ACTIVATIONS)
+        if counted is not None and not self._keeps_in_place:
+            self._keeps_in_place = True
+            self.memory.trim()  # what copies of inputs have used in the steps before
+        return counted
+
     def forward_is_over(self) -> None:
         """Let the plan of activations be complete."""
         if self._seen_units:
@@ -140,6 +151,8 @@ class PlacedMemory:
     def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move an optimizer's state in ordinary memory to where the policy wants it.
 
+        What it leaves goes back to the OS piece by piece: the C library would keep most of it.
+
         Args:
             optimizer: holds master weights. INOUT.
             compute_of: the model's parameter of a master.
@@ -147,6 +160,7 @@ class PlacedMemory:
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given
         role = TensorRole.MOMENTUM
+        heap, left_bytes = HeapTrimmer(), 0
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
@@ -156,6 +170,13 @@ class PlacedMemory:
                 nbytes = value.numel() * value.element_size()
                 placement = self.placements.place(compute_of(parameter), role, nbytes)
                 state[key] = self.memory.tensor(value.shape, value.dtype, placement, role).copy_(value)
+                del value
+                left_bytes += nbytes
+                if left_bytes >= _TRIM_BYTES:
+                    heap.trim_now()
+                    left_bytes = 0
+        if left_bytes:
+            heap.trim_now()
 
     def plan(self, inventory: Inventory) -> None:
         """Add the inventory to the planned bytes.

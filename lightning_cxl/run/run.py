@@ -14,33 +14,31 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_cxl.gradients.arrived import ArrivedGradients
+from lightning_cxl.gradients.leaving import LeavingGradients
 from lightning_cxl.gradients.meter import meter_of_run
 from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
-from lightning_cxl.inventory.inventory import Inventory
+from lightning_cxl.inventory.inventory import Inventory, precisions_of
 from lightning_cxl.inventory.loop import Loop
-from lightning_cxl.inventory.sensitive import sensitive_parameters
 from lightning_cxl.memory.heap import HeapTrimmer
-from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.scope import activate
-from lightning_cxl.optim.masters import HostParameter, MasterWeights
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.run.residence import Residence, count_parameters
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
-from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.updates.adopt import Adoption, AdoptionOptions, describe_optimizer
-from lightning_cxl.updates.idle_options import warn_of_idle_options
+from lightning_cxl.updates.adoption import Adoption, describe_optimizer
 from lightning_cxl.updates.unit_updates import UnitUpdates
+from lightning_cxl.updates.whole_updates import WholeUpdates
 
 log = logging.getLogger(__name__)
 
@@ -99,72 +97,49 @@ class Run:
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             self._residence = Residence(model, self._placed, engine, inventory.streamed)
             decision.asked.read(model)  # some modules make new parameters when they move
-            overlaps = inventory.overlap != "none"
+            cleanup.callback(self._residence.close)
+            units = self._residence.units
+            activations = ActivationOffload(
+                engine,
+                self._placed.activation,
+                min_bytes=self.min_activation_bytes,
+                keep_in_place=self._placed.activation_in_place,
+            )
+            streamer = self._residence.stream(lambda: activations.phase)
+            overlaps = streamer is not None and inventory.overlap != "none"
             worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
+            # what a gradient passes, the last first: [Note: Life of a gradient]
+            sums = GradientSums(self._placed.like_all, self.meter, half_sums=config.accumulate == "bf16")
+            arrived = ArrivedGradients(LeavingGradients(engine, self._placed.like_all, sums, worker), sums)
+            if worker is None or streamer is None:
+                self._updates = WholeUpdates(units, self.masters)
+            else:
+                in_backward = inventory.overlap == "backward"
+                self._updates = UnitUpdates(units, self.masters, worker, arrived, streamer, in_backward=in_backward)
             self._grads = GradientSink(
                 engine,
-                self._placed.like,
-                self.meter,
-                half_sums=config.accumulate == "bf16",
-                streamed={id(place.parameter): unit for unit in self._residence.units for place in unit.places},
-                bring_home=self._residence.bring_home,
-                worker=worker,
-                allocate_all=self._placed.like_all,
+                sums,
+                arrived,
+                self._updates,
+                self._residence,
+                {id(place.parameter): unit for unit in units for place in unit.places},
+                reserves_streamed=inventory.reserves_all_gradients,
+                are_read_early=loop.reads_gradients,
             )
-            self._grads.reserves_streamed = inventory.reserves_all_gradients
-            for unit in self._residence.units:
-                unit.on_look = self._grads.look
             cleanup.callback(self._grads.close)
-            cleanup.callback(self._residence.close)
-            streamer = self._wrap_units(inventory, cleanup)
-            self._updates: UnitUpdates | None = None
-            if worker is not None and streamer is not None:
-                self._updates = UnitUpdates(
-                    self._residence.units, worker, self.masters, self._grads, streamer.fetch_ahead
-                )
-                self._updates.in_backward = inventory.overlap == "backward"
-                streamer.on_left = self._updates.unit_is_over
-            self._adoption = self._make_adoption()
+            if streamer is not None:
+                streamer.attach(self._grads)
+            cleanup.callback(activations.detach)
+            activations.attach(inventory.units, model)
+            self._precisions = precisions_of(model, config)
+            self._adoption = Adoption(
+                self._precisions, self.masters, self._grads, self.guard, self._updates, self._placed, self.meter
+            )
             cleanup.callback(self._adoption.release)
             if worker is not None:
                 cleanup.callback(worker.shutdown)
-            if self._updates is not None:
-                cleanup.callback(self._close_updates, self._updates)
+            cleanup.callback(self._close_updates)
             self._cleanup = cleanup.pop_all()
-
-    def _wrap_units(self, inventory: Inventory, cleanup: ExitStack) -> ParamStreamer | None:
-        """Let inputs of units be offloaded and weights stream; returns what brings the weights, if any stream."""
-        if not inventory.units:
-            return None
-        activations = ActivationOffload(self._host.engine, self._placed.activation, min_bytes=self.min_activation_bytes)
-        streamer = self._residence.stream(lambda: activations.phase)
-        cleanup.callback(activations.detach)
-        activations.attach(inventory.units, self._model)
-        if streamer is not None:
-            streamer.on_recompute = self._grads.finish_at_the_end
-        return streamer
-
-    def _make_adoption(self) -> Adoption:
-        config, placer = self._host.config, self._placed.placements.placer
-        return Adoption(
-            self.masters,
-            self._grads,
-            AdoptionOptions(
-                use_cpu_adam=config.cpu_adam,
-                num_threads=self.meter.num_threads,
-                state=config.state,
-                master=config.master,
-                is_sensitive=sensitive_parameters(self._model).__contains__,
-                allocate_state=self._placed.flat,
-                scope=partial(HostAllocationMode, self._host.memory, placer, role=TensorRole.MOMENTUM),
-                adopted=self._adopted,
-                place_state=self.rehome_state,
-                guard=self.guard,
-                meter=self.meter,
-                may_write=self._residence.wait_for_readers,
-                overlap=self._updates,
-            ),
-        )
 
     def activate(self) -> AbstractContextManager[Any]:
         """Return a region in which `lightning_cxl.empty` and `host_allocation` follow this run's decision."""
@@ -180,13 +155,12 @@ class Run:
             UnsupportedError: an Adam option that `CPUAdam` does not have.
         """
         self._host.memory.trim()  # what weights that have moved have left
-        self._adoption.forms.consider(optimizers)
+        self._precisions.consider(optimizers)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         except BaseException:
             self._adoption.release()
             raise
-        warn_of_idle_options(self.optimizers, self.masters, self._host.config)
         if self.masters.has_separate:
             attach_zero_grad(self._model, self._grads)
             self._cleanup.callback(detach_zero_grad, self._model)
@@ -196,13 +170,9 @@ class Run:
         """Adopt parameters that someone has put into the optimizers' groups. See [Note: Adoption]."""
         self._adoption.adopt_joined()
 
-    def _adopted(self, hosts: list[HostParameter]) -> None:
-        for host in hosts:
-            self._host.owners.add(host.master, self._placed.placements.asked.spec_of(host.compute))
-
     def rehome_state(self, optimizer: Optimizer) -> None:
-        """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
-        self._placed.rehome(optimizer, self.masters.compute_of)
+        """Move optimizer state in ordinary memory that was loaded to where the policy wants it."""
+        self._adoption.rehome_state(optimizer)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -219,8 +189,6 @@ class Run:
         """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""
         self._placed.forward_is_over()
         self._grads.start_backward()
-        if self._updates is not None:
-            self._updates.begin_backward()
         self._trim_heap()
 
     def finish_backward(self) -> None:
@@ -235,14 +203,12 @@ class Run:
     def end_step(self) -> None:
         """Note that a training step is over."""
         self._host.memory.end_step()
-        self._grads.is_read_next = self._loop.reads_gradients
         if self._loop.writes_unseen:
             self.forget_copies()
 
     def wait_for_updates(self) -> None:
         """Return when weights, masters and optimizer state are those of the last step, and on the host."""
-        if self._updates is not None:
-            self._updates.wait()
+        self._updates.wait()
         self._residence.bring_home()
 
     def forget_copies(self) -> None:
@@ -261,8 +227,8 @@ class Run:
         with self._cleanup:
             return FinishedRun(self.report("finished"), self.masters, self.num_received)
 
-    def _close_updates(self, updates: UnitUpdates) -> None:
-        updates.close(after_error=self._after_error)
+    def _close_updates(self) -> None:
+        self._updates.close(after_error=self._after_error)
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""

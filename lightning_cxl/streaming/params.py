@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.streaming.listener import Nobody, UnitListener
 from lightning_cxl.streaming.slots import Slot, SlotRing
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import UnitWeights
@@ -47,12 +48,12 @@ class ParamStreamer:
 
     Args:
         engine: copies to the device.
-        units: attached at once.
+        units: `attach` wraps their forward.
         phase: says why a unit's forward runs: ``"recompute"``, ``"forward"`` (which a recompute will repeat), or None.
         num_slots: pieces of device memory, each as large as the largest unit.
 
     Raises:
-        ConfigError: fewer than two slots, or a unit that is attached already.
+        ConfigError: fewer than two slots.
     """
 
     def __init__(
@@ -66,10 +67,7 @@ class ParamStreamer:
         if num_slots < MIN_SLOTS:
             raise ConfigError(f"{num_slots} slots: one unit computes while another is fetched, so give at least 2")
         self.phase = phase
-        self.on_recompute: Callable[[], None] = _nothing
-        """Called when a unit is about to be recomputed, in the backward that it is a part of."""
-        self.on_left: Callable[[UnitWeights], None] = _ignore
-        """Called with each unit whose backward is over, its weights at home."""
+        self._listener: UnitListener = Nobody()
         self.num_fetches = self.num_late = 0
         """Copies started; and those of them that were not asked for before their unit was entered."""
         self._engine = engine
@@ -81,7 +79,21 @@ class ParamStreamer:
         self._entered: dict[int, tuple[UnitWeights, Slot]] = {}  # by id of the unit
         self._next: dict[_Visit, _Visit] = {}  # what followed what
         self._latest: _Visit | None = None
-        self._attached = [_StreamedForward(self, unit) for unit in units]
+        self._attached: list[_StreamedForward] = []
+
+    def attach(self, listener: UnitListener) -> None:
+        """Let the weights of units come and go from now on, until `detach`.
+
+        Args:
+            listener: learns of recomputes, of units whose backward is over, and of who looks at parameters.
+
+        Raises:
+            ConfigError: a unit is attached already.
+        """
+        self._attached = [_StreamedForward(self, unit) for unit in self._units]
+        self._listener = listener
+        for unit in self._units:
+            unit.attach(listener)
 
     def stats(self) -> dict[str, int]:
         """Return ``num_units``, ``host_bytes`` of their weights, ``slot_bytes`` on the device, and copies so far."""
@@ -103,7 +115,7 @@ class ParamStreamer:
         in_backward = phase == "recompute"
         unit.num_forwards += phase == "forward"
         if in_backward:
-            self.on_recompute()
+            self._listener.recompute_begins()
             self.release(keep=unit)
         unit.wait()
         for each in self._units:
@@ -147,7 +159,7 @@ class ParamStreamer:
         for unit, _ in list(self._entered.values()):
             if unit is not keep:
                 self.leave(unit)
-                self.on_left(unit)
+                self._listener.unit_is_over(unit)
 
     def fetch_ahead(self) -> None:
         """Start bringing the units that are expected next, as far as there are slots. Safe from any thread."""
@@ -176,7 +188,7 @@ class ParamStreamer:
         """Give the units their own forward back, with all weights at home, and the slots' memory. Idempotent."""
         for unit, _ in list(self._entered.values()):
             self.leave(unit)
-        self.on_left = _ignore
+        self._listener = Nobody()
         with self._lock:
             self._latest = None
             self._ring.clear()
@@ -184,6 +196,7 @@ class ParamStreamer:
             self._attached.pop().remove()
         for unit in self._units:
             unit.unwatch()
+            unit.attach(self._listener)
 
     def _occupy(self, unit: UnitWeights) -> Slot | None:
         """Return the slot that the unit shows from now on; None if it shows one already."""
@@ -253,11 +266,3 @@ class _StreamedForward(StandIn):
                 "cannot be replayed. Evaluate under torch.no_grad(), pass use_cache=False, or set stream_weights=False"
             )
         return output
-
-
-def _ignore(_unit: UnitWeights) -> None:
-    """Do nothing."""
-
-
-def _nothing() -> None:
-    """Do nothing."""

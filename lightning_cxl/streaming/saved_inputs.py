@@ -12,6 +12,7 @@
   version. An exact image is kept: same strides, same address modulo 64, so that a recompute runs the same kernels.
 * Held (masks, position embeddings, ids, small or sparse tensors): a detached alias, and its version is checked.
   Holding the tensor itself could close a cycle through the graph that no garbage collector sees.
+* Kept in place (lies on its tier already): held, too. See [Note: Inputs kept in place].
 """
 
 import weakref
@@ -22,7 +23,7 @@ from typing import Protocol
 import torch
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.streaming.versions import stale_error, version_of
+from lightning_cxl.streaming.versions import stale_error, version_of, version_only
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _ALIGNMENT = 64  # bytes; what torch's own allocations and ours start at
@@ -39,7 +40,7 @@ Allocate = Callable[[int, str], HostBytes]
 """Takes a number of bytes and the unit's name."""
 
 
-class Ledger:
+class SavedBytes:
     """Counts the bytes of living saved inputs. A dying one may be finalised anywhere, so it only appends to a deque."""
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class StoredInput:
     """An exact image of one tensor on a host tier. See [Note: Life of a saved input]."""
 
     def __init__(
-        self, tensor: torch.Tensor, engine: TransferEngine, allocate: Allocate, unit: str, ledger: Ledger
+        self, tensor: torch.Tensor, engine: TransferEngine, allocate: Allocate, unit: str, saved: SavedBytes
     ) -> None:
         self._size, self._stride = tensor.shape, tensor.stride()
         self._lead = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
@@ -79,14 +80,14 @@ class StoredInput:
         self.transfer = engine.d2h(flat, self._host[self._lead :])
         self.source = weakref.ref(tensor)
         self.version = version_of(tensor)
-        self._ledger = ledger
-        ledger.add(self.nbytes)
+        self._saved = saved
+        saved.add(self.nbytes)
 
     def __del__(self) -> None:
-        """Take the bytes off the ledger, unless construction failed before they were on it."""
-        ledger = getattr(self, "_ledger", None)
-        if ledger is not None:
-            ledger.freed.append(self.nbytes)
+        """Take the bytes off the sum, unless construction failed before they were added."""
+        saved = getattr(self, "_saved", None)
+        if saved is not None:
+            saved.freed.append(self.nbytes)
 
     def is_image_of(self, tensor: torch.Tensor) -> bool:
         """Return whether this holds the values that `tensor` has now."""
@@ -138,6 +139,7 @@ class UnitInput:
         kept: its image on the tier, or how it is held.
         unit: name, for errors.
         cautious: the unit is known to change this input in place, or nothing is known about it yet.
+        watched: `has_lasted` will be asked.
     """
 
     __slots__ = (
@@ -151,13 +153,23 @@ class UnitInput:
         "_spare",
         "_unit",
         "_version",
+        "_watch",
     )
 
-    def __init__(self, tensor: torch.Tensor, kept: StoredInput | HeldInput, unit: str, *, cautious: bool) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        kept: StoredInput | HeldInput,
+        unit: str,
+        *,
+        cautious: bool,
+        watched: bool = False,
+    ) -> None:
         self._kept = kept
         self._unit = unit
         self._requires_grad = tensor.requires_grad
         self._version = version_of(tensor)
+        self._watch = version_only(tensor) if watched else None
         self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter
         self._spare: torch.Tensor | None = None
         self._on_the_way: tuple[torch.Tensor, Transfer] | None = None
@@ -185,7 +197,11 @@ class UnitInput:
             return False
         return self._alias.untyped_storage().data_ptr() == other._alias.untyped_storage().data_ptr()
 
-    def release(self) -> None:
+    def has_lasted(self) -> bool | None:
+        """Return whether nobody has changed the tensor since the forward was given it; None where it is not watched."""
+        return None if self._watch is None else version_of(self._watch) == self._version
+
+    def release(self, engine: TransferEngine) -> None:
         """Keep what a recompute needs and drop the rest.
 
         Raises:
@@ -201,7 +217,7 @@ class UnitInput:
             self._kept = HeldInput(self._spare, self._unit)
         if isinstance(self._kept, StoredInput):
             self._kept.transfer.wait()
-            self._near = None if self._is_changed else self._alias
+            self._near = None if self._is_changed or engine.computes_on_host else self._alias
         self._alias = self._spare = None
 
     def let_go(self) -> None:

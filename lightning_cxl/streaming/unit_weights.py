@@ -1,6 +1,6 @@
 """`UnitWeights`: the parameters of one unit in one piece of host memory, and in a piece of a slot while it computes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -13,6 +13,7 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.streaming.awaited import guard, unguard
+from lightning_cxl.streaming.listener import Nobody, UnitListener
 from lightning_cxl.streaming.quantised import DATA, companions, is_quantised_later, show, tensors_of
 from lightning_cxl.streaming.units import NamedUnits
 from lightning_cxl.torch_private import storage_key
@@ -81,8 +82,7 @@ class UnitWeights:
         self.readers: Sequence[Transfer] = ()
         """The latest copies of the homes, which may still be under way; those before them are done by then."""
         self._num_looks = 0
-        self.on_look: Callable[[], None] = _nothing
-        """Called when someone looks at the parameters through their modules, after what runs behind is done."""
+        self._listener: UnitListener = Nobody()
         self._update: Future[None] | None = None
         for parameters in pieces:
             self._move(parameters, allocate)
@@ -108,6 +108,10 @@ class UnitWeights:
                 self._quantised.append(Quantised(module, parameter, offsets, homes))
         self.pieces.append(Piece(self.nbytes, memory.tensor((end,), torch.uint8)))
         self.nbytes += end
+
+    def attach(self, listener: UnitListener) -> None:
+        """Tell `listener` from now on when someone looks at the parameters through their modules."""
+        self._listener = listener
 
     def begin_update(self, update: "Future[None]") -> None:
         """Let whoever needs the weights wait for an update of the homes. See [Note: Awaited parameters].
@@ -150,7 +154,7 @@ class UnitWeights:
             self.unwatch()
             self.is_seen = True
             self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
-        self.on_look()
+        self._listener.someone_looks()
         self.wait_for_readers()  # what the device has still to compute, it computes with the weights of now
 
     def wait_for_readers(self) -> None:
@@ -239,10 +243,6 @@ class UnitWeights:
                 f"unit `{self.name}` replaced the bytes of {len(replaced)} quantised weights in its forward, as "
                 "bitsandbytes does when it evaluates on a CPU: set stream_weights=False there"
             )
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def piece_nbytes(unit: nn.Module, parameters: Sequence[nn.Parameter]) -> int:

@@ -1,89 +1,77 @@
-"""The step of an optimizer on the host: gradients come in, new state is placed, masters are written back."""
+"""`HostStep`: what happens at a step of an adopted optimizer: gradients in, checks, update, new weights out.
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+[Note: A step]
+1. The optimizer's step begins: updates learn which one (`begin`), and may run behind the backward from here on.
+2. The closure, if there is one, runs forward and backward. `CPUAdam` gets it evaluated, because its update may be made
+   in parts. Every other optimizer evaluates it by itself, when and as often as it likes.
+3. After each evaluation gradients are complete (`GradientSink.end_step`), nothing reads the masters any more
+   (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, without an
+   update. That is possible as long as the optimizer has written to none of its parameters; else the guard raises.
+4. The update (`update`): by the optimizer's own step, or by `UnitUpdates` in parts.
+5. The model gets the new weights (`write_back`), and state that the optimizer has made moves to its tier (`rehome`).
+
+An optimizer that evaluates its closure again after it has written (LBFGS in its line search) finds the loss of the
+weights it has written: they are written back before.
+"""
+
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
+from lightning_cxl.gradients.overflow import OverflowGuard
+from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
-
-AllocationScope = Callable[[], AbstractContextManager[Any]]
-"""Opens a region in which host tensors that torch creates are placed as optimizer state."""
-
-_CLOSURE_FIRST = ("torch.optim.", "lightning_cxl.")  # whose `step` evaluates the closure once, before everything else
+from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.torch_private import keeps_mark, mark_as_called
+from lightning_cxl.updates.whole_updates import WholeUpdates
 
 
-class StepHooks(Protocol):
-    """What happens around an update, and the update itself."""
+class StateMemory(Protocol):
+    """Host memory for optimizer state, by the compute parameter that it belongs to."""
 
-    def before_closure(self, optimizer: Optimizer) -> None:
-        """Learn that the backward of a step of `optimizer` comes next."""
+    def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return an uninitialised 1-D tensor for state of a compute parameter."""
 
-    def closure_failed(self) -> None:
-        """Learn that it has raised an error."""
-
-    def update(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
-        """Make the step, by calling `step` or in parts."""
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Return a region in which host tensors that torch creates are placed as optimizer state."""
-
-    def before_update(self) -> None:
-        """Bring gradients and masters up to date."""
-
-    def accepts(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, can_skip: bool) -> bool:
-        """Return whether `optimizer` may use the gradients of `parameters`; if not, its step is left out.
-
-        Raises an error where it may not and the step has written to weights already, so that it cannot be left out.
-        """
-
-    def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
-        """Write masters back for the parameters that had a gradient, and place state that is not placed yet."""
-
-
-class Overlap(Protocol):
-    """Makes the steps of CPUAdam in parts, behind what the device does."""
-
-    def begin(self, optimizer: CPUAdam) -> None:
-        """Note that the closure of a step of `optimizer` is about to be evaluated."""
-
-    def give_up(self) -> None:
-        """Note that it has failed."""
-
-    def update(self, optimizer: CPUAdam) -> None:
-        """Make a step with the gradients that parameters have."""
-
-    def wait(self) -> None:
-        """Return when every update is done."""
+    def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move state of `optimizer` that lies in ordinary memory to where the policy wants it."""
 
 
 @keeps_mark
 class HostStep:
-    """Replaces `optimizer.step` of one optimizer object.
-
-    torch's optimizers evaluate the closure (forward and backward) once and first: it runs here, outside the allocation
-    scope, and only the update itself runs inside, as long as there are parameters without state; its closure returns
-    the loss. Any other optimizer, and LBFGS, may evaluate it when and as often as it likes: it gets one that writes
-    masters out before and brings gradients in after, and its new state is placed after the step. Where those gradients
-    may not be used, the step ends there: nothing has happened yet as long as it has not written to a parameter.
+    """Stands in for `step` of one optimizer object. See [Note: A step].
 
     Args:
-        optimizer: the `step` it has now does the work.
-        hooks: see there.
+        optimizer: the `step` it has now makes the update.
+        grads: brings gradients.
+        guard: says whether they may be used.
+        updates: makes the update, and gives the model the new weights.
+        masters: knows the compute parameter of each master.
+        memory: where the optimizer's state belongs.
     """
 
-    def __init__(self, optimizer: Optimizer, hooks: StepHooks) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        grads: GradientSink,
+        guard: OverflowGuard,
+        updates: WholeUpdates,
+        masters: MasterWeights,
+        memory: StateMemory,
+    ) -> None:
         self._optimizer = optimizer
-        self._hooks = hooks
+        self._grads = grads
+        self._guard = guard
+        self._updates = updates
+        self._masters = masters
+        self._memory = memory
         self._step = optimizer.step
         self._previous = optimizer.__dict__.get("step")  # a scheduler's wrapper, if there is one
-        # of a step that evaluates its closure itself:
-        self._versions: list[int] = []  # of the parameters when it began
-        self._can_skip = True  # it had not written to them when it evaluated the closure
+        self._versions: dict[int, int] = {}  # of the parameters when the step began, by id
 
     def __call__(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
         """Run one step; same contract as the optimizer's own `step`, which gets the keywords.
@@ -95,68 +83,69 @@ class HostStep:
         if keywords and isinstance(optimizer, CPUAdam):
             raise TypeError(f"{type(optimizer).__name__}.step() takes `closure` only, not {', '.join(keywords)}")
         mark_as_called(optimizer)
-        if closure is not None and not evaluates_closure_first(optimizer):
-            return self._step_evaluating(closure, keywords)
-        loss = None
-        if closure is not None:
-            self._hooks.before_closure(optimizer)
-            try:
-                with torch.enable_grad():
-                    loss = closure()
-            except BaseException:
-                self._hooks.closure_failed()
-                raise
-        self._hooks.before_update()
-        active = [p for p in _parameters(optimizer) if p.grad is not None]
-        if not self._accepts(active):
-            return loss
-        evaluated: dict[str, Any] = {} if closure is None else {"closure": lambda: loss}
-        result = loss
-
-        def step() -> None:
-            nonlocal result
-            result = self._step(**evaluated, **keywords)
-
-        if isinstance(optimizer, CPUAdam) or all(optimizer.state.get(p) for p in active):
-            self._hooks.update(optimizer, step)
-        else:
-            with self._hooks.scope():
-                self._hooks.update(optimizer, step)
-        self._hooks.after_update(optimizer, active)
-        return result
-
-    def _step_evaluating(self, closure: Callable[[], Any], keywords: dict[str, Any]) -> Any:
-        """Run a step that evaluates the closure itself; given up where the closure finds gradients it may not use."""
-        self._hooks.before_closure(self._optimizer)
-        self._versions = self._versions_now()
+        self._versions = {id(parameter): parameter._version for parameter in self._parameters()}
+        self._updates.begin(optimizer)
         try:
-            result = self._step(_Synchronised(closure, self._before_closure, self._after_closure), **keywords)
+            if isinstance(optimizer, CPUAdam):
+                return self._step_of_cpu_adam(optimizer, closure)
+            return self._step_of_any_other(closure, keywords)
         except _StepLeftOut as left_out:
             return left_out.loss
-        self._write_out()
+
+    def _step_of_cpu_adam(self, optimizer: CPUAdam, closure: Callable[[], Any] | None) -> Any:
+        try:
+            loss = self._check(None) if closure is None else self._evaluate(closure)
+        except BaseException:
+            optimizer.grad_scale = 1.0  # was for the step that is left out
+            raise
+        updated = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        evaluated = () if closure is None else (lambda: loss,)
+        result = self._updates.update(optimizer, partial(self._step, *evaluated), loss)
+        self._updates.write_back(optimizer, updated)
         return result
 
-    def _before_closure(self) -> None:
-        self._can_skip = self._versions == self._versions_now()
-        self._write_out()
+    def _step_of_any_other(self, closure: Callable[[], Any] | None, keywords: dict[str, Any]) -> Any:
+        if closure is None:
+            self._check(None)
+            result = self._step(**keywords)
+        else:
+            result = self._step(partial(self._evaluate, closure), **keywords)
+        self._updates.write_back(self._optimizer, self._updated())
+        self._memory.rehome(self._optimizer, self._masters.compute_of)
+        return result
 
-    def _after_closure(self, loss: Any) -> None:
-        self._hooks.before_update()
-        active = [p for p in _parameters(self._optimizer) if p.grad is not None]
-        if not self._accepts(active, can_skip=self._can_skip):
-            raise _StepLeftOut(loss)
-
-    def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter in _parameters(self._optimizer)]
-
-    def _accepts(self, parameters: list[torch.Tensor], *, can_skip: bool = True) -> bool:
-        accepted = False
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Return the loss, with gradients that may be used; raise `_StepLeftOut` where they may not."""
+        has_written = any(map(self._is_written, self._parameters()))
+        if has_written:
+            self._updates.write_back(self._optimizer, self._updated())
+        self._grads.begin_step()
         try:
-            accepted = self._hooks.accepts(self._optimizer, parameters, can_skip=can_skip)
-        finally:
-            if not accepted and isinstance(self._optimizer, CPUAdam):
-                self._optimizer.grad_scale = 1.0  # was for the step that is left out
-        return accepted
+            with torch.enable_grad():
+                loss = closure()
+        except BaseException:
+            self._updates.give_up()
+            raise
+        return self._check(loss, can_skip=not has_written)
+
+    def _check(self, loss: Any, *, can_skip: bool = True) -> Any:
+        self._grads.end_step()
+        self._updates.prepare()
+        with_grad = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        if not self._guard.accepts(self._optimizer, with_grad, can_skip=can_skip):
+            raise _StepLeftOut(loss)
+        return loss
+
+    def _is_written(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has been written to since the step began."""
+        return self._versions.get(id(parameter)) != parameter._version
+
+    def _updated(self) -> list[torch.Tensor]:
+        """Return the parameters that the optimizer has written to, or may have through ``.data``."""
+        return [p for p in self._parameters() if p.grad is not None or self._is_written(p)]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in plain(group["params"])]
 
     def remove(self) -> None:
         """Give the optimizer the `step` back that it had."""
@@ -165,45 +154,10 @@ class HostStep:
         else:
             self._optimizer.step = self._previous  # type: ignore[method-assign]
 
-    def _write_out(self) -> None:
-        self._hooks.after_update(self._optimizer, list(_parameters(self._optimizer)))
-
-
-class _Synchronised:
-    """A closure evaluated inside a step: masters go out before it, gradients come in after."""
-
-    def __init__(self, closure: Callable[[], Any], before: Callable[[], None], after: Callable[[Any], None]) -> None:
-        self._closure = closure
-        self._before = before
-        self._after = after
-
-    def __call__(self) -> Any:
-        self._before()
-        with torch.enable_grad():
-            loss = self._closure()
-        self._after(loss)
-        return loss
-
 
 class _StepLeftOut(Exception):
-    """Ends a step from inside its closure: the gradients may not be used."""
+    """Ends a step: its gradients may not be used."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__("the gradients of this step are not finite")
         self.loss = loss
-
-
-def evaluates_closure_first(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's `step` is known to evaluate its closure once, before it touches anything."""
-    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
-    return owner.__module__.startswith(_CLOSURE_FIRST) and not issubclass(owner, LBFGS)
-
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether someone has put hooks around the step, of this optimizer or of all, which may look at anything."""
-    return any(step_hooks(optimizer))
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from plain(group["params"])

@@ -27,16 +27,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.gradients.arrived import ArrivedGradients
 from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights
-from lightning_cxl.updates.host_step import has_step_hooks
+from lightning_cxl.torch_private import step_hooks
+from lightning_cxl.updates.whole_updates import WholeUpdates
 
 log = logging.getLogger(__name__)
 
@@ -44,45 +47,49 @@ MAX_UNITS_IN_FLIGHT = 3
 """Units whose gradients are on the host and wait for their update: one is updated, one lands, one is slack."""
 
 
-class UnitUpdates:
+class UnitUpdates(WholeUpdates):
     """Starts the updates of units and keeps track of them. See [Note: Overlapped updates].
 
     Args:
         units: streamed ones, in the order of the forward.
-        worker: one thread; the sink folds gradients on it, too.
         masters: of the run.
-        grads: hands gradients over, and says when some come of what does not stream.
-        fetch_ahead: called when a unit's weights are new.
+        worker: one thread; gradients are folded on it, too.
+        arrived: hands gradients over.
+        streamer: fetches a unit's weights when they are new.
+        in_backward: whether updates may run behind the backward of a step's closure.
     """
 
     def __init__(
         self,
         units: Sequence[UnitWeights],
-        worker: Executor,
         masters: MasterWeights,
-        grads: GradientSink,
-        fetch_ahead: Callable[[], None],
+        worker: Executor,
+        arrived: ArrivedGradients,
+        streamer: ParamStreamer,
+        *,
+        in_backward: bool,
     ) -> None:
-        self.in_backward = False
-        """Whether updates may run behind the backward of a step's closure."""
-        self._units = units
+        super().__init__(units, masters)
         self._unit_of = {id(place.parameter): unit for unit in units for place in unit.places}
         self._worker = worker
-        self._masters = masters
-        self._grads = grads
-        grads.on_resident = self._resident_has_come
-        self._fetch_ahead = fetch_ahead
+        self._arrived = arrived
+        self._streamer = streamer
+        self._in_backward = in_backward
         self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
         self._step: AdamStep | None = None  # of that closure, once a unit has been updated
         self._started: deque[Future[None]] = deque()
         self._is_last_backward = False  # of that closure
         self._residents: list[tuple[HostParameter, Future[None]]] = []  # updated, but the device has old weights
 
-    def begin(self, optimizer: CPUAdam) -> None:
-        """Note that the closure of a step of `optimizer` is about to be evaluated."""
+    def begin(self, optimizer: Optimizer) -> None:
+        """Learn that a step of `optimizer` begins, before its closure is evaluated."""
         self._step = None
         self._is_last_backward = False
-        self._optimizer = optimizer if self.in_backward and not has_step_hooks(optimizer) else None
+        if not isinstance(optimizer, CPUAdam):
+            self.give_up()
+            self.wait()  # it may read and write anything, at any time
+            return
+        self._optimizer = optimizer if self._in_backward and not has_step_hooks(optimizer) else None
         for unit in self._units:
             unit.num_forwards = 0
 
@@ -107,7 +114,7 @@ class UnitUpdates:
         if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
             return
         found = [self._masters.find(place.parameter) for place in unit.places]
-        hosts = self._grads.hand_over(host for host in found if host is not None and self._is_for_worker(host))
+        hosts = self._arrived.hand_over(host for host in found if host is not None and self._is_for_worker(host))
         if not hosts:
             return
         written: list[torch.Tensor] = [host.compute for host in hosts]
@@ -116,14 +123,14 @@ class UnitUpdates:
         while len(self._started) > MAX_UNITS_IN_FLIGHT:
             wait([self._started.popleft()])  # an error is raised by the unit
 
-    def _resident_has_come(self, host: HostParameter) -> None:
+    def resident_has_come(self, host: HostParameter) -> None:
         """Start the update of a master whose compute weights stay on the device, if it may start now.
 
         They get the new values at the end of the step: a recompute may read them until then.
         """
         if self._optimizer is None or not self._is_last_backward or host.version != host.compute._version:
             return
-        self._grads.hand_over([host])  # a gradient that has landed was computed with what the master was copied to
+        self._arrived.hand_over([host])  # a gradient that has landed was computed with what the master was copied to
         update: Future[None] = Future()
         torch.autograd.graph.increment_version([host.master])
         self._residents.append((host, update))
@@ -135,8 +142,15 @@ class UnitUpdates:
             self._step = optimizer.begin_step()
         return partial(self._update_arrived, self._step, hosts, optimizer.grad_scale)
 
-    def update(self, optimizer: CPUAdam) -> None:
-        """Make a step with the gradients that parameters have: of units on the worker, of the rest now."""
+    def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
+        """Update the parameters that have gradients: those of units on the worker, the rest now."""
+        if not isinstance(optimizer, CPUAdam) or has_step_hooks(optimizer):
+            self.wait()
+            return step()
+        self._update(optimizer)
+        return loss
+
+    def _update(self, optimizer: CPUAdam) -> None:
         step = optimizer.begin_step() if self._step is None else self._step
         self._optimizer = self._step = None
         work = step.collect()
@@ -159,8 +173,15 @@ class UnitUpdates:
         optimizer.grad_scale = 1.0
         self._raise_of_residents()
 
+    def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
+        """Give the model the new weights; those of `CPUAdam` are on their way when this returns."""
+        if isinstance(optimizer, CPUAdam):
+            self._masters.write_back(updated, kernel_wrote=True)  # whoever gets at the masters waits
+        else:
+            super().write_back(optimizer, updated)
+
     def wait(self) -> None:
-        """Return when every update is done, e.g. before an optimizer's state is read."""
+        """Return when every update is done and written back, e.g. before an optimizer's state is read."""
         for unit in self._units:
             unit.wait()
         wait([update for _, update in self._residents])  # an error is raised by the step
@@ -212,16 +233,21 @@ class UnitUpdates:
         unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
         torch.autograd.graph.increment_version(written)
         update.add_done_callback(self._after_update)
-        self._worker.submit(_run, job, update)
+        self._worker.submit(_run, partial(_when_read, unit, job), update)
         self._started.append(update)
 
     def _after_update(self, _update: "Future[None]") -> None:
-        self._fetch_ahead()
+        self._streamer.fetch_ahead()
 
     @torch.no_grad()
     def _update_arrived(self, step: AdamStep, hosts: list[HostParameter], scale: float) -> None:
-        grads: dict[torch.Tensor, torch.Tensor] = {host.master: self._grads.take(host) for host in hosts}
+        grads: dict[torch.Tensor, torch.Tensor] = {host.master: self._arrived.take(host) for host in hosts}
         step.apply(step.collect(grads), scale)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether someone has put hooks around the step, of this optimizer or of all, which may look at anything."""
+    return any(step_hooks(optimizer))
 
 
 def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -> str | None:
@@ -231,6 +257,15 @@ def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -
     if objection is None and any(map(has_step_hooks, optimizers)):
         return "there are hooks around the optimizer's step"
     return objection
+
+
+def _when_read(unit: UnitWeights, job: Callable[[], None]) -> None:
+    """Do a job that writes the homes of `unit`, when no copy reads them.
+
+    The end of another unit's update may have started such a copy, before anybody knew that this unit is next.
+    """
+    unit.wait_for_readers()
+    job()
 
 
 def _run(job: Callable[[], None], update: "Future[None]") -> None:

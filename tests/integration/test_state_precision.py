@@ -138,9 +138,12 @@ def test_memory_is_what_the_formula_says_and_what_was_planned(state, options, mi
         expected["momentum"] += moment
         expected["variance"] += moment
     grads = "master_grads" if "master" in options else "compute_grads"
+    # while a sum becomes float32, the gradient that it starts with is there, too
+    widening = 2 * max(p.numel() for p in module.parameters()) if wide_sums else 0
     for planned_or_used in ("roles", "planned_roles"):
         found = {role: sum(tiers.values()) for role, tiers in module.report[planned_or_used].items()}
-        assert found[grads] == expected["gradients"], planned_or_used
+        more = widening if planned_or_used == "planned_roles" else 0
+        assert found[grads] == expected["gradients"] + more, planned_or_used
         for role in expected.keys() - {"gradients"}:
             assert found[role] == expected[role], (planned_or_used, role)
         other = {"master_grads", "compute_grads"} - {grads}
@@ -158,7 +161,6 @@ SUMS = {"one micro-batch": (1, {}), "two": (2, {}), "two in bf16": (2, {"accumul
 
 
 @pytest.mark.parametrize(("precision", "state", "sums"), every_pair(["bf16-true", "32-true"], ["bf16", "8bit"], SUMS))
-@pytest.mark.filterwarnings("ignore:accumulate=.* changes nothing")
 def test_resume_is_exact(tmp_path, precision, state, sums):
     micro_batches, options = SUMS[sums]
     arguments = {"precision": precision, "micro_batches": micro_batches, **options}
@@ -241,19 +243,9 @@ def test_torchs_optimizer_goes_on_from_8_bit_state(tmp_path, target, precision):
         assert torch.equal(masters[LARGE], join(weight.detach(), old["remainder"]))
 
 
-IDLE = [
-    ({"state": "8bit", "cpu_adam": False}, "bf16-true", 'state="8bit" changes nothing for AdamW'),
-    ({"accumulate": "bf16", "cpu_adam": False}, "bf16-true", r"for AdamW, whose gradients are kept in torch\.float32"),
-    ({"accumulate": "bf16"}, "16-true", r"for AdamW, whose gradients are kept in torch\.float16"),
-    ({"accumulate": "bf16"}, "32-true", r"for AdamW, whose gradients are kept in torch\.float32"),
-]
-
-
-@pytest.mark.parametrize(("options", "precision", "text"), IDLE)
-@pytest.mark.filterwarnings("ignore:Ordered overrides on_before_optimizer_step")
-def test_options_that_change_nothing_are_warned_of(options, precision, text):
-    with pytest.warns(lightning_cxl.LightningCXLWarning, match=text):
-        fit(**{"state": "fp32", **options}, steps=1, precision=precision)
+def test_a_precision_that_no_optimizer_would_have_is_refused():
+    with pytest.raises(lightning_cxl.ConfigError, match="state='8bit' needs cpu_adam=True"):
+        offload(state="8bit", cpu_adam=False)
 
 
 def test_a_cpu_adam_of_the_users_keeps_its_options():

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 _GRADS = "lightning_cxl/gradients/sink.py"
+_ARRIVED = "lightning_cxl/gradients/arrived.py"
 _LEAVING = "lightning_cxl/gradients/leaving.py"
 _SUMS = "lightning_cxl/gradients/sums.py"
 _MASTERS = "lightning_cxl/optim/masters.py"
@@ -40,7 +41,7 @@ MUTANTS = (
     Mutant(
         "a gradient after its update is an error",
         _GRADS,
-        "        if id(host) in self._given:\n",
+        "        if self._arrived.was_given(host):\n",
         "        if False:\n",
         T_GRADS,
     ),
@@ -61,13 +62,13 @@ MUTANTS = (
     Mutant(
         "what a failed backward left behind is forgotten",
         _GRADS,
-        "        if self._backward is not None:\n            self._forget()\n",
-        "",
+        "            self._backward = None\n            self._arrived.forget()\n",
+        "            pass\n",
         T_GRADS,
     ),
     Mutant(
         "an error of folding gradients reaches the update",
-        _GRADS,
+        _ARRIVED,
         "            group.fold.result()\n",
         "            pass\n",
         T_ERRORS,
@@ -118,30 +119,37 @@ MUTANTS = (
     Mutant(
         "a backward inside a unit's own does not end it",
         "lightning_cxl/streaming/params.py",
-        "            self.on_recompute()\n",
+        "            self._listener.recompute_begins()\n",
         "",
         T_GRADS,
     ),
     Mutant(
         "who looks between micro-batches finds gradients",
         _GRADS,
-        "        if self._backward is None and all(",
-        "        if False and all(",
+        "        if self._backward is None and self._arrived.can_be_shown():",
+        "        if False:",
         T_GRADS,
     ),
     Mutant(
         "a step waits for copies that read masters",
-        "lightning_cxl/updates/adopt.py",
-        "        self._grads.end_step()\n        self._options.may_write()\n        self._masters.wait()\n",
-        "        self._grads.end_step()\n        self._options.may_write()\n",
+        "lightning_cxl/updates/whole_updates.py",
+        "        self._masters.wait()\n        self._masters.absorb_changes()\n",
+        "        self._masters.absorb_changes()\n",
         (*T_GRADS, *T_STEP),
     ),
     Mutant(
         "a step waits for copies that read homes",
-        "lightning_cxl/updates/adopt.py",
-        "        self._options.may_write()\n",
-        "",
+        "lightning_cxl/updates/whole_updates.py",
+        "            unit.wait_for_readers()\n",
+        "            pass\n",
         ("tests/integration/test_streamed_hazards.py::test_a_step_does_not_write_what_is_being_fetched",),
+    ),
+    Mutant(
+        "an update waits for copies that began before it",
+        _UPDATES,
+        "    unit.wait_for_readers()\n    job()\n",
+        "    job()\n",
+        (f"{T_STEP[0]}::test_an_update_does_not_write_what_was_fetched_when_the_one_before_ended",),
     ),
     Mutant(
         "units in flight are bounded",

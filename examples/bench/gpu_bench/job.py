@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.weights.published import SHAPES
 
-MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "mistral-nemo-12b", "tiny")
+SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "mistral-nemo-12b", "tiny")
 _TINY = {
     "vocab_size": 256,
     "hidden_size": 64,

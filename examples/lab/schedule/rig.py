@@ -39,7 +39,7 @@ class Rig:
         model: its units are offloaded. INOUT.
         links: of the device and the tiers.
         memory: says what lies where.
-        updates: makes what receives gradients and applies updates.
+        updates: makes what receives gradients and applies updates; attaches the streamer.
         num_slots: of the device, for weights.
     """
 
@@ -62,8 +62,8 @@ class Rig:
             for name, module, parameters in streamable(model, model.named_units())
         ]
         self.streamer = ParamStreamer(self.engine, self.units, lambda: self.offload.phase, num_slots=num_slots)
+        self.updates = updates(self)  # attaches the streamer
         self.offload.attach(model.named_units())
-        self.updates = updates(self)
         model.timeline.trace = self.engine.trace
 
     def step(self, x: torch.Tensor) -> float:
@@ -96,3 +96,9 @@ class Rig:
             dtype,
             lambda count, dt: self._memory.allocate(count * dt.itemsize, role, unit).tensor((count,), dt),
         )
+
+    def allocate_all(self, wanted: Sequence[tuple[torch.nn.Parameter, torch.dtype]], role: TensorRole):
+        return [self.allocate_like(parameter, role, dtype) for parameter, dtype in wanted]
+
+    def bring_home(self) -> None:
+        self.streamer.release()

@@ -1,18 +1,22 @@
 """What applies updates: unit after unit when backward is over, or while it runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 
 import torch
 from simulation.engine import SimulatedEngine
 
+from lightning_cxl.gradients.arrived import ArrivedGradients
+from lightning_cxl.gradients.leaving import LeavingGradients
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.updates.unit_updates import UnitUpdates
+from lightning_cxl.updates.whole_updates import WholeUpdates
 from schedule.rig import Rig, UnitTraffic
 
 _OPTIONS = {"lr": 1e-4, "num_threads": 1}
@@ -29,11 +33,12 @@ class AfterBackward:
     def __init__(self, rig: Rig, traffic: Mapping[str, UnitTraffic]) -> None:
         self._engine = rig.engine
         self._traffic = traffic
-        self._sink = GradientSink(
-            rig.engine, rig.allocate_like, GradientMeter(1), streamed=rig.unit_of, bring_home=rig.streamer.release
-        )
         masters = MasterWeights({}, rig.allocate_like)
+        sums, arrived = _gradients(rig, None)
+        updates = WholeUpdates(rig.units, masters)
+        self._sink = GradientSink(rig.engine, sums, arrived, updates, rig, rig.unit_of)
         self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
+        rig.streamer.attach(self._sink)
         self._optimizers = {name: CPUAdam(unit.parameters(), **_OPTIONS) for name, unit in rig.model.named_units()}
 
     def begin(self) -> None:
@@ -60,28 +65,21 @@ class DuringBackward:
     def __init__(self, rig: Rig, traffic: Mapping[str, UnitTraffic]) -> None:
         self._worker = ThreadPoolExecutor(max_workers=1)
         masters = MasterWeights({}, rig.allocate_like)
-        self._sink = GradientSink(
-            rig.engine,
-            rig.allocate_like,
-            GradientMeter(1),
-            streamed=rig.unit_of,
-            bring_home=rig.streamer.release,
-            worker=self._worker,
-        )
+        sums, arrived = _gradients(rig, self._worker)
+        self._updates = _PacedUpdates(rig, traffic, masters, self._worker, arrived)
+        self._sink = GradientSink(rig.engine, sums, arrived, self._updates, rig, rig.unit_of)
         self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
         self._optimizer = CPUAdam(rig.model.parameters(), **_OPTIONS)
-        self._updates = _PacedUpdates(rig.units, self._worker, masters, self._sink, rig.streamer.fetch_ahead)
-        self._updates.in_backward = True
-        self._updates.engine, self._updates.traffic = rig.engine, traffic
-        rig.streamer.on_left = self._updates.unit_is_over
+        rig.streamer.attach(self._sink)
 
     def begin(self) -> None:
         self._updates.begin(self._optimizer)
-        self._updates.begin_backward()
+        self._sink.begin_step()
+        self._sink.start_backward()
 
     def finish(self) -> None:
         self._sink.end_step()
-        self._updates.update(self._optimizer)
+        self._updates.update(self._optimizer, self._optimizer.step, None)
         self._updates.wait()
         self._optimizer.zero_grad()
 
@@ -93,12 +91,26 @@ class DuringBackward:
 class _PacedUpdates(UnitUpdates):
     """Every update takes as long as its bytes take on the simulated tiers."""
 
-    engine: SimulatedEngine
-    traffic: Mapping[str, UnitTraffic]
+    def __init__(
+        self,
+        rig: Rig,
+        traffic: Mapping[str, UnitTraffic],
+        masters: MasterWeights,
+        worker: Executor,
+        arrived: ArrivedGradients,
+    ) -> None:
+        super().__init__(rig.units, masters, worker, arrived, rig.streamer, in_backward=True)
+        self._engine: SimulatedEngine = rig.engine
+        self._traffic = traffic
 
     def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
         super().start(unit, written, partial(self._paced, unit.name, job))
 
     def _paced(self, unit: str, job: Callable[[], None]) -> None:
-        with self.engine.host_work(unit, self.traffic[unit]):
+        with self._engine.host_work(unit, self._traffic[unit]):
             job()
+
+
+def _gradients(rig: Rig, worker: Executor | None) -> tuple[GradientSums, ArrivedGradients]:
+    sums = GradientSums(rig.allocate_all, GradientMeter(1))
+    return sums, ArrivedGradients(LeavingGradients(rig.engine, rig.allocate_all, sums, worker), sums)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.bench.contenders import ROOF, Options, check_contenders, state_contenders, step_contenders
 from lightning_cxl.commands.bench.tensors import Problem, filled, fits, one_tensor, parse_count
 from lightning_cxl.commands.measuring.files import check_target
 from lightning_cxl.commands.measuring.results import Results, machine
 from lightning_cxl.commands.measuring.timing import measure
+from lightning_cxl.native import _cpu
 
 _DESCRIPTION = """\
 Time per parameter of CPUAdam and of the gradient check on this machine, against the roof (a loop that only moves the

@@ -2,14 +2,12 @@
 
 import argparse
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.calibrate.measure import NamedEngine, Row, measure_machine
 from lightning_cxl.commands.calibrate.options import QUICK, Options
 from lightning_cxl.commands.calibrate.ssd import check_ssd
@@ -17,11 +15,12 @@ from lightning_cxl.commands.measuring.files import check_target
 from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 from lightning_cxl.commands.measuring.timing import cpu_seconds, others_fraction
 from lightning_cxl.devices.device_type import devices_apart
-from lightning_cxl.errors import LightningCXLError, MissingTierWarning
+from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.machine.calibration import save_calibration
 from lightning_cxl.machine.machine_file import save_machine
 from lightning_cxl.machine.speeds import machine_of
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.native import _cpu
 from lightning_cxl.transfer.engine import make_engine
 
 _DESCRIPTION = """\
@@ -52,9 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     for folder in args.ssd:
         check_ssd(folder)
     start, busy = time.perf_counter(), cpu_seconds()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MissingTierWarning)  # nodes are measured, not tiers
-        topology = Topology.detect()
+    topology = Topology.detect()
     threads = torch.get_num_threads()
     torch.set_num_threads(_cpu.available_threads())
     devices = devices_apart()

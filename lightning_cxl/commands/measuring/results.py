@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.measuring.files import write_text
 from lightning_cxl.commands.measuring.timing import Timings
 from lightning_cxl.machine.calibration import QUIET_FRACTION
 from lightning_cxl.machine.fingerprint import cpu_model
+from lightning_cxl.native import _cpu
 from lightning_cxl.tables import table_lines
 
 

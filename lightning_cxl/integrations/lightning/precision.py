@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.clip import HostClip
-from lightning_cxl.gradients.host_unscale import HostUnscale
 from lightning_cxl.gradients.overflow import OverflowGuard
+from lightning_cxl.gradients.unscale import HostUnscale
 from lightning_cxl.integrations.lightning.lightning_api import (
     BaseFinetuning,
     LightningOptimizer,

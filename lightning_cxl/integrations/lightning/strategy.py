@@ -35,7 +35,7 @@ from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report
 from lightning_cxl.run.run import FinishedRun, Run
-from lightning_cxl.updates.adopt import repoint_scheduler
+from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
 
 

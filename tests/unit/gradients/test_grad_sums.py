@@ -3,12 +3,21 @@
 import pytest
 import torch
 
+from lightning_cxl.gradients.arrived import ArrivedGradients
+from lightning_cxl.gradients.leaving import LeavingGradients
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.memory.host_tensors import mirror
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.transfer.engine import make_engine
+from lightning_cxl.updates.whole_updates import WholeUpdates
+
+
+class NothingStreams:
+    def bring_home(self):
+        pass
 
 
 class Sink:
@@ -25,11 +34,19 @@ class Sink:
             self.asked.append((role, dtype))
             return mirror(parameter, dtype, lambda count, dt: torch.empty(count, dtype=dt))
 
+        def allocate_all(wanted, role):
+            return [allocate(parameter, role, dtype) for parameter, dtype in wanted]
+
         masters = MasterWeights({}, allocate)
         self.hosts = [masters.adopt(p, form) for p in self.params]
         self.asked.clear()
         self.meter = GradientMeter()
-        self.sink = GradientSink(make_engine(torch.device("cpu")), allocate, self.meter, half_sums=half_sums)
+        self.sums, engine = (
+            GradientSums(allocate_all, self.meter, half_sums=half_sums),
+            make_engine(torch.device("cpu")),
+        )
+        arrived = ArrivedGradients(LeavingGradients(engine, allocate_all, self.sums, None), self.sums)
+        self.sink = GradientSink(engine, self.sums, arrived, WholeUpdates([], masters), NothingStreams(), {})
         self.sink.watch(self.hosts)
 
     def backward(self, step):
@@ -110,7 +127,7 @@ def test_a_gradient_at_the_address_of_an_old_one_of_ours_is_not_taken_for_it():
     sink = Sink((7,), dtype=torch.float32)
     (host,) = sink.hosts
     for step in range(2):
-        ours = sink.sink._sums.new([host], [torch.float32])[0] if step == 0 else host.master.grad
+        ours = sink.sums.new([host], [torch.float32])[0] if step == 0 else host.master.grad
         same_memory = ours.detach()
         del ours
         host.master.grad = None

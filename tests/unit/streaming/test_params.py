@@ -16,6 +16,7 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.listener import Nobody
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
 from lightning_cxl.transfer.engine import HostEngine
@@ -129,6 +130,7 @@ class Streamed:
         self.offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
         self.units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, named)]
         self.streamer = ParamStreamer(engine, self.units, lambda: self.offload.phase, num_slots=num_slots)
+        self.streamer.attach(Nobody())
         self.offload.attach(named)
         places = [place for unit in self.units for place in unit.places]
         self.gradients = HostGradients(engine, [place.parameter for place in places])
@@ -406,7 +408,7 @@ def test_bad_numbers_of_slots_and_double_attachment():
     streamed = Streamed(HostEngine(), model)
     streamed.offload.detach()
     with pytest.raises(ConfigError, match="attached already"):
-        ParamStreamer(HostEngine(), streamed.units, lambda: None)
+        ParamStreamer(HostEngine(), streamed.units, lambda: None).attach(Nobody())
     streamed.close()
     assert all("forward" not in vars(block) for block in model.blocks)
 
@@ -440,6 +442,7 @@ def test_a_slot_that_is_filled_anew_at_once_is_no_sign_of_a_write(monkeypatch):
     names = [(f"blocks.{index}", block) for index, block in enumerate(model.blocks)]
     units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, names)]
     streamer = ParamStreamer(HostEngine(), units, lambda: None)
+    streamer.attach(Nobody())
     leave = UnitWeights.leave
 
     def leave_and_let_the_worker_fetch(unit):

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_cxl.gradients.overflow import OverflowGuard
-from lightning_cxl.gradients.stand_in import StandIn
+from lightning_cxl.gradients.replaced_method import ReplacedMethod
 from lightning_cxl.optim.clipping import gradients
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.torch_private import unscale
 
 
-class HostUnscale(StandIn):
+class HostUnscale(ReplacedMethod):
     """`GradScaler._unscale_grads_` for gradients on the host.
 
     A scaler on a device copies its scale to the gradients' device without waiting, which is a race when that is the

@@ -1,25 +1,23 @@
-"""Turn the user's optimizers into host optimizers: same groups, same schedulers, same hyper-parameters.
+"""`Adoption`: turns the user's optimizers into host optimizers: same groups, same schedulers, same hyper-parameters.
 
 [Note: Adoption]
 Every parameter in a group is replaced by its master (the same object where compute is master). ``torch.optim.Adam`` and
-``AdamW`` themselves (not subclasses: those may do anything) become a `CPUAdam` of the same name (`adopted.py`), which
+``AdamW`` themselves (not subclasses: those may do anything) become a `CPUAdam` of the same name (`torch_names.py`). It
 shares the same group dicts; the schedulers that pointed at the old object are pointed at the new one. Any other
-optimizer keeps its object and gets a `HostStep`. Parameters added later are adopted the same way: by `add_param_group`
-at once, and what someone puts into a group, or into new groups (``optimizer.param_groups = ...``), at the next batch or
-before a checkpoint is written or read (`adopt_joined`). `Adoption.release` undoes what was put on optimizer objects.
+optimizer keeps its object. The ``step`` of each becomes a `HostStep` ([Note: A step]). Parameters added later are
+adopted the same way: by `add_param_group` at once, and what someone puts into a group, or into new groups
+(``optimizer.param_groups = ...``), at the next batch or before a checkpoint is written or read (`adopt_joined`).
+`Adoption.release` undoes what was put on optimizer objects.
 """
 
-import logging
 from collections import ChainMap
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_cxl.gradients.meter import GradientMeter
@@ -27,71 +25,46 @@ from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
-from lightning_cxl.optim.moment import AllocateState
-from lightning_cxl.optim.number_formats import MasterForm, StatePrecision
+from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.updates.adopted import class_in_place_of
-from lightning_cxl.updates.host_step import (
-    AllocationScope,
-    HostStep,
-    Overlap,
-    evaluates_closure_first,
-    has_step_hooks,
-)
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptionOptions:
-    """How optimizers are adopted."""
-
-    use_cpu_adam: bool
-    """Replace torch's Adam and AdamW by `CPUAdam`."""
-    num_threads: int | None
-    """For `CPUAdam`; None uses the cores this process may use."""
-    state: StatePrecision
-    """How `CPUAdam` keeps momentum and variance."""
-    master: MasterForm
-    """How it keeps master weights beside bfloat16 ones."""
-    is_sensitive: Callable[[torch.Tensor], bool]
-    """Whether the state of a compute parameter stays float32 when it is 8 bit otherwise."""
-    allocate_state: AllocateState
-    """Gives host memory for the state of a compute parameter."""
-    scope: AllocationScope
-    """Places the state that a torch optimizer creates by itself."""
-    adopted: Callable[[list[HostParameter]], None]
-    """Called with the parameters of each adopted optimizer, and of groups added to it later."""
-    place_state: Callable[[Optimizer], None]
-    """Moves state of an optimizer that lies in ordinary memory."""
-    guard: OverflowGuard
-    """Asked before every update."""
-    meter: GradientMeter
-    """Knows the gradients of this run."""
-    may_write: Callable[[], None] = lambda: None
-    """Returns when no copy reads weights that a step writes."""
-    overlap: Overlap | None = None
-    """Makes the steps of `CPUAdam`, where that is not the optimizer itself."""
+from lightning_cxl.updates.host_step import HostStep, StateMemory
+from lightning_cxl.updates.torch_names import class_in_place_of
+from lightning_cxl.updates.whole_updates import WholeUpdates
 
 
 class Adoption:
     """Adopts the optimizers of one run.
 
     Args:
+        precisions: which optimizers become `CPUAdam`, and in which precision their masters and state are kept.
         masters: finds or makes master weights.
         grads: receives the gradients of adopted parameters.
-        options: see there.
+        guard: is asked before every update.
+        updates: make the updates.
+        memory: gives host memory for optimizer state.
+        meter: knows the sums of squares of this run's gradients; its number of threads is that of `CPUAdam`, too.
     """
 
-    def __init__(self, masters: MasterWeights, grads: GradientSink, options: AdoptionOptions) -> None:
+    def __init__(
+        self,
+        precisions: Precisions,
+        masters: MasterWeights,
+        grads: GradientSink,
+        guard: OverflowGuard,
+        updates: WholeUpdates,
+        memory: StateMemory,
+        meter: GradientMeter,
+    ) -> None:
+        self._precisions = precisions
         self._masters = masters
         self._grads = grads
-        self._options = options
+        self._guard = guard
+        self._updates = updates
+        self._memory = memory
+        self._meter = meter
         # the user's object, the one in use, and the `step` that the user's had of its own: a scheduler's wrapper
         self._adopted: list[tuple[Optimizer, Optimizer, Any]] = []
-        self.forms = Forms(options.use_cpu_adam, options.state, options.master, options.is_sensitive)
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that takes the place of `optimizer` (itself unless it is torch's Adam or AdamW).
@@ -101,21 +74,25 @@ class Adoption:
         self._adopted.append((optimizer, optimizer, None))
         self._take_in(optimizer, optimizer.param_groups)
         current = optimizer
-        if self.forms.becomes_cpu_adam(optimizer):
+        if self._precisions.becomes_cpu_adam(optimizer):
             current = self._make_cpu_adam(optimizer)
-            current.meter = self._options.meter
-            if self._options.overlap is not None:
-                current.wait = self._options.overlap.wait
+            current.enter_run(self._meter, self._updates.wait)
         else:
-            self._options.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
+            self.rehome_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         self._await(current)
         self._adopted[-1] = (optimizer, current, vars(optimizer).get("step"))
-        current.step = HostStep(current, _Hooks(self._masters, self._grads, self._options))  # type: ignore[method-assign]
+        current.step = HostStep(  # type: ignore[method-assign]
+            current, self._grads, self._guard, self._updates, self._masters, self._memory
+        )
         adopt_group = partial(self._adopt_group, current)
         current.add_param_group = _AddParamGroup(current, adopt_group)  # type: ignore[method-assign]
         if current is not optimizer:
             optimizer.step = current.step  # type: ignore[method-assign]  # a reference the user kept steps the same one
         return current
+
+    def rehome_state(self, optimizer: Optimizer) -> None:
+        """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
+        self._memory.rehome(optimizer, self._masters.compute_of)
 
     def adopt_joined(self) -> None:
         """Adopt parameters of the model that have come into groups by another way than `add_param_group`."""
@@ -127,16 +104,15 @@ class Adoption:
 
     def _await(self, optimizer: Optimizer) -> None:
         """Let whoever reads the parameters of a group find new weights and complete gradients."""
-        if not evaluates_closure_first(optimizer):
-            return  # LBFGS has a reference of its own to the list
+        if isinstance(optimizer, LBFGS):
+            return  # it has a reference of its own to the list
         for group in optimizer.param_groups:
             if not isinstance(group["params"], AwaitedParams):
-                group["params"] = AwaitedParams(group["params"], partial(self._settle, optimizer))
+                group["params"] = AwaitedParams(group["params"], self._settle)
 
-    def _settle(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, CPUAdam):
-            optimizer.wait()
-        self._grads.look()
+    def _settle(self) -> None:
+        self._updates.wait()
+        self._grads.someone_looks()
 
     def _knows(self, parameters: list[torch.Tensor]) -> bool:
         hosts = map(self._masters.find, parameters)
@@ -146,13 +122,15 @@ class Adoption:
         """Put masters in the place of the model's parameters, and receive their gradients."""
         hosts: list[HostParameter] = []
         for group in groups:
-            own = [self._masters.adopt(p, self.forms.form_for(optimizer, p)) for p in group["params"]]
+            own = self._hosts_of(optimizer, group["params"])
             group["params"][:] = [host.master for host in own]  # in place: LBFGS has a reference of its own
             hosts += own
         for host in hosts:
             _rekey(optimizer, host.compute, host.master)
-        self._options.adopted(hosts)
         self._grads.watch(hosts)
+
+    def _hosts_of(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> list[HostParameter]:
+        return [self._masters.adopt(p, self._precisions.form_for(optimizer, p)) for p in parameters]
 
     def release(self) -> None:
         """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
@@ -186,8 +164,7 @@ class Adoption:
     def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
         entries: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-        hosts = [self._masters.adopt(p, self.forms.form_for(optimizer, p)) for p in parameters]
-        self._options.adopted(hosts)
+        hosts = self._hosts_of(optimizer, parameters)
         self._grads.watch(hosts)
         masters = [
             (entry[0], host.master) if isinstance(entry, tuple) else host.master  # (name, parameter) pairs stay pairs
@@ -197,10 +174,10 @@ class Adoption:
 
     def _make_cpu_adam(self, optimizer: Optimizer) -> CPUAdam:
         options: dict[str, Any] = {
-            "num_threads": self._options.num_threads,
+            "num_threads": self._meter.num_threads,
             "compute_weights": self._masters.kernel_weights,
-            "state": self._options.state,
-            "fp32_state": _Sensitive(self._masters, partial(self.forms.is_sensitive, optimizer)),
+            "state": self._precisions.state,
+            "fp32_state": _Sensitive(self._masters, partial(self._precisions.is_sensitive, optimizer)),
         }
         if isinstance(optimizer, CPUAdam):  # the user's own: what it was constructed with holds
             options |= {
@@ -215,7 +192,7 @@ class Adoption:
         return class_in_place_of(optimizer).from_torch(optimizer, allocate_state=self._allocate_state, **options)
 
     def _allocate_state(self, master: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        return self._options.allocate_state(self._masters.compute_of(master), role, dtype, numel)
+        return self._memory.flat(self._masters.compute_of(master), role, dtype, numel)
 
 
 class _Sensitive:
@@ -231,56 +208,6 @@ class _Sensitive:
     def __reduce__(self) -> tuple[type[dict[torch.Tensor, None]], tuple[dict[torch.Tensor, None]]]:
         # a copied optimizer has most of its state already, and makes that of parameters that were frozen so far
         return dict, ({host.master: None for host in self._masters if self._is_sensitive(host.compute)},)
-
-
-class _Hooks:
-    """What happens around the update of one optimizer; see `StepHooks`."""
-
-    def __init__(self, masters: MasterWeights, grads: GradientSink, options: AdoptionOptions) -> None:
-        self._masters = masters
-        self._grads = grads
-        self._options = options
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return self._options.scope()
-
-    def before_closure(self, optimizer: Optimizer) -> None:
-        self._grads.begin_step()
-        overlap = self._options.overlap
-        if overlap is not None and isinstance(optimizer, CPUAdam):
-            overlap.begin(optimizer)
-        elif overlap is not None:
-            overlap.give_up()
-            overlap.wait()  # it may read and write anything, at any time
-
-    def closure_failed(self) -> None:
-        if self._options.overlap is not None:
-            self._options.overlap.give_up()
-
-    def update(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
-        if self._options.overlap is None:
-            step()
-        elif not isinstance(optimizer, CPUAdam) or has_step_hooks(optimizer):
-            self._options.overlap.wait()
-            step()
-        else:
-            self._options.overlap.update(optimizer)
-
-    def before_update(self) -> None:
-        self._grads.end_step()
-        self._options.may_write()
-        self._masters.wait()
-        self._masters.absorb_changes()
-
-    def accepts(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, can_skip: bool) -> bool:
-        return self._options.guard.accepts(optimizer, parameters, can_skip=can_skip)
-
-    def after_update(self, optimizer: Optimizer, updated: list[torch.Tensor]) -> None:
-        self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
-        if self._options.overlap is None or not isinstance(optimizer, CPUAdam):
-            self._masters.wait()  # else whoever gets at the masters waits
-        if not evaluates_closure_first(optimizer):
-            self._options.place_state(optimizer)
 
 
 def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:

@@ -1,4 +1,4 @@
-"""`Forms`: in which precision the masters and moments of each parameter are kept, known before any of them exists."""
+"""`Precisions`: in which precision masters and moments of each parameter are kept, known before any of them exists."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from lightning_cxl.optim.number_formats import MasterForm, StatePrecision
 log = logging.getLogger(__name__)
 
 
-class Forms:
+class Precisions:
     """Decides by optimizer and compute parameter.
 
     Args:
@@ -31,7 +31,8 @@ class Forms:
         is_sensitive: Callable[[torch.Tensor], bool],
     ) -> None:
         self._use_cpu_adam = use_cpu_adam
-        self._state = state
+        self.state: StatePrecision = state
+        """How `CPUAdam` keeps momentum and variance, where its user has not said it."""
         self._master = master
         self._sensitive = is_sensitive
         self._foreign: set[int] = set()  # ids of parameters that not just one CPUAdam updates
@@ -53,7 +54,7 @@ class Forms:
         """Return the bytes of each of the two moments of a compute parameter; 0 where CPUAdam does not make them."""
         if not parameter.requires_grad or not self.becomes_cpu_adam(optimizer):
             return 0
-        state = optimizer.state_precision if isinstance(optimizer, CPUAdam) else self._state
+        state = optimizer.state_precision if isinstance(optimizer, CPUAdam) else self.state
         sensitive = self.is_sensitive(optimizer, parameter)
         return moment_bytes(parameter.numel(), choose_precision(parameter, state, sensitive=sensitive))
 

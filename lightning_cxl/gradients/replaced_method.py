@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class StandIn:
+class ReplacedMethod:
     """Stands in for a method of an object while a run is going on; belongs to that run.
 
     Args:
