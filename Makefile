@@ -63,4 +63,4 @@ $(VENV)/installed: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info lightning_cxl/*.so cython_ext/*.c
+	rm -rf $(VENV) build *.egg-info lightning_cxl/native/*.so cython_ext/*.c

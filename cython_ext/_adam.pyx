@@ -3,7 +3,7 @@
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
 
-from lightning_cxl import _cpu
+from lightning_cxl.native import _cpu
 
 cdef extern from "adam_isa.h" nogil:
     cdef struct adam_scalars:

@@ -4,7 +4,7 @@
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-from lightning_cxl import _cpu
+from lightning_cxl.native import _cpu
 
 cdef extern from "grads_isa.h" nogil:
     cdef enum grads_isa:

@@ -3,6 +3,10 @@
 Importing this package registers ``Trainer(strategy="cxl_offload")``.
 """
 
+from lightning_cxl.commands.overview import answer_before_imports
+
+answer_before_imports()  # `python -m lightning_cxl --help` comes through here, and need not wait for torch
+
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import (
     CheckpointError,

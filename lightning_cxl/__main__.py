@@ -1,49 +1,59 @@
-"""``python -m lightning_cxl``: the main job's commands, ``env``, ``calibrate``, ``plan`` and ``bench``."""
+"""``python -m lightning_cxl``: runs a command of `COMMANDS`; errors of the command line end here, as one message."""
 
-import argparse
+import contextlib
+import importlib
+import os
+import signal
 import sys
 
+from lightning_cxl.commands.overview import COMMANDS, PROGRAM, answer_at_once
 from lightning_cxl.errors import LightningCXLError
+
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """Run `sys.argv`; an error of ours, or a missing package, ends as one message on stderr and exit status 1."""
+    """Run the command of `sys.argv`.
+
+    Raises:
+        SystemExit: where the command did not just end well. Errors of ours, missing packages and Ctrl-C are one message
+            on stderr and a status that is not 0. An error inside of training keeps its traceback.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see answer_before_imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    arguments = sys.argv[1:]
+    answer_at_once(arguments)
+    name = arguments[0]
+    # `--config FILE fit` is for the main job, which finds its own command
+    command = COMMANDS.get(name, COMMANDS["fit"])
     try:
-        if sys.argv[1:2] == ["env"]:
-            _env(sys.argv[2:])
-        elif sys.argv[1:2] == ["calibrate"]:
-            from lightning_cxl.commands.calibrate.command import main as calibrate
-
-            calibrate(sys.argv[2:])
-        elif sys.argv[1:2] == ["plan"]:
-            from lightning_cxl.commands.plan.command import run as plan
-
-            plan()
-        elif sys.argv[1:2] == ["bench"]:
-            from lightning_cxl.commands.bench.adam import main as bench
-
-            bench(sys.argv[2:])
-        else:
-            from lightning_cxl.finetune.cli import (
-                main as finetune,  # imports torch and transformers: not for `env --help`
-            )
-
-            finetune()
+        status = importlib.import_module(command.module).main(arguments[1:])
+        sys.stdout.flush()  # what cannot be written is an error here and not at the end of the process
     except LightningCXLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except ModuleNotFoundError as error:
         # Lightning raises it without a name where jsonargparse is missing, and says what to install
         missing = f"package `{error.name}`, which is not installed: pip install {error.name}" if error.name else error
-        sys.exit(f"`python -m lightning_cxl {' '.join(sys.argv[1:2])}` needs {missing}")
+        sys.exit(f"`{PROGRAM} {name}` needs {missing}")
+    except KeyboardInterrupt:
+        print(f"`{PROGRAM} {name}` was interrupted", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
+    except BrokenPipeError:
+        _leave_stdout()  # `| head` has seen enough
+        sys.exit(0)
+    except OSError as error:
+        if command.trains:
+            raise
+        _leave_stdout()
+        sys.exit(f"`{PROGRAM} {name}` cannot go on: {error}")
+    if status:
+        sys.exit(status)
 
 
-def _env(arguments: list[str]) -> None:
-    """Print what this machine has, and what to change."""
-    parser = argparse.ArgumentParser("python -m lightning_cxl env", description=_env.__doc__)
-    parser.parse_args(arguments)
-    from lightning_cxl.commands.env import environment_report, format_environment
-
-    print(format_environment(environment_report()))
+def _leave_stdout() -> None:
+    """Make Python's last flush of stdout go nowhere, so that it does not fail with a second message."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

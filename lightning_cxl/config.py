@@ -69,7 +69,8 @@ class OffloadConfig:
     """Threads of the optimizer's kernels. None: every CPU that this process may use; two fewer, at least one, where
     they run behind what a device does, for the threads that keep it busy."""
     on_missing_tier: Literal["fallback", "error"] = "fallback"
-    """Without CXL memory in the machine: back tier ``cxl`` by DRAM with one warning, or refuse."""
+    """Without CXL memory in the machine: back tier ``cxl`` by DRAM, with one warning, when something asks for it by
+    name; or refuse to start."""
     on_tier_full: OnTierFull = "spill"
     """When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse."""
     pin_memory: bool | Literal["auto"] = "auto"

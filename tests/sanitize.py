@@ -25,7 +25,7 @@ COMPILER = "gcc"
 
 PAST_THE_END = """
 import numpy, array
-from lightning_cxl import _adam
+from lightning_cxl.native import _adam
 tensors = [numpy.zeros(1000, numpy.float32) for _ in range(4)]
 w, g, m, v = (tensor.ctypes.data for tensor in tensors)
 table = array.array("Q", [w, 0, 0, g, m, v, 0, 0, 0, 1001, 0, 0, 0, 0])
@@ -42,10 +42,11 @@ def extensions() -> list[dict[str, Any]]:
 
 def link_python_files() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
-    PACKAGE.mkdir(parents=True)
-    for path in (ROOT / "lightning_cxl").iterdir():
-        if path.suffix != ".so" and path.name != "__pycache__":
-            (PACKAGE / path.name).symlink_to(path)
+    (PACKAGE / "native").mkdir(parents=True)
+    for folder in (PACKAGE, PACKAGE / "native"):
+        for path in (ROOT / folder.relative_to(BUILD)).iterdir():
+            if path.suffix != ".so" and path.name not in ("__pycache__", "native"):
+                (folder / path.name).symlink_to(path)
 
 
 def build(extension: dict[str, Any]) -> None:
@@ -57,7 +58,7 @@ def build(extension: dict[str, Any]) -> None:
     subprocess.run(cython, check=True)
     own = [flag for flag in extension.get("extra-compile-args", []) if not flag.startswith("-O")]
     includes = [sysconfig.get_paths()["include"], *(str(ROOT / path) for path in extension.get("include-dirs", []))]
-    target = PACKAGE / (name + sysconfig.get_config_var("EXT_SUFFIX"))
+    target = PACKAGE / "native" / (name + sysconfig.get_config_var("EXT_SUFFIX"))
     command = [COMPILER, "-shared", "-fPIC", *own, *FLAGS, *(f"-I{path}" for path in includes), str(c_file)]
     subprocess.run([*command, "-o", str(target), *extension.get("extra-link-args", [])], check=True)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from footprint import PUBLISHED, zero_offload
-from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_cxl
@@ -24,7 +23,15 @@ from tests.test_architecture import arrows, folder_of, home_of
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 README, MAP = ROOT / "README.md", ROOT / "lightning_cxl" / "README.md"
-DOCUMENTS = [README, MAP, ROOT / "cython_ext" / "README.md", ROOT / "CHANGELOG.md"]
+GUIDES = sorted((EXAMPLES / "guides").glob("*.md"))
+FOR_USERS = [README, *GUIDES, EXAMPLES / "bench" / "README.md", EXAMPLES / "lab" / "README.md"]
+DOCUMENTS = [*FOR_USERS, MAP, MAP.with_name("DECISIONS.md"), ROOT / "cython_ext" / "README.md", ROOT / "CHANGELOG.md"]
+MARKDOWN = [*DOCUMENTS, *sorted((ROOT / "tests").rglob("README.md"))]
+COMMANDS = ("fit", "validate", "test", "predict", "env", "calibrate", "plan", "bench")
+
+
+def name_of(document):
+    return str(document.relative_to(ROOT))
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +50,8 @@ def test_the_quickstart_trains_and_prints_the_report(capsys):
     shown = capsys.readouterr().out
     assert "CXL offload on cpu, finished" in shown or "CXL offload on cuda" in shown
     assert "blocks.0 to blocks.3" in shown and "CPUAdam" in shown
+    (report,) = code_blocks(README, "text")
+    assert "compute_weights" in report and set(report.splitlines()) <= set(shown.splitlines())
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("configs/*.yaml")), ids=lambda path: path.name)
@@ -137,11 +146,15 @@ def test_predicted_placements_hold_the_papers_claims_but_where_they_say_why(tmp_
     assert "predicted, not measured" in shown and "no placement's update is shorter than its 2.44 s" in shown
 
 
-# -- code in the README ------------------------------------------------------------------------------------------------
+# -- code in the documents ---------------------------------------------------------------------------------------------
 
 
 def code_blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def without_code(path):
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 class Trains(BoringModel):
@@ -149,50 +162,167 @@ class Trains(BoringModel):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Blocks(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.lm_head = torch.nn.Linear(2, 2)
-
-
-# Lightning's own advice about the worker count, the missing log and unused hooks
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_python_code_of_the_readme_runs_as_it_is(capsys):
-    names = {"MyModule": Trains, "torch": torch, "model": Blocks()}
-    for block in code_blocks(README, "python"):
-        exec(compile(block, str(README), "exec"), names)
+def trains_and_reports(names, shown):
     assert names["trainer"].global_step == 20
-    assert "compute_weights" in capsys.readouterr().out
+    assert "compute_weights" in shown
+
+
+def places(names, _):
     assert names["strategy"].config.budgets() == {"dram": 48 << 30}
     assert lightning_cxl.residency(names["cache"]) == {"cxl": 4194304}
+    assert lightning_cxl.residency(names["table"]) == {"dram": 4194304}
     machine = load_machine(EXAMPLES / "machines" / "paper_a.yaml")
     decision = names["own"]._policy.decide(zero_offload(PUBLISHED["qwen2.5-7b"], 1, 4096), machine)
     assert decision.splits[lightning_cxl.TensorRole.MOMENTUM] == {"dram0": 0.8, "cxl0": 0.2}
     assert decision.splits[lightning_cxl.TensorRole.ACTIVATIONS] == {"cxl0": 1.0}
 
 
-def test_the_readme_has_the_commands_and_targets_that_exist():
-    text = README.read_text()
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = re.findall(r"^make (\w+)", text, re.MULTILINE)
-    assert {"demo", "test"} <= set(named) <= set(targets)
+def loads(names, _):
+    saved = names["trained"].state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in names["network"].state_dict().items())
+    tuned = names["Tuned"]()
+    tuned.configure_model()
+    assert {parameter.dtype for parameter in tuned.parameters()} == {torch.bfloat16}
+
+
+def resumes(names, _):
+    assert names["trainer"].global_step == 2 and names["resumed"].global_step == 4
+    assert "lightning_cxl" in torch.load("ours.ckpt") and "lightning_cxl" not in torch.load("plain.ckpt")
+
+
+def overlaps(names, _):
+    assert names["overlapped"].config.on_overflow == "ignore"
+
+
+def updates(names, _):
+    assert names["norm"] > 0 and not torch.equal(names["layer"].weight, torch.zeros(256, 256))
+    assert "state1" in next(iter(names["optimizer"].state_dict()["state"].values()))
+
+
+def configures(names, _):
+    assert names["strategy"].config.state == "bf16" and names["trainer"].strategy is names["strategy"]
+
+
+SHOWN = {
+    "README.md": trains_and_reports,
+    "examples/guides/big_models.md": loads,
+    "examples/guides/checkpoints.md": resumes,
+    "examples/guides/configuration.md": configures,
+    "examples/guides/gpu.md": overlaps,
+    "examples/guides/optimizer.md": updates,
+    "examples/guides/policies.md": places,
+}
+"""What the Python code of a document must have done, by document."""
+
+
+def test_the_python_code_of_every_document_is_run():
+    assert {name_of(document) for document in DOCUMENTS if code_blocks(document, "python")} == set(SHOWN)
+
+
+# Lightning's own advice about the worker count, the missing log and unused hooks
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_python_code_of_a_document_runs_as_it_is(name, capsys):
+    names = {"MyModule": Trains}
+    for block in code_blocks(ROOT / name, "python"):
+        exec(compile(block, name, "exec"), names)
+    SHOWN[name](names, capsys.readouterr().out)
+
+
+def test_the_yaml_of_the_documents_parses(tmp_path, monkeypatch, capsys):
+    blocks = [block for document in DOCUMENTS for block in code_blocks(document, "yaml")]
+    assert blocks
+    for block in blocks:
+        path = tmp_path / "block.yaml"
+        path.write_text(block)
+        monkeypatch.setattr(sys, "argv", ["lightning_cxl", "fit", "--config", str(path), "--print_config"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code in (0, None)
+        assert "class_path: lightning_cxl.CXLOffloadStrategy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document", FOR_USERS, ids=name_of)
+def test_a_document_has_the_commands_and_targets_that_exist(document):
+    text = document.read_text()
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`|\S=\S+ )make ([\w-]+)", text, re.MULTILINE))
+    assert named <= targets
+    assert document != README or {"demo", "test"} <= named
+    assert set(re.findall(r"python -m lightning_cxl (\w+)", text)) <= set(COMMANDS)
     for name in re.findall(r'strategy="(\w+)"', text):
         assert name in lightning_cxl.StrategyRegistry
+
+
+@pytest.mark.slow
+def test_the_plan_that_the_guide_shows_is_what_the_command_says(monkeypatch, capsys):
+    text = (EXAMPLES / "guides" / "policies.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    command, shown = (block for language, block in blocks if not language)
+    monkeypatch.chdir(ROOT)  # the machine is a file of ours
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", *command.split()[3:]])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in shown.splitlines() if line not in ("...", *said)] == []
+
+
+def test_every_command_is_in_the_guide():
+    text = (EXAMPLES / "guides" / "configuration.md").read_text()
+    assert [name for name in COMMANDS if not re.search(rf"^\|.*`{name}[` ].*\|", text, re.MULTILINE)] == []
+
+
+# -- the form of the documents -----------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 160
+
+
+@pytest.mark.parametrize("document", MARKDOWN, ids=name_of)
+def test_lines_of_a_document_are_short_but_for_tables(document):
+    """One word that is longer, such as a link, has a line of its own. Blocks of code may be wider, not the README's."""
+    text = document.read_text() if document == README else without_code(document)
+    long = [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")]
+    assert [line for line in long if " " in line.strip()] == []
+
+
+def headings(document):
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", without_code(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
+
+
+@pytest.mark.parametrize("document", MARKDOWN, ids=name_of)
+def test_links_of_a_document_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(document)):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.is_relative_to(ROOT) and target.is_file(), link
+        assert not anchor or anchor in headings(target), link
+
+
+def test_every_guide_is_reached_from_the_readme():
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^)\s]+)\)", README.read_text())}
+    assert [name_of(document) for document in DOCUMENTS if document != README and document not in linked] == []
 
 
 # -- what the documents name -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_files_that_documents_name_exist(document):
     text = document.read_text()
-    files = r"(?:[\w.-]+/)*[\w.-]+\.(?:py|pyx|pyi|yaml|h|md|txt|toml)"
+    files = r"(?:[\w.-]+/)*[\w.-]+\.(?:py|pyx|pyi|yaml|h|md|svg|txt|toml)"
     named = set(re.findall(rf"`({files}|[\w/]+/)`", text))
     named |= {name for name in re.findall(rf"(?<![\w./<>*~-])({files})(?=[\s`,;:.)])", text) if "/" in name}
     roots = [document.parent, document.parent / "include", ROOT, ROOT / "lightning_cxl"]
     missing = [name for name in named if "..." not in name and not any((root / name).exists() for root in roots)]
     assert not missing
-    assert named or document.name == "CHANGELOG.md"
+    assert named or document not in (README, MAP, ROOT / "cython_ext" / "README.md")
 
 
 def test_every_public_name_is_documented():
@@ -207,7 +337,7 @@ def test_public_names_table_has_no_others():
 
 
 def test_every_option_is_in_the_table_with_its_default():
-    rows = table_after(README, "## Configuration")
+    rows = table_after(README, "## Options")
     default = lightning_cxl.OffloadConfig()
     shown = {row[0].strip("`"): row[1].strip("`").replace('"', "'") for row in rows}
     assert shown == {field.name: repr(getattr(default, field.name)) for field in fields(default)}

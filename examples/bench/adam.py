@@ -32,7 +32,7 @@ _SECTIONS: dict[str, Callable[[Results, Options], Curves | None]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("python examples/bench/adam.py", __doc__)
+    parser = make_parser("python examples/bench/adam.py", __doc__, "python examples/bench/adam.py --sections step")
     parser.add_argument(
         "--sections", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS), help="default: all of them"
     )

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_bench import child
-from gpu_bench.job import MODELS, flops_per_step
+from gpu_bench.job import SHAPE_NAMES, flops_per_step
 
 WARM_UP = 2
 GOAL = 1.05
@@ -98,7 +98,7 @@ def plot(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=MODELS, default="llama-3.1-8b")
+    parser.add_argument("--shape", choices=SHAPE_NAMES, default="llama-3.1-8b")
     parser.add_argument("--seq", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help=f"timed steps, the first {WARM_UP} not counted")

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 import lightning_cxl
 from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.commands.plan.model_source import loss_on_meta
+from lightning_cxl.commands.plan.meta_model import loss_on_meta
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.inventory.activations import measure

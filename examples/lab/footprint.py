@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lightning_cxl.commands.plan.shapes import SHAPES
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.workload import Overlap
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
+from lightning_cxl.weights.published import SHAPES
 
 State = Literal["fp32", "bf16", "8bit"]
 """How momentum and variance are kept."""
@@ -61,8 +61,8 @@ PUBLISHED: Mapping[str, ModelShape] = {
     name: ModelShape(
         name=name,
         num_parameters=count,
-        num_layers=SHAPES[name]["num_hidden_layers"],
-        hidden=SHAPES[name]["hidden_size"],
+        num_layers=SHAPES[name].config["num_hidden_layers"],
+        hidden=SHAPES[name].config["hidden_size"],
     )
     for name, count in _NUM_PARAMETERS.items()
 }

@@ -1,46 +1,53 @@
-"""What ``python -m lightning_cxl env`` prints: the machine as this package sees it, and what to change about it."""
+"""``python -m lightning_cxl env``: the machine as this package sees it, and what to change about it."""
 
+import argparse
 import importlib.metadata
 import os
 import platform
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.devices.device_type import devices_apart
-from lightning_cxl.errors import MissingTierWarning
 from lightning_cxl.machine.calibration import load_calibration
 from lightning_cxl.machine.limits import cgroup_limits
 from lightning_cxl.machine.nodes import Node, allowed_node_ids, node_free_bytes, read_nodes, read_text
 from lightning_cxl.machine.speeds import tier_speeds
-from lightning_cxl.machine.topology import Topology
+from lightning_cxl.machine.topology import TierKind, Topology
+from lightning_cxl.native import _cpu
 from lightning_cxl.units import format_bytes
 
 _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Print what this machine has."""
+    argparse.ArgumentParser(
+        "python -m lightning_cxl env",
+        description="Show this machine's memory, limits and devices as this package sees them, and what to change.",
+        epilog="example: python -m lightning_cxl env",
+    ).parse_args(arguments)
+    print(format_environment(environment_report()))
+
+
 def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
     """Return what matters about this machine as a JSON-able dict.
 
-    Keys: ``tiers``, ``nodes`` and ``notes`` (the topology), ``speeds`` (of tiers, and their source), ``limits``,
-    ``kernel``, ``cpu``, ``accelerator``, ``versions``, and ``advice``, what to change, one sentence each.
+    Keys: ``tiers``, ``nodes`` and ``notes`` (the topology), ``offline_cards``, ``speeds`` (of tiers, and their source),
+    ``limits``, ``kernel``, ``cpu``, ``accelerator``, ``versions``, and ``advice``, what to change, one sentence each.
 
     Args:
         root: where ``sys`` and ``proc`` lie; for tests.
     """
     root = Path(root)
-    with warnings.catch_warnings():
-        # the report shows emulated tiers itself
-        warnings.simplefilter("ignore", MissingTierWarning)
-        topology = Topology.detect(root)
+    topology = Topology.detect(root)
     report: dict[str, Any] = {
         "tiers": [_tier_row(topology, name) for name in topology.names],
         "nodes": [_node_row(root, node) for node in read_nodes(root)],
         "notes": list(topology.notes),
+        "offline_cards": [] if topology.select(kind=TierKind.CXL) else _cards(root),
         "speeds": _speed_rows(topology),
         "limits": {
             "memory_bytes": topology.host_limit_bytes(),
@@ -81,14 +88,14 @@ def advice(report: Mapping[str, Any]) -> list[str]:
                 f"Node {node['node_id']} is online as movable memory: page-locking for a GPU moves pages off it. Bring "
                 f"it online as kernel memory: `daxctl offline-memory daxX.Y; daxctl online-memory --no-movable daxX.Y`."
             )
-    if any(tier["emulated"] for tier in report["tiers"]):
+    if report["offline_cards"]:
         found.append(
-            "There is no CXL memory: tier 'cxl' takes DRAM. If a card is installed, show it with `daxctl list` and "
-            "bring it online with `daxctl reconfigure-device --mode=system-ram --no-movable daxX.Y`."
+            f"The memory of a CXL card is not used ({', '.join(report['offline_cards'])}): bring it online with "
+            "`daxctl reconfigure-device --mode=system-ram --no-movable daxX.Y`, see `daxctl list`."
         )
     tiers = {tier["name"]: tier for tier in report["tiers"]}
     for name, speeds in report["speeds"].items():
-        if speeds["source"] == "unknown" and tiers[name]["kind"] == "cxl" and not tiers[name]["emulated"]:
+        if speeds["source"] == "unknown" and tiers[name]["kind"] == "cxl":
             found.append(
                 f"How fast tier `{name}` is, neither the firmware tells nor a measurement, so nothing can be planned "
                 f"for it: measure with `python -m lightning_cxl calibrate`."
@@ -156,6 +163,12 @@ def _tier_row(topology: Topology, name: str) -> dict[str, Any]:
         "read_latency_ns": tier.read_latency_ns,
         "description": tier.describe(),
     }
+
+
+def _cards(root: Path) -> list[str]:
+    """Return the names of CXL memory devices and of memory that no driver made ordinary memory of."""
+    found = [*(root / "sys/bus/cxl/devices").glob("mem*"), *(root / "sys/bus/dax/devices").glob("dax*")]
+    return sorted(path.name for path in found)
 
 
 def _node_row(root: Path, node: Node) -> dict[str, Any]:

@@ -1,11 +1,19 @@
 """The command line of the main job: LightningCLI over `CausalLM` and `TextData`."""
 
 import warnings
+from collections.abc import Sequence
 
+from lightning_cxl.commands.overview import COMMANDS, PROGRAM
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.finetune.summary import FitSummary
 from lightning_cxl.integrations.lightning.lightning_api import LightningCLI
+from lightning_cxl.weights.model_names import require_model
+
+
+def _help(name: str) -> str:
+    more = "" if name == "fit" else " --ckpt_path last.ckpt"
+    return f"{COMMANDS[name].does}; example: {PROGRAM} {name} --config examples/configs/finetune_stdlib.yaml{more}"
 
 
 class FinetuneCLI(LightningCLI):
@@ -20,9 +28,9 @@ class FinetuneCLI(LightningCLI):
             seed_everything_default=42,
             trainer_defaults={"num_sanity_val_steps": -1, "callbacks": [self.summary]},
             parser_kwargs={
-                "prog": "python -m lightning_cxl",
-                "description": "Train a causal language model on text files. "
-                "`python -m lightning_cxl env` shows what this machine has.",
+                "prog": PROGRAM,
+                "description": "Train a causal language model on text files, and see how well it does.",
+                **{name: {"description": _help(name)} for name in self.subcommands()},
             },
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,  # CausalLM saves its own plain options
@@ -33,14 +41,24 @@ class FinetuneCLI(LightningCLI):
         parser.link_arguments("model.name_or_path", "data.tokenizer_name_or_path")
         parser.link_arguments("data.vocab_size", "model.vocab_size")
 
+    def before_instantiate_classes(self) -> None:
+        """Refuse a model that does not exist before anything is read.
+
+        Raises:
+            ConfigError: no such model, or the hub cannot be asked for it.
+        """
+        name = self.config[self.subcommand].model.name_or_path
+        if name is not None:
+            require_model(name)
+
     def after_fit(self) -> None:
         """Print the summary (Lightning calls this after ``fit``)."""
         if self.trainer.is_global_zero:
             print(f"\n{self.summary.describe(self.trainer)}")
 
 
-def main() -> None:
-    """Run the command line of `sys.argv`."""
+def main(arguments: Sequence[str]) -> None:
+    """Run the command line of `sys.argv`, where LightningCLI finds its subcommand and `arguments`."""
     # raised by Lightning's own use of torch.utils._pytree (lightning 2.6 with torch 2.13): not for our user to act on
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)
     FinetuneCLI()

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl import _grads
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.memory.host_tensors import is_dense
+from lightning_cxl.native import _grads
 from lightning_cxl.optim.clipping import gradients, kernel_can_read, sums_of_squares
 from lightning_cxl.optim.number_formats import GRAD_FORMATS
 from lightning_cxl.optim.tensor_checks import same_layout
@@ -119,8 +119,7 @@ class GradientMeter:
             measured = sums_of_squares([grads[index] for index in missing], self.num_threads, self._isa)
             for index, value in zip(missing, measured, strict=True):
                 sums[index] = value
-                if not grads[index].is_sparse:  # whose values can be written without a new version
-                    _note(grads[index], value)
+                _note(grads[index], value)
         return [value for value in sums if value is not None]
 
     def sums_of(self, parameters: Iterable[torch.Tensor]) -> list[float]:

@@ -27,7 +27,7 @@ from lightning_cxl.inventory.sensitive import sensitive_parameters
 from lightning_cxl.inventory.state import state_tensors
 from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, StreamedUnit, grouped
 from lightning_cxl.inventory.workload import Overlap, Workload
-from lightning_cxl.optim.forms import Forms
+from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
 from lightning_cxl.streaming.unit_weights import piece_nbytes, streamable
@@ -100,13 +100,13 @@ def list_tensors(
     overlap: Overlap = "none"
     if streamed and config.overlaps_step(workload.computes_on_host):
         overlap = "backward" if workload.updates_in_backward else "forward"
-    forms = Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
-    forms.consider(optimizers)
+    precisions = precisions_of(model, config)
+    precisions.consider(optimizers)
     state = [
         each._replace(unit=unit_of.get(id(each.parameter), ""))
         for each in state_tensors(
             optimizers,
-            forms,
+            precisions,
             config,
             accumulates=workload.num_micro_batches > 1,
             on_host=lambda p: workload.computes_on_host or id(p) in unit_of,
@@ -133,6 +133,11 @@ def list_tensors(
         measured=measured,
         overlap=overlap,
     )
+
+
+def precisions_of(model: nn.Module, config: OffloadConfig) -> Precisions:
+    """Return in which precision masters and state of a model's parameters are kept."""
+    return Precisions(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
 
 
 def _weights(model: nn.Module, streamed: Sequence[StreamedUnit], *, computes_on_host: bool) -> list[HostTensor]:

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.foreign_state import num_state_tensors
 from lightning_cxl.inventory.tensors import HostTensor
-from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.masters import master_dtype, needs_master
 from lightning_cxl.optim.number_formats import MasterForm
+from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -20,7 +20,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def state_tensors(
     optimizers: Iterable[Optimizer],
-    forms: Forms,
+    precisions: Precisions,
     config: OffloadConfig,
     *,
     accumulates: bool,
@@ -30,7 +30,7 @@ def state_tensors(
 
     Args:
         optimizers: as the user made them.
-        forms: in which masters and moments will be kept; has considered the optimizers.
+        precisions: in which masters and moments will be kept; has considered the optimizers.
         config: of the run.
         accumulates: several micro-batches are added up before a step.
         on_host: whether a parameter will be in host memory between steps.
@@ -40,12 +40,14 @@ def state_tensors(
         for group, parameter in ((each, p) for each in optimizer.param_groups for p in each["params"]):
             if is_lazy(parameter):
                 continue
-            form = forms.form_for(optimizer, parameter)
+            form = precisions.form_for(optimizer, parameter)
             separate = needs_master(parameter, master_dtype(parameter, form), on_host=on_host(parameter))
             half_sums = config.accumulate == "bf16"
             bytes_of = _master_and_grad(parameter, form, separate, half_sums=half_sums, accumulates=accumulates)
-            moment = forms.moment_bytes(optimizer, parameter)
-            foreign = 0 if moment or not parameter.requires_grad else _foreign_bytes(optimizer, forms, group, parameter)
+            moment = precisions.moment_bytes(optimizer, parameter)
+            foreign = 0
+            if parameter.requires_grad and not moment:
+                foreign = _foreign_bytes(optimizer, precisions, group, parameter)
             bytes_of |= {TensorRole.MOMENTUM: moment or foreign, TensorRole.VARIANCE: moment}
             for role, nbytes in bytes_of.items():
                 if nbytes:
@@ -53,11 +55,11 @@ def state_tensors(
     return list(found.values())
 
 
-def _foreign_bytes(optimizer: Optimizer, forms: Forms, group: dict[str, Any], parameter: torch.Tensor) -> int:
+def _foreign_bytes(optimizer: Optimizer, precisions: Precisions, group: dict[str, Any], parameter: torch.Tensor) -> int:
     """Return the bytes of the state that a torch optimizer makes itself at its first step; all of it is MOMENTUM."""
-    if forms.becomes_cpu_adam(optimizer):
+    if precisions.becomes_cpu_adam(optimizer):
         return 0
-    itemsize = master_dtype(parameter, forms.form_for(optimizer, parameter)).itemsize
+    itemsize = master_dtype(parameter, precisions.form_for(optimizer, parameter)).itemsize
     return num_state_tensors(optimizer, group) * parameter.numel() * itemsize
 
 

@@ -1,18 +1,17 @@
 """Speeds measured on a machine, and the cache that keeps them: `Calibration`, written by the command ``calibrate``."""
 
 import json
-import math
 import os
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_cxl.cache import cache_folder
 from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.machine.fingerprint import describe_machine, fingerprint
+from lightning_cxl.machine.reader import Positive, Rate, Size, read
 from lightning_cxl.machine.topology import Topology
 
 QUIET_FRACTION = 0.03
@@ -25,16 +24,16 @@ class NodeSpeeds:
     """One NUMA node, used by all CPUs of the process and by all devices."""
 
     node_id: int
-    read_bytes_per_s: float
-    write_bytes_per_s: float
+    read_bytes_per_s: Rate
+    write_bytes_per_s: Rate
     """With stores that do not read the lines first, as a device writes."""
-    adam_bytes_per_s: float
+    adam_bytes_per_s: Rate
     """Bytes read and written per second, 16 to 12."""
-    latency_ns: float
+    latency_ns: Positive
     """Of a load, from the nearest CPU."""
-    h2d_bytes_per_s: float | None = None
+    h2d_bytes_per_s: Rate | None = None
     """All devices together; None without a device."""
-    d2h_bytes_per_s: float | None = None
+    d2h_bytes_per_s: Rate | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +43,11 @@ class DeviceSpeeds:
     kind: str
     """``"cpu"``, ``"cuda"`` or another type of ``torch.device``."""
     name: str
-    flops: float
+    flops: Positive
     """Of bf16 matrix products, the fastest size."""
-    h2d_bytes_per_s: float | None = None
-    d2h_bytes_per_s: float | None = None
-    copy_latency_s: float | None = None
+    h2d_bytes_per_s: Rate | None = None
+    d2h_bytes_per_s: Rate | None = None
+    copy_latency_s: Positive | None = None
     """A copy of a few bytes."""
 
 
@@ -57,8 +56,8 @@ class SsdSpeeds:
     """Large sequential accesses to one folder."""
 
     folder: str
-    read_bytes_per_s: float
-    write_bytes_per_s: float
+    read_bytes_per_s: Rate
+    write_bytes_per_s: Rate
     direct: bool
     """Past the page cache; False where the file system cannot do that, then the numbers are partly memory's."""
 
@@ -72,9 +71,9 @@ class Calibration:
     num_threads: int
     nodes: tuple[NodeSpeeds, ...]
     devices: tuple[DeviceSpeeds, ...]
-    cache_bytes: int
+    cache_bytes: Size
     """Last-level caches of the CPUs this process may use; 0 where the kernel does not tell."""
-    cache_bytes_per_s: float | None = None
+    cache_bytes_per_s: Rate | None = None
     """Adam's mix, over and over the same quarter of them."""
     ssds: tuple[SsdSpeeds, ...] = ()
     others_fraction: float = 0.0
@@ -140,10 +139,10 @@ def load_calibration(topology: Topology, devices: Sequence[str]) -> Calibration 
             raise ValueError(f"its version is {content['version']}, this program writes {_VERSION}")
         if content["machine"] != describe_machine(topology, devices):
             raise ValueError("it is of another machine")
-        return _read(content["speeds"])
+        return read(Calibration, content["speeds"], "what was measured")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         warnings.warn(
             f"the measured speeds in {path} are not used ({type(error).__name__}: {error}). Measure again: `python -m "
             "lightning_cxl calibrate`.",
@@ -151,34 +150,3 @@ def load_calibration(topology: Topology, devices: Sequence[str]) -> Calibration 
             stacklevel=2,
         )
         return None
-
-
-def _read(values: dict[str, Any]) -> Calibration:
-    parts: dict[str, type] = {"nodes": NodeSpeeds, "devices": DeviceSpeeds, "ssds": SsdSpeeds}
-    lists = {name: tuple(kind(**row) for row in values[name]) for name, kind in parts.items()}
-    calibration = Calibration(**{**values, **lists})
-    for part in (calibration, *calibration.nodes, *calibration.devices, *calibration.ssds):
-        _check(part)
-    return calibration
-
-
-def _check(speeds: Any) -> None:
-    """Refuse numbers that no machine has: not finite, negative, or a speed of zero.
-
-    Raises:
-        ValueError: naming the field.
-    """
-    for field in fields(speeds):
-        value, name = getattr(speeds, field.name), field.name
-        if value is None and field.default is None:
-            continue
-        is_speed = name.endswith(("_per_s", "_ns", "_s")) or name in ("flops", "num_threads")
-        is_count = name in ("node_id", "cache_bytes", "others_fraction")
-        if is_speed or is_count:
-            least = 0 if is_count else math.nextafter(0, 1)
-            if not (_is_number(value) and least <= value < math.inf):
-                raise ValueError(f"{name} is {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

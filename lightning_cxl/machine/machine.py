@@ -5,10 +5,11 @@ Every speed is what streaming work reaches in the steady state, not a data sheet
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.machine.reader import Positive, Rate, Size
 from lightning_cxl.machine.topology import TierKind
 
 Split = dict[str, float]
@@ -21,17 +22,17 @@ class MachineTier:
 
     name: str
     kind: TierKind
-    capacity_bytes: int
+    capacity_bytes: Size
     """What a job may use of it."""
     num_nodes: int = 1
     """NUMA nodes; interleaving by pages gives each node an equal share."""
-    adam_bytes_per_s: float
+    adam_bytes_per_s: Rate
     """Bytes read and written per second when the CPUs stream Adam's mix (16 bytes read, 12 written) through it."""
-    device_read_bytes_per_s: float
+    device_read_bytes_per_s: Rate
     """Most that devices together read from it, by copies from host to device."""
-    device_write_bytes_per_s: float
+    device_write_bytes_per_s: Rate
     """Most that devices together write to it, by copies from device to host."""
-    device_write_buffer_bytes: int = 0
+    device_write_buffer_bytes: Size = 0
     """What the CPUs' cache takes in of one copy from a device, so that this tier need not be waited for."""
     latency_ns: float | None = None
     """Of a load that depends on the one before; shown only, all modelled work streams."""
@@ -56,13 +57,13 @@ class Device:
     """What computes, and its link to host memory."""
 
     name: str = "gpu"
-    memory_bytes: int = 0
+    memory_bytes: Size = 0
     """0: not known, nothing is checked against it."""
-    flops: float
+    flops: Positive
     """Floating-point operations per second that training a transformer reaches, not the data sheet's peak."""
-    h2d_bytes_per_s: float
+    h2d_bytes_per_s: Rate
     """Copies to it, one device alone, from memory that is not slower than the link."""
-    d2h_bytes_per_s: float
+    d2h_bytes_per_s: Rate
     copy_latency_s: float = 0.0
     """Time before the first byte of a copy."""
     count: int = 1
@@ -87,8 +88,8 @@ class Device:
 class Cache:
     """The CPUs' last-level cache, for work that comes back to the bytes it touched last."""
 
-    nbytes: int = 0
-    bytes_per_s: float = math.inf
+    nbytes: Size = 0
+    bytes_per_s: Rate = math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +100,7 @@ class Machine:
     tiers: tuple[MachineTier, ...]
     device: Device
     cache: Cache = Cache()
-    host_bytes: int | None = None
+    host_bytes: Size | None = None
     """Most that all tiers together hold, where they share memory or a limit; None: the sum of their capacities."""
     write_contention: float = math.inf
     """How sharply copies to the host slow down where the link and a tier are about equally fast: with t1 and t2 the
@@ -164,8 +165,3 @@ def check_split(split: Split, machine: Machine) -> None:
         machine.tier(name)
     if not split or min(split.values()) < 0 or not math.isclose(sum(split.values()), 1, abs_tol=1e-6):
         raise ValueError(f"a split's fractions must add up to 1 and not be negative, got {split}")
-
-
-def field_names(kind: type) -> Sequence[str]:
-    """Return the fields that a file may give for a `MachineTier`, `Device`, `Cache` or `Machine`."""
-    return tuple(field.name for field in fields(kind))

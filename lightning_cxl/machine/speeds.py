@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.machine.calibration import Calibration, load_calibration
 from lightning_cxl.machine.fingerprint import cpu_model
 from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
-from lightning_cxl.machine.overrides import Overrides, load_overrides
+from lightning_cxl.machine.machine_file import Overrides, load_overrides
 from lightning_cxl.machine.topology import Tier, Topology
+from lightning_cxl.native import _cpu
 
 _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
 
@@ -103,6 +103,18 @@ def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu
         source="not known",
         has_speeds=False,
     )
+
+
+def with_new_tiers(machine: Machine, topology: Topology) -> Machine:
+    """Return a machine with the tier that `topology` has got since, because something asked for it by name."""
+    added = []
+    for tier in topology.tiers:
+        if tier.name not in machine.names:
+            backing = topology.node_tier(tier.node_ids[0])
+            assert backing is not None and tier.emulated  # what is really there was there from the start
+            behind = machine.tier(backing.name)
+            added.append(replace(behind, name=tier.name, kind=tier.kind, backed_by=backing.name))
+    return replace(machine, tiers=(*machine.tiers, *added)) if added else machine
 
 
 def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Overrides | None = None) -> TierSpeeds:

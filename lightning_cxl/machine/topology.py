@@ -2,9 +2,10 @@
 
 import enum
 import os
+import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,9 @@ from lightning_cxl.machine.nodes import Node
 from lightning_cxl.units import format_bytes, parse_bytes
 
 __all__ = ["Node", "Tier", "TierKind", "Topology"]
+
+_CXL = "cxl"
+_ADDING = threading.Lock()
 
 
 class TierKind(enum.Enum):
@@ -71,15 +75,21 @@ class Tier:
         return text + (" [emulated: backed by DRAM]" if self.emulated else "")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Topology:
-    """The tiers of a host, nearest first."""
+    """The tiers of a host, nearest first.
+
+    Without CXL memory there is one tier, ``dram``. Who asks for the tier ``cxl`` by name then gets DRAM under that
+    name, with one warning, and from then on it is one of `tiers`.
+    """
 
     tiers: tuple[Tier, ...]
     root: Path | None = None
     """Where ``sys`` and ``proc`` were read; None for an invented machine, all of whose memory counts as free."""
     notes: tuple[str, ...] = ()
     """What detection left out and why, one sentence each."""
+    backs_cxl: bool = False
+    """Whether DRAM may stand in for CXL memory that is asked for and missing."""
 
     @classmethod
     def detect(
@@ -91,7 +101,8 @@ class Topology:
 
         Args:
             root: where ``sys`` and ``proc`` lie; for tests.
-            on_missing_tier: without memory-only nodes, back ``cxl`` by DRAM with one warning, or refuse.
+            on_missing_tier: without memory-only nodes, back ``cxl`` by DRAM, with one warning, when something asks for
+                it by name; or refuse now.
 
         Raises:
             TierNotFoundError: no memory-only node and ``"error"``, or no usable node at all.
@@ -113,14 +124,20 @@ class Topology:
                 f"no NUMA node is usable: {len(found)} with memory under {root}, and the cpuset allows "
                 f"{sorted(allowed or ())}. Start the process in a cpuset with memory nodes."
             )
-        topology = cls(_group(usable), root, notes)
-        return topology if topology.select(kind=TierKind.CXL) else topology._without_cxl(on_missing_tier)
+        topology = cls(_group(usable), root, notes, backs_cxl=True)
+        if on_missing_tier == "error" and not topology.select(kind=TierKind.CXL):
+            raise TierNotFoundError(
+                f"there is no CXL memory: {topology._why_no_cxl()}. This machine has: {topology.tiers[0].describe()}. "
+                f"Bring the card online (`daxctl online-memory --no-movable`), or back tier 'cxl' by DRAM with "
+                f"on_missing_tier='fallback'."
+            )
+        return topology
 
     @classmethod
     def fake(
         cls, dram: Sequence[int | str] = ("64GiB",), cxl: Sequence[int | str] = ("256GiB", "256GiB")
     ) -> "Topology":
-        """Invent a machine with one node per size, ids in order; with no `cxl` size, DRAM backs that tier.
+        """Invent a machine with one node per size, ids in order; with no `cxl` size it has no CXL memory.
 
         Raises:
             ConfigError: no DRAM node.
@@ -132,8 +149,7 @@ class Topology:
             Node(node_id, has_cpus, parse_bytes(size), 10 if has_cpus else 24)
             for node_id, (has_cpus, size) in enumerate(sizes)
         ]
-        topology = cls(_group(made))
-        return topology if cxl else replace(topology, tiers=(*topology.tiers, _emulated_cxl(topology.tiers)))
+        return cls(_group(made), backs_cxl=True)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,7 +161,7 @@ class Topology:
         return tuple(tier for tier in self.tiers if tier.kind is kind)
 
     def tier(self, name: str) -> Tier:
-        """Return the tier of that name.
+        """Return the tier of that name; DRAM in place of CXL memory that this machine does not have.
 
         Raises:
             TierNotFoundError: there is none; the message names those that exist.
@@ -153,6 +169,8 @@ class Topology:
         for tier in self.tiers:
             if tier.name == name:
                 return tier
+        if name == _CXL and self.backs_cxl:
+            return self._add_cxl()
         raise TierNotFoundError(f"there is no tier {name!r}; this machine has: {', '.join(map(repr, self.names))}")
 
     def node_tier(self, node_id: int) -> Tier | None:
@@ -191,35 +209,31 @@ class Topology:
     def _real_capacity_bytes(self) -> int:
         return sum(tier.capacity_bytes for tier in self.tiers if not tier.emulated)
 
-    def _without_cxl(self, on_missing_tier: str) -> "Topology":
-        reason = "; ".join(self.notes) or "no memory-only NUMA node is online"
-        if on_missing_tier == "error":
-            raise TierNotFoundError(
-                f"there is no CXL memory: {reason}. This machine has: {self.tiers[0].describe()}. Bring the card "
-                f"online (`daxctl online-memory --no-movable`), or back tier 'cxl' by DRAM with "
-                f"on_missing_tier='fallback'."
-            )
-        backing = _emulated_cxl(self.tiers)
-        ids = ", ".join(map(str, backing.node_ids))
+    def _why_no_cxl(self) -> str:
+        return "; ".join(self.notes) or "no memory-only NUMA node is online"
+
+    def _add_cxl(self) -> Tier:
+        backing = self.tiers[0]
+        added = Tier(_CXL, TierKind.CXL, backing.nodes, emulated=True)
+        with _ADDING:
+            if _CXL in self.names:  # another thread was faster
+                return added
+            self.tiers = (*self.tiers, added)
         warnings.warn(
-            f"there is no CXL memory ({reason}): tier 'cxl' is backed by DRAM on node {ids}. "
-            f"Set on_missing_tier='error' to refuse instead.",
+            f"there is no CXL memory ({self._why_no_cxl()}): tier 'cxl' is backed by DRAM on node "
+            f"{', '.join(map(str, backing.node_ids))}. Set on_missing_tier='error' to refuse instead.",
             MissingTierWarning,
             stacklevel=3,
         )
-        return replace(self, tiers=(*self.tiers, backing))
+        return added
 
 
 def _group(usable: Sequence[Node]) -> tuple[Tier, ...]:
     """Group nodes into the tiers ``dram`` and ``cxl``; a tier without nodes is left out."""
     by_distance = sorted(usable, key=lambda node: (node.distance, node.node_id))
     dram = Tier("dram", TierKind.DRAM, tuple(node for node in by_distance if node.has_cpus))
-    cxl = Tier("cxl", TierKind.CXL, tuple(node for node in by_distance if not node.has_cpus))
+    cxl = Tier(_CXL, TierKind.CXL, tuple(node for node in by_distance if not node.has_cpus))
     return tuple(tier for tier in (dram, cxl) if tier.nodes)
-
-
-def _emulated_cxl(tiers: Sequence[Tier]) -> Tier:
-    return Tier("cxl", TierKind.CXL, tiers[0].nodes, emulated=True)
 
 
 def _sum_or_none(values: Sequence[float | None]) -> float | None:

@@ -32,6 +32,25 @@ class _Entry:
     split: Split | None
 
 
+class Counted:
+    """Bytes that a `Ledger` counts while this lives; nobody owns them here.
+
+    Args:
+        gone: gets `what` when this dies.
+        what: role, tier and bytes.
+    """
+
+    __slots__ = ("_gone", "_what")
+
+    def __init__(self, gone: deque[tuple[TensorRole, str, int]], what: tuple[TensorRole, str, int]) -> None:
+        self._gone = gone
+        self._what = what
+
+    def __del__(self) -> None:
+        """Note the death; without a lock, as of a buffer."""
+        self._gone.append(self._what)
+
+
 class Ledger:
     """Counts bytes by their spans from `record` until the returned buffer dies, and finds the buffer at an address.
 
@@ -41,6 +60,7 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._dead: deque[int] = deque()
+        self._gone: deque[tuple[TensorRole, str, int]] = deque()
         self._starts: list[int] = []  # addresses of living buffers, sorted
         self._entries: dict[int, _Entry] = {}  # by address
         self._tiers: dict[str, _Count] = {}
@@ -64,6 +84,13 @@ class Ledger:
             insort(self._starts, inner.address)
             self._count(entry, 1)
         return Buffer(inner.address, inner.nbytes, inner.spans, self, inner)
+
+    def count(self, nbytes: int, role: TensorRole, tier: str) -> "Counted":
+        """Count bytes of a role that lie on a tier in memory of others, until what is returned dies."""
+        with self._lock:
+            self._settle()
+            self._roles.setdefault((role, tier), _Count()).add(nbytes)
+        return Counted(self._gone, (role, tier, nbytes))
 
     def deallocate(self, buffer: Buffer) -> None:
         """Note a dying buffer."""
@@ -137,3 +164,6 @@ class Ledger:
             address = self._dead.popleft()
             del self._starts[bisect_right(self._starts, address) - 1]
             self._count(self._entries.pop(address), -1)
+        while self._gone:
+            role, tier, nbytes = self._gone.popleft()
+            self._roles[role, tier].add(-nbytes)

@@ -13,10 +13,10 @@ import errno
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lightning_cxl._numa import NOWHERE, Mapping, gather_pages, page_nodes
 from lightning_cxl.errors import PlacementError, TierFullError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.resource import Buffer, MemoryResource, Span
+from lightning_cxl.native._numa import NOWHERE, Mapping, gather_pages, page_nodes
 from lightning_cxl.units import format_bytes
 
 PAGE_BYTES = 4096

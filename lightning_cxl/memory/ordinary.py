@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_cxl._numa import NOWHERE, page_nodes
 from lightning_cxl.memory.host_tensors import is_ordinary
+from lightning_cxl.native._numa import NOWHERE, page_nodes
 
 
 def anonymous_bytes(tensors: Iterable[torch.Tensor], default_node: int) -> dict[int, int]:

@@ -9,10 +9,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 
-from lightning_cxl._numa import page_nodes
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
 from lightning_cxl.memory.numa import PageNodes
 from lightning_cxl.memory.resource import Buffer, MemoryResource
+from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.units import format_bytes
 
 # One copy must not cross the border of two registrations, so a chunk is larger than any sane tensor; the driver fails

@@ -5,11 +5,11 @@ from itertools import product
 
 import torch
 
-from lightning_cxl._numa import NOWHERE, page_nodes
 from lightning_cxl.errors import PlacementError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import PageNodes
 from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.native._numa import NOWHERE, page_nodes
 
 UNBACKED = "unbacked"
 """Key of bytes that no page backs yet: memory that was never written."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from lightning_cxl._numa import Range
+from lightning_cxl.native._numa import Range
 
 
 @dataclass(frozen=True, slots=True)

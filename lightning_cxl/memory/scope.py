@@ -23,6 +23,8 @@ class Scope:
     """The process that made it. A forked child does not inherit the memory, so it does not use the scope."""
 
 
+_REUSE_BELOW = 2**20  # outside of a run nobody makes the same tensors again and again, and nobody calls `trim`
+
 # innermost last
 _ACTIVE: contextvars.ContextVar[tuple[Scope, ...]] = contextvars.ContextVar("lightning_cxl_scopes", default=())
 
@@ -71,5 +73,6 @@ def _active() -> list[Scope]:
 @functools.cache
 def _default(pid: int) -> Scope:
     topology = Topology.detect()
-    memory = HostMemory(topology, pin=True)  # what asks for it; the policy asks for nothing pinned
+    # pinned is what asks for it; the policy asks for nothing pinned
+    memory = HostMemory(topology, pin=True, reuse_below=_REUSE_BELOW)
     return Scope(memory, Placer(topology, RoleHomePolicy(topology), memory.free_bytes), pid)

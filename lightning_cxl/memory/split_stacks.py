@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Mapping
 
-from lightning_cxl._numa import page_nodes
 from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import BudgetResource
@@ -14,6 +13,7 @@ from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.memory.resource import Buffer, MemoryResource
 from lightning_cxl.memory.striped import StripedResource
 from lightning_cxl.memory.tier_pages import TierPages
+from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.placement.placement import TensorRole
 
 Pinner = Callable[[MemoryResource], PinnedResource]
@@ -45,6 +45,8 @@ class SplitStacks:
         shares: the fraction of each of `tiers`.
         pinner: how memory is page-locked.
         stripe_bytes: granularity, see `StripedResource`.
+        reuse_below: larger buffers have pages of their own, which go back to the OS when the buffer dies. None: every
+            stack keeps what was given back.
     """
 
     def __init__(
@@ -53,20 +55,24 @@ class SplitStacks:
         shares: Mapping[str, float],
         pinner: Pinner,
         stripe_bytes: int = HUGE_PAGE_BYTES,
+        reuse_below: int | None = None,
     ) -> None:
         self.tiers = frozenset(tiers)
         self._limit_bytes = sum(pages.budget.limit_bytes for pages in tiers.values())
         self._sources = {inherit: _source(tiers, shares, stripe_bytes, inherit) for inherit in (False, True)}
         self._pinner = pinner
         self._stripe_bytes = stripe_bytes
+        self._reuse_below = reuse_below
         self._stacks: dict[str, PoolResource | ArenaResource] = {}
         self._pinned: PinnedResource | None = None
         self._lock = threading.Lock()
 
-    def stack(self, role: TensorRole, pinned: bool) -> PoolResource | ArenaResource:
-        """Return the stack that serves a role."""
+    def stack(self, role: TensorRole, pinned: bool, nbytes: int = 0) -> MemoryResource:
+        """Return what serves a request of `nbytes` for a role."""
         kind = _kind(role, pinned)
         with self._lock:
+            if self._reuse_below is not None and nbytes >= self._reuse_below:
+                return self._pinned_source() if kind == "pinned" else self._sources[kind == "inherited"]
             if kind not in self._stacks:
                 self._stacks[kind] = self._build(kind)
             return self._stacks[kind]
@@ -84,7 +90,7 @@ class SplitStacks:
         source = self._sources[_kind(role, pinned) == "inherited"]
         assert isinstance(source, StripedResource)
         with source.lending(full):
-            return self.stack(role, pinned).allocate(nbytes, alignment=alignment)
+            return self.stack(role, pinned, nbytes).allocate(nbytes, alignment=alignment)
 
     @property
     def pin_failure(self) -> str:
@@ -107,19 +113,23 @@ class SplitStacks:
         for stack in self._all():
             stack.close()
 
+    def _pinned_source(self) -> PinnedResource:
+        if self._pinned is None:
+            self._pinned = self._pinner(self._sources[False])
+        return self._pinned
+
     def _all(self) -> list[PoolResource | ArenaResource]:
         with self._lock:
             return list(self._stacks.values())
 
     def _build(self, kind: str) -> PoolResource | ArenaResource:
+        if kind == "pinned":
+            return PoolResource(self._pinned_source())
         source = self._sources[kind == "inherited"]
         if kind == "activations":
             # it grows by whole stripes: a stripe cut in two would be two entries of the kernel's table
             step = -(-STEP_BYTES // self._stripe_bytes) * self._stripe_bytes
             return ArenaResource(source, max(1, self._limit_bytes), step_bytes=step)
-        if kind == "pinned":
-            self._pinned = self._pinner(source)
-            return PoolResource(self._pinned)
         return PoolResource(source)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError
 from lightning_cxl.machine.topology import Tier, Topology
-from lightning_cxl.memory.ledger import Ledger, Split
+from lightning_cxl.memory.ledger import Counted, Ledger, Split
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.split_stacks import Pinner, SplitStacks, make_pinner
 from lightning_cxl.memory.striped import stripe_bytes_for
@@ -36,6 +36,7 @@ class HostMemory:
         on_tier_full: ``"spill"`` to the other tiers of a split, then to the next one of the placement, with one warning
             per role and tier, or ``"error"``.
         pin: honour ``Placement.pinned``; otherwise all memory is pageable.
+        reuse_below: buffers of this size and more go back to the OS when they die; None: they are kept for the next.
         leaf: what a tier's memory comes from; for tests.
         pinner: how memory is page-locked; for tests.
 
@@ -50,6 +51,7 @@ class HostMemory:
         budgets: Mapping[str, int] | None = None,
         on_tier_full: Literal["spill", "error"] = "spill",
         pin: bool = False,
+        reuse_below: int | None = None,
         leaf: MakeLeaf | None = None,
         pinner: Pinner | None = None,
     ) -> None:
@@ -63,8 +65,8 @@ class HostMemory:
         self.topology = topology
         self._on_tier_full = on_tier_full
         self._pin = pin
-        self._limits = {tier.name: self._budgets.get(tier.name, tier.capacity_bytes) for tier in topology.tiers}
-        most = sum(min(self._limits[tier.name], tier.capacity_bytes) for tier in topology.tiers)
+        self._reuse_below = reuse_below
+        most = sum(min(self._limit(tier), tier.capacity_bytes) for tier in topology.tiers)
         self._stripe_bytes = stripe_bytes_for(most)
         self._leaf = leaf or partial(make_leaf, topology=topology, stripe_bytes=self._stripe_bytes)
         self._pinner = pinner or make_pinner(topology)
@@ -89,6 +91,7 @@ class HostMemory:
             self.topology.tier(name)
         if nbytes == 0:
             return Buffer(0, 0, (), None)
+        self._all_pages()
         wanted, pinned = self._split(placement), placement.pinned and self._pin
         reason = ""  # as text: an exception kept here would keep this frame and so the buffer alive
         for split, full in self._attempts(wanted, placement):
@@ -110,6 +113,24 @@ class HostMemory:
             raise ValueError(f"a tensor cannot have the shape {tuple(shape)}")
         return self.allocate(prod(shape) * dtype.itemsize, placement, role).tensor(shape, dtype)
 
+    def count_in_place(self, address: int, nbytes: int, placement: Placement, role: TensorRole) -> Counted | None:
+        """Count bytes in memory of torch's own as being where `placement` wants them, until what is returned dies.
+
+        They are part of ``roles`` in `stats`, not of ``tiers``: nothing is held from the OS for them.
+
+        Returns:
+            None where that is not known: a node of this machine is not of the one tier that `placement` asks for first.
+            Also where it asks for page-locked memory, where the tier has a budget, and where the memory is this one's.
+        """
+        wanted = self._split(placement)
+        if len(wanted) != 1 or self._closed or self._pid != os.getpid() or (placement.pinned and self._pin):
+            return None
+        tier = self.topology.tier(wanted[0][0])
+        nodes = {node for each in self.topology.tiers for node in each.node_ids}
+        if tier.name in self._budgets or not nodes.issubset(tier.node_ids) or self.tier_at(address) is not None:
+            return None
+        return self._ledger.count(nbytes, role, tier.name)
+
     @property
     def pins(self) -> bool:
         """Whether ``Placement.pinned`` is honoured."""
@@ -122,16 +143,17 @@ class HostMemory:
 
     def free_bytes(self) -> dict[str, int]:
         """Return what each tier could still hold; tiers on the same nodes each count what they share."""
-        return {name: self._free(name) for name in self._pages}
+        return {name: self._free(name) for name in self._all_pages()}
 
     def stats(self) -> dict[str, Any]:
         """Return the accounts, JSON-able.
 
         ``tiers``: per tier ``capacity_bytes``, ``budget_bytes``, ``used_bytes`` (living buffers), ``peak_bytes`` (of
-        those) and ``held_bytes`` (from the OS). ``roles`` and ``peak_roles``: bytes per role and tier, now and at most.
+        those) and ``held_bytes`` (from the OS). ``roles`` and ``peak_roles``: bytes per role and tier, now and at most;
+        with those of `count_in_place`.
         """
         tiers = {}
-        for name, pages in self._pages.items():
+        for name, pages in self._all_pages().items():
             used, peak = self._ledger.tier_bytes(name)
             tiers[name] = {
                 "capacity_bytes": pages.tier.capacity_bytes,
@@ -146,12 +168,12 @@ class HostMemory:
     def tier_at(self, address: int) -> Tier | None:
         """Return the tier of the byte at `address`, None when the memory is not ours."""
         name = self._ledger.tier_at(address)
-        return None if name is None else self._pages[name].tier
+        return None if name is None else self.topology.tier(name)
 
     def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[Tier | None, int]]:
         """Yield (tier, bytes) of neighbouring parts of a range; None from where it is not in one of our buffers on."""
         for name, size in self._ledger.tiers_of(address, nbytes):
-            yield None if name is None else self._pages[name].tier, size
+            yield None if name is None else self.topology.tier(name), size
 
     def is_placed(self, address: int, placement: Placement) -> bool:
         """Whether the buffer that has `address` was allocated as `placement` wants it: same tiers, same shares."""
@@ -176,9 +198,22 @@ class HostMemory:
     def _start(self) -> None:
         self._pid = os.getpid()
         self._ledger = Ledger()
-        self._pages = {tier.name: TierPages(tier, self._leaf, self._limits[tier.name]) for tier in self.topology.tiers}
+        self._pages: dict[str, TierPages] = {}
         self._stacks: dict[Split, SplitStacks] = {}
         self._lock = threading.Lock()
+        self._all_pages()
+
+    def _limit(self, tier: Tier) -> int:
+        return self._budgets.get(tier.name, tier.capacity_bytes)
+
+    def _all_pages(self) -> dict[str, TierPages]:
+        """Return the pages of every tier; the topology may have one more than at the last call."""
+        if len(self._pages) < len(self.topology.tiers):
+            with self._lock:
+                new = [tier for tier in self.topology.tiers if tier.name not in self._pages]
+                made = {tier.name: TierPages(tier, self._leaf, self._limit(tier)) for tier in new}
+                self._pages = {**self._pages, **made}  # others may be reading the old one
+        return self._pages
 
     def _split(self, placement: Placement) -> Split:
         """Return tiers and shares in a form that is equal for splits that are."""
@@ -200,7 +235,9 @@ class HostMemory:
         with self._lock:
             if split not in self._stacks:
                 pages = {name: self._pages[name] for name, _ in split}
-                self._stacks[split] = SplitStacks(pages, dict(split), self._pinner, self._stripe_bytes)
+                self._stacks[split] = SplitStacks(
+                    pages, dict(split), self._pinner, self._stripe_bytes, self._reuse_below
+                )
             return self._stacks[split]
 
     def _all_stacks(self) -> list[SplitStacks]:
@@ -226,7 +263,7 @@ class HostMemory:
 
         def attempt() -> Buffer:
             if full is None:
-                return stacks.stack(role, pinned).allocate(nbytes, alignment=alignment)
+                return stacks.stack(role, pinned, nbytes).allocate(nbytes, alignment=alignment)
             full.clear()
             return stacks.lend(nbytes, role, pinned, alignment, full)
 

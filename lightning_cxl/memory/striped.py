@@ -4,10 +4,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from lightning_cxl._numa import Mapping
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PAGE_BYTES, PageSource, allocate_pages
 from lightning_cxl.memory.resource import Buffer, Span
+from lightning_cxl.native._numa import Mapping
 from lightning_cxl.units import format_bytes
 
 Parts = list[tuple[int, int]]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl import _adam
+from lightning_cxl.native import _adam
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.hyperparameters import check_options, check_ranges, scalars_of
 from lightning_cxl.optim.kernel_table import KernelTable, Update, is_as_before, signature_of

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_cxl import _grads
 from lightning_cxl.memory.host_tensors import is_dense, is_ordinary
+from lightning_cxl.native import _grads
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.number_formats import GRAD_FORMATS
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_cxl import _cpu
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.native import _cpu
 from lightning_cxl.optim.adam_step import AdamStep, written_by
 from lightning_cxl.optim.clipping import GradScale, Meter, ReadingMeter
 from lightning_cxl.optim.hyperparameters import check_options, check_ranges

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lightning_cxl import _adam, _cpu
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.native import _adam, _cpu
 
 BLOCK_SIZE = 256
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cxl import _adam
 from lightning_cxl.memory.host_tensors import is_dense
+from lightning_cxl.native import _adam
 from lightning_cxl.optim.eight_bit import BLOCK_SIZE
 from lightning_cxl.optim.hyperparameters import AdamScalars
 from lightning_cxl.optim.number_formats import (

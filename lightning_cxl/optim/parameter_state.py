@@ -129,11 +129,9 @@ class ParameterState:
     def _varying(self) -> list[tuple[str, torch.Tensor]]:
         """Return the entries of the state that steps change."""
         entries = [("step", self.step)]
-        for moment, keys in zip((self.momentum, self.variance), MOMENT_KEYS, strict=True):
-            if moment.scales is None:
-                entries.append((keys.values, moment.values))
-            else:
-                entries += [(keys.codes, moment.values), (keys.scales, moment.scales)]
+        pairs = list(zip((self.momentum, self.variance), MOMENT_KEYS, strict=True))
+        entries += [(keys.values if moment.scales is None else keys.codes, moment.values) for moment, keys in pairs]
+        entries += [(keys.scales, moment.scales) for moment, keys in pairs if moment.scales is not None]
         if self.remainder is not None:
             entries.append((REMAINDER, self.remainder))
         return entries

@@ -101,10 +101,13 @@ def _check_rules(
 def _check_spec(spec: TierSpec | None, source: str, topology: Topology) -> None:
     for field in SPEC_FIELDS if spec is not None else ():
         tier = getattr(spec, field)
-        if tier is not None and tier not in topology.names:
+        try:
+            if tier is not None:
+                topology.tier(tier)
+        except TierNotFoundError:
             raise TierNotFoundError(
                 f"{source} asks for {field} on tier {tier!r}; this machine has: {', '.join(map(repr, topology.names))}"
-            )
+            ) from None
 
 
 def _nearest(

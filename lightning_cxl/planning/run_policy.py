@@ -12,7 +12,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.machine.machine import Machine, check_split
-from lightning_cxl.machine.speeds import machine_of, machine_without_speeds
+from lightning_cxl.machine.speeds import machine_of, machine_without_speeds, with_new_tiers
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.policy import PlacementPolicy, RoleHomePolicy
@@ -42,7 +42,7 @@ class RunPolicy:
 
     def __init__(self, config: OffloadConfig, topology: Topology, device: torch.device, wanted: object) -> None:
         self._homes = RoleHomePolicy(topology, cpu_computes=device.type == "cpu")
-        self._tiers = topology.names
+        self._topology = topology
         chosen = choose(wanted, config, topology, device)
         self._planning = chosen if isinstance(chosen, Planning) else None
         self.name = "by role" if chosen is None else getattr(chosen, "name", type(chosen).__name__)
@@ -68,7 +68,9 @@ class RunPolicy:
             # how large they are may not be known yet; where they go is decided now
             unknown = MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=0)
             job = replace(job, classes=(*job.classes, unknown))
-        return DecidedPolicy(self._planning.decide(job, free, together), self._tiers, self._homes)
+        # since the policy was chosen, rules and decorators may have asked for one tier more
+        planning = replace(self._planning, machine=with_new_tiers(self._planning.machine, self._topology))
+        return DecidedPolicy(planning.decide(job, free, together), self._topology.names, self._homes)
 
 
 @dataclass(frozen=True, slots=True)

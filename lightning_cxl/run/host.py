@@ -16,7 +16,6 @@ from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.memory.lineage import ParameterOwners
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.placement.placement import TensorRole
@@ -60,10 +59,8 @@ class Host:
         self.topology = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
         pin = device.type != "cpu" if config.pin_memory == "auto" else bool(config.pin_memory)
         self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
-        self.owners = ParameterOwners()
-        """What is asked for the module of a master, for tensors that an optimizer makes from it."""
         self.policy = RunPolicy(config, self.topology, device, policy)
-        self.placer = Placer(self.topology, self.policy.at_first, self.memory.free_bytes, self.owners)
+        self.placer = Placer(self.topology, self.policy.at_first, self.memory.free_bytes)
         self.engine = make_engine(device) if engine is None else engine
 
     @property

@@ -46,6 +46,7 @@ class PlacedMemory:
         self._planned = planned
         self._heap = heap
         self._units = units
+        self._keeps_in_place = False
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
@@ -96,6 +97,15 @@ class PlacedMemory:
         placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
         self._plan_activation(nbytes, unit, placement)
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
+
+    def activation_in_place(self, tensor: torch.Tensor, nbytes: int, unit: str) -> object | None:
+        """Count an input of a unit that lies on its tier already; None if it does not. See `ActivationOffload`."""
+        placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
+        counted = self.memory.count_in_place(tensor.data_ptr(), nbytes, placement, TensorRole.ACTIVATIONS)
+        if counted is not None and not self._keeps_in_place:
+            self._keeps_in_place = True
+            self.memory.trim()  # what copies of inputs have used in the steps before
+        return counted
 
     def forward_is_over(self) -> None:
         """Let the plan of activations be complete."""

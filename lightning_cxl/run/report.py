@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_cxl.tables import table_lines
 from lightning_cxl.units import format_bytes
 
 _WIDTH = 110
@@ -13,7 +14,7 @@ _MAX_REASONS = 8
 def format_report(report: Mapping[str, Any]) -> str:
     """Return the report as text of at most about forty lines of at most 110 columns."""
     lines = [f"CXL offload on {report['device']}, {report['state']}"]
-    lines += _table(
+    lines += table_lines(
         ("tier", "capacity", "budget", "used", "peak"),
         [
             (name, *(_size(tier[key]) for key in ("capacity_bytes", "budget_bytes", "used_bytes", "peak_bytes")))
@@ -34,7 +35,7 @@ def format_report(report: Mapping[str, Any]) -> str:
             for tier in tiers
         ]
     if rows:
-        lines += ["", *_table(("role", "tier", "planned", "used", "peak"), rows), _total(report)]
+        lines += ["", *table_lines(("role", "tier", "planned", "used", "peak"), rows, left=2), _total(report)]
     lines += ["", f"policy: {report['policy']}", *_reasons(report["reasons"])]
     lines.append(f"parameters: {report['num_parameters']:,} ({report['num_trainable']:,} trained)")
     lines.append(f"units: {_units(report['units'])}")
@@ -77,14 +78,3 @@ def _units(names: list[str]) -> str:
 
 def _size(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else format_bytes(num_bytes)
-
-
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < len(header) - 3 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [header, *rows]
-    ]

@@ -45,6 +45,8 @@ class Residence:
         """Ids of the parameters that stream."""
         on_host = engine.device.type == "cpu"
         self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
+        self.unit_of = {id(place.parameter): unit for unit in self.units for place in unit.places}
+        """Unit of each streamed parameter, by the parameter's id."""
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
         self._streamer: ParamStreamer | None = None

@@ -25,12 +25,10 @@ from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
-from lightning_cxl.inventory.inventory import Inventory
+from lightning_cxl.inventory.inventory import Inventory, precisions_of
 from lightning_cxl.inventory.loop import Loop
-from lightning_cxl.inventory.sensitive import sensitive_parameters
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.scope import activate
-from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
@@ -99,45 +97,49 @@ class Run:
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             self._residence = Residence(model, self._placed, engine, inventory.streamed)
             decision.asked.read(model)  # some modules make new parameters when they move
-            cleanup.callback(self._residence.close)
-            units = self._residence.units
-            activations = ActivationOffload(engine, self._placed.activation, min_bytes=self.min_activation_bytes)
-            streamer = self._residence.stream(lambda: activations.phase)
-            overlaps = streamer is not None and inventory.overlap != "none"
+            overlaps = inventory.overlap != "none"
             worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
-            # what a gradient passes, the last first: [Note: Life of a gradient]
+            activations = ActivationOffload(
+                engine,
+                self._placed.activation,
+                min_bytes=self.min_activation_bytes,
+                keep_in_place=self._placed.activation_in_place,
+            )
+            streamer = self._residence.stream(lambda: activations.phase)
             sums = GradientSums(self._placed.like_all, self.meter, half_sums=config.accumulate == "bf16")
             arrived = ArrivedGradients(LeavingGradients(engine, self._placed.like_all, sums, worker), sums)
-            if worker is None or streamer is None:
-                self._updates = WholeUpdates(units, self.masters)
-            else:
-                in_backward = inventory.overlap == "backward"
-                self._updates = UnitUpdates(units, self.masters, worker, arrived, streamer, in_backward=in_backward)
+            units = self._residence.units
+            self._updates = (
+                WholeUpdates(units, self.masters)
+                if worker is None or streamer is None
+                else UnitUpdates(
+                    units, self.masters, worker, arrived, streamer, in_backward=inventory.overlap == "backward"
+                )
+            )
             self._grads = GradientSink(
                 engine,
                 sums,
                 arrived,
                 self._updates,
                 self._residence,
-                {id(place.parameter): unit for unit in units for place in unit.places},
+                self._residence.unit_of,
                 reserves_streamed=inventory.reserves_all_gradients,
                 are_read_early=loop.reads_gradients,
             )
-            cleanup.callback(self._grads.close)
-            if streamer is not None:
-                streamer.attach(self._grads)
-            cleanup.callback(activations.detach)
-            if inventory.units:
-                activations.attach(inventory.units, model)
-            forms = Forms(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
-            self._forms = forms
+            self._precisions = precisions_of(model, config)
             self._adoption = Adoption(
-                forms, self.masters, self._grads, self.guard, self._updates, self._placed, self.meter
+                self._precisions, self.masters, self._grads, self.guard, self._updates, self._placed, self.meter
             )
+            cleanup.callback(self._grads.close)
+            cleanup.callback(self._residence.close)
+            cleanup.callback(activations.detach)
             cleanup.callback(self._adoption.release)
             if worker is not None:
                 cleanup.callback(worker.shutdown)
             cleanup.callback(self._close_updates)
+            if streamer is not None:
+                streamer.attach(self._grads)
+            activations.attach(inventory.units, model)
             self._cleanup = cleanup.pop_all()
 
     def activate(self) -> AbstractContextManager[Any]:
@@ -154,7 +156,7 @@ class Run:
             UnsupportedError: an Adam option that `CPUAdam` does not have.
         """
         self._host.memory.trim()  # what weights that have moved have left
-        self._forms.consider(optimizers)
+        self._precisions.consider(optimizers)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         except BaseException:
@@ -170,7 +172,7 @@ class Run:
         self._adoption.adopt_joined()
 
     def rehome_state(self, optimizer: Optimizer) -> None:
-        """Move optimizer state that was loaded to where the policy wants it."""
+        """Move optimizer state in ordinary memory that was loaded to where the policy wants it."""
         self._adoption.rehome_state(optimizer)
 
     # -- steps -------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.caches import KeptCache, cached_tensors, can_replace, is_cache, replaced
 from lightning_cxl.streaming.comparisons import Comparisons
+from lightning_cxl.streaming.in_place import InPlaceInput, KeepInPlace, input_bytes, may_stay
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
 from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
@@ -50,15 +51,26 @@ class ActivationOffload:
         allocate: gives host memory for ``(nbytes, unit_name)``; the bytes are free again when the last tensor over
             them has died. Its errors reach the caller of the unit.
         min_bytes: inputs smaller than this are held by reference.
+        keep_in_place: says which inputs lie on their tier already, for a device that computes on host memory; None
+            where all are to be copied.
     """
 
-    def __init__(self, engine: TransferEngine, allocate: Allocate, *, min_bytes: int = DEFAULT_MIN_BYTES) -> None:
+    def __init__(
+        self,
+        engine: TransferEngine,
+        allocate: Allocate,
+        *,
+        min_bytes: int = DEFAULT_MIN_BYTES,
+        keep_in_place: KeepInPlace | None = None,
+    ) -> None:
         self.engine = engine
         self.placeholder = torch.empty(0, device=engine.device)
         self._allocate = allocate
         self._min_bytes = min_bytes
         self._ledger = Ledger()
         self._stored: weakref.WeakValueDictionary[int, StoredInput] = weakref.WeakValueDictionary()  # by id of source
+        self._in_place: weakref.WeakValueDictionary[int, InPlaceInput] = weakref.WeakValueDictionary()  # likewise
+        self._keep_in_place = keep_in_place if engine.computes_on_host else None
         self.phase: Literal["forward", "recompute"] | None = None
         """Why a unit's own forward runs now: for the first time, to be repeated; again, in backward; or neither."""
         self._latest: Callable[[], _UnitCall | None] = _no_call
@@ -96,15 +108,41 @@ class ActivationOffload:
         """Return ``saved_bytes`` and ``num_saved`` (inputs on the tier now) and ``peak_saved_bytes``."""
         return self._ledger.stats()
 
-    def store(self, tensor: torch.Tensor, unit: str) -> StoredInput | None:
-        """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there."""
+    @property
+    def may_keep_in_place(self) -> bool:
+        """Whether some inputs may stay where they are. See [Note: Inputs kept in place]."""
+        return self._keep_in_place is not None
+
+    def store(self, tensor: torch.Tensor, unit: str, *, lasts: bool = False) -> StoredInput | InPlaceInput | None:
+        """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there.
+
+        Args:
+            tensor: an input of a unit.
+            unit: its name.
+            lasts: nobody is expected to change the tensor, which may therefore be its own image.
+        """
         if not can_store(tensor, self.engine.device, self._min_bytes):
             return None
+        in_place = self._stay(tensor, unit) if lasts else None
+        if in_place is not None:
+            return in_place
         stored = self._stored.get(id(tensor))
         if stored is None or not stored.is_image_of(tensor):
             stored = StoredInput(tensor, self.engine, self._allocate, unit, self._ledger)
             self._stored[id(tensor)] = stored
         return stored
+
+    def _stay(self, tensor: torch.Tensor, unit: str) -> InPlaceInput | None:
+        """Return `tensor` as its own image; None where it must be copied."""
+        if self._keep_in_place is None or not may_stay(tensor):
+            return None
+        kept = self._in_place.get(id(tensor))
+        if kept is None or not kept.is_of(tensor):
+            count = self._keep_in_place(tensor, input_bytes(tensor), unit)
+            if count is None:
+                return None
+            self._in_place[id(tensor)] = kept = InPlaceInput(tensor, unit, count, self._ledger)
+        return kept
 
     @contextmanager
     def running(self, phase: Literal["forward", "recompute"]) -> Iterator[None]:
@@ -129,6 +167,7 @@ class UnitForward(StandIn):
         self.offload = offload
         self.name = name
         self.changed_inputs: set[int] = set()  # positions among the tensors of a call; see UnitInput
+        self.lasting: dict[int, bool] = {}  # by position; see [Note: Inputs kept in place]
         self.is_observed = False
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,9 +194,15 @@ class UnitForward(StandIn):
 
     def keep(self, tensor: torch.Tensor, position: int) -> UnitInput:
         """Keep a tensor that a call is given; `position` counts the different tensors of the call."""
-        kept = self.offload.store(tensor, self.name) or HeldInput(tensor, self.name)
         cautious = not self.is_observed or position in self.changed_inputs
-        return UnitInput(tensor, kept, self.name, cautious=cautious)
+        lasts = self.lasting.get(position, False) and not cautious
+        stored = self.offload.store(tensor, self.name, lasts=lasts)
+        watched = stored is not None and self.offload.may_keep_in_place
+        return UnitInput(tensor, stored or HeldInput(tensor, self.name), self.name, cautious=cautious, watched=watched)
+
+    def learn(self, position: int, has_lasted: bool) -> None:
+        """Note whether an input had its values still when it was needed again."""
+        self.lasting[position] = has_lasted and self.lasting.get(position, True)
 
 
 class _UnitCall:
@@ -211,10 +256,14 @@ class _UnitCall:
                     "recompute cannot repeat that. Let it work on a clone, or leave it out of `units`."
                 )
         for each in self._inputs:
-            each.release()
+            each.release(self._unit.offload.engine)
 
     def _recompute(self) -> Any:
         engine = self._unit.offload.engine
+        for position, each in enumerate(self._inputs):
+            has_lasted = each.has_lasted()
+            if has_lasted is not None:
+                self._unit.learn(position, has_lasted)
         tensors = {each: each.load(engine) for each in self._inputs}
         before = self._before()
         if before is not None:

@@ -12,6 +12,7 @@
   version. An exact image is kept: same strides, same address modulo 64, so that a recompute runs the same kernels.
 * Held (masks, position embeddings, ids, small or sparse tensors): a detached alias, and its version is checked.
   Holding the tensor itself could close a cycle through the graph that no garbage collector sees.
+* Kept in place (lies on its tier already): held, too. See [Note: Inputs kept in place].
 """
 
 import weakref
@@ -22,7 +23,7 @@ from typing import Protocol
 import torch
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.streaming.versions import stale_error, version_of
+from lightning_cxl.streaming.versions import stale_error, version_of, version_only
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _ALIGNMENT = 64  # bytes; what torch's own allocations and ours start at
@@ -138,6 +139,7 @@ class UnitInput:
         kept: its image on the tier, or how it is held.
         unit: name, for errors.
         cautious: the unit is known to change this input in place, or nothing is known about it yet.
+        watched: `has_lasted` will be asked.
     """
 
     __slots__ = (
@@ -151,13 +153,23 @@ class UnitInput:
         "_spare",
         "_unit",
         "_version",
+        "_watch",
     )
 
-    def __init__(self, tensor: torch.Tensor, kept: StoredInput | HeldInput, unit: str, *, cautious: bool) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        kept: StoredInput | HeldInput,
+        unit: str,
+        *,
+        cautious: bool,
+        watched: bool = False,
+    ) -> None:
         self._kept = kept
         self._unit = unit
         self._requires_grad = tensor.requires_grad
         self._version = version_of(tensor)
+        self._watch = version_only(tensor) if watched else None
         self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter
         self._spare: torch.Tensor | None = None
         self._on_the_way: tuple[torch.Tensor, Transfer] | None = None
@@ -185,7 +197,11 @@ class UnitInput:
             return False
         return self._alias.untyped_storage().data_ptr() == other._alias.untyped_storage().data_ptr()
 
-    def release(self) -> None:
+    def has_lasted(self) -> bool | None:
+        """Return whether nobody has changed the tensor since the forward was given it; None where it is not watched."""
+        return None if self._watch is None else version_of(self._watch) == self._version
+
+    def release(self, engine: TransferEngine) -> None:
         """Keep what a recompute needs and drop the rest.
 
         Raises:
@@ -201,7 +217,7 @@ class UnitInput:
             self._kept = HeldInput(self._spare, self._unit)
         if isinstance(self._kept, StoredInput):
             self._kept.transfer.wait()
-            self._near = None if self._is_changed else self._alias
+            self._near = None if self._is_changed or engine.computes_on_host else self._alias
         self._alias = self._spare = None
 
     def let_go(self) -> None:

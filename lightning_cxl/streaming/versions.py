@@ -14,3 +14,10 @@ def stale_error(what: str, version: int | None, expected: int | None) -> Runtime
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
         f"version {version}, the forward saw version {expected}. Run backward before changing it, or change a clone."
     )
+
+
+def version_only(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor that has the version of `tensor` now and later, and keeps none of its memory."""
+    watch = tensor.detach()  # shares the version counter, and keeps it when its data is replaced
+    watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return watch

@@ -25,8 +25,8 @@ from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.forms import Forms
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.host_step import HostStep, StateMemory
 from lightning_cxl.updates.torch_names import class_in_place_of
@@ -37,7 +37,7 @@ class Adoption:
     """Adopts the optimizers of one run.
 
     Args:
-        forms: which optimizers become `CPUAdam`, and in which precision their masters and state are kept.
+        precisions: which optimizers become `CPUAdam`, and in which precision their masters and state are kept.
         masters: finds or makes master weights.
         grads: receives the gradients of adopted parameters.
         guard: is asked before every update.
@@ -48,7 +48,7 @@ class Adoption:
 
     def __init__(
         self,
-        forms: Forms,
+        precisions: Precisions,
         masters: MasterWeights,
         grads: GradientSink,
         guard: OverflowGuard,
@@ -56,7 +56,7 @@ class Adoption:
         memory: StateMemory,
         meter: GradientMeter,
     ) -> None:
-        self._forms = forms
+        self._precisions = precisions
         self._masters = masters
         self._grads = grads
         self._guard = guard
@@ -74,7 +74,7 @@ class Adoption:
         self._adopted.append((optimizer, optimizer, None))
         self._take_in(optimizer, optimizer.param_groups)
         current = optimizer
-        if self._forms.becomes_cpu_adam(optimizer):
+        if self._precisions.becomes_cpu_adam(optimizer):
             current = self._make_cpu_adam(optimizer)
             current.enter_run(self._meter, self._updates.wait)
         else:
@@ -130,7 +130,7 @@ class Adoption:
         self._grads.watch(hosts)
 
     def _hosts_of(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> list[HostParameter]:
-        return [self._masters.adopt(p, self._forms.form_for(optimizer, p)) for p in parameters]
+        return [self._masters.adopt(p, self._precisions.form_for(optimizer, p)) for p in parameters]
 
     def release(self) -> None:
         """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
@@ -176,8 +176,8 @@ class Adoption:
         options: dict[str, Any] = {
             "num_threads": self._meter.num_threads,
             "compute_weights": self._masters.kernel_weights,
-            "state": self._forms.state,
-            "fp32_state": _Sensitive(self._masters, partial(self._forms.is_sensitive, optimizer)),
+            "state": self._precisions.state,
+            "fp32_state": _Sensitive(self._masters, partial(self._precisions.is_sensitive, optimizer)),
         }
         if isinstance(optimizer, CPUAdam):  # the user's own: what it was constructed with holds
             options |= {

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_cxl._numa import page_nodes
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import Budget, BudgetResource
@@ -20,6 +19,7 @@ from lightning_cxl.memory.resource import Buffer, MemoryResource
 from lightning_cxl.memory.split_stacks import SplitStacks
 from lightning_cxl.memory.striped import StripedResource
 from lightning_cxl.memory.tier_pages import TierPages
+from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.placement.placement import TensorRole
 
 MIB = 2**20

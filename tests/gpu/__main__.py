@@ -78,7 +78,7 @@ def build(limit_s: float) -> Part:
     jobs = str(min(len(COMPILED), os.cpu_count() or 1))
     part = run([sys.executable, "-c", command, "build_ext", "--inplace", "--parallel", jobs], limit_s)
     part.pop("output")
-    names = [f"lightning_cxl.{name}" for name in COMPILED]
+    names = [f"lightning_cxl.native.{name}" for name in COMPILED]
     # of this tree: another one that is installed here would be found, too
     load = f"import importlib, sys; sys.exit(any(not importlib.import_module(n).__file__.startswith({str(ROOT)!r}) "
     load += f"for n in {names}) and 'the compiled modules are not those of this tree')"

@@ -33,7 +33,7 @@ def environment() -> Figures:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     import lightning_cxl
-    from lightning_cxl import _cpu
+    from lightning_cxl.native import _cpu
 
     device = training_device.chosen
     found: Figures = {

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from tests.integration.training import make_trainer
+from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
 
@@ -106,7 +106,7 @@ class Holding(Task):
 @pytest.mark.on_cpu
 def test_what_the_run_held_goes_back_at_teardown():
     module = Holding(big_model())
-    make_trainer("cxl_offload", max_steps=2).fit(module, token_data())
+    make_trainer(offload(tiers={"cxl": "1GiB"}), max_steps=2).fit(module, token_data())
     gc.collect()
     roles = module.memory.stats()["roles"]
     weights = sum(p.numel() * 4 for p in module.parameters())

@@ -247,7 +247,7 @@ def test_several_devices_are_refused():
 
 
 def test_print_and_report():
-    trainer = make_trainer("cxl_offload", max_steps=2)
+    trainer = make_trainer(offload(tiers={"cxl": "1GiB"}), max_steps=2)
     assert "not set up" in str(trainer.strategy)
     trainer.fit(Task(TinyTransformer()), token_data())
     text = str(trainer.strategy)

@@ -1,12 +1,15 @@
 """Where bytes are after the strategy placed them: asked from the kernel, and from the accounts."""
 
+import json
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl import ConfigError, TierFullError, TierNotFoundError, residency
+from lightning_cxl import ConfigError, TierFullError, TierKind, TierNotFoundError, Topology, residency
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
@@ -41,7 +44,7 @@ def run(strategy, model=None, steps=2, optimizer="adamw", **optimizer_args):
 
 
 def test_everything_has_a_known_home():
-    module = run("cxl_offload")
+    module = run(offload(tiers={"cxl": "1GiB"}))
     roles = module.report["roles"]
     weights = sum(p.numel() * 4 for p in module.parameters())
     assert roles["compute_weights"] == {"dram": weights}
@@ -158,7 +161,7 @@ def test_views_of_one_storage_are_left_together():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"tier_rules": {"model.*": {"weights": "hbm"}}}, TierNotFoundError, r"hbm.*'dram'.*'cxl'"),
+        ({"tier_rules": {"model.*": {"weights": "hbm"}}}, TierNotFoundError, r"hbm.*this machine has: 'dram'"),
         (
             {"tier_rules": {"model.layers.*": "cxl"}},
             ConfigError,
@@ -198,12 +201,46 @@ def test_budget_too_small_for_the_optimizer_is_refused_before_training():
 
 
 def test_spill_is_announced_and_counted():
-    options = {"tiers": {"dram": int(2.5 * 4 * NUM)}}
+    options = {"tiers": {"dram": int(2.5 * 4 * NUM), "cxl": "1GiB"}}
     with pytest.warns(lightning_cxl.SpillWarning, match=r"went to tier `cxl`: `dram` has"):
         module = run(offload(**options))
     assert module.report["tiers"]["dram"]["used_bytes"] <= options["tiers"]["dram"]
     spilled = sum(tiers.get("cxl", 0) for role, tiers in module.report["roles"].items() if role != "activations")
     assert spilled > 0
+
+
+@pytest.fixture
+def no_card(monkeypatch):
+    found = Topology.detect()
+    bare = Topology(found.select(kind=TierKind.DRAM), found.root, backs_cxl=True)
+    monkeypatch.setattr(Topology, "detect", lambda **options: bare)
+
+
+def test_without_a_card_there_is_one_tier_and_no_word_about_another(no_card):
+    strategy = offload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lightning_cxl.MissingTierWarning)
+        module = run(strategy)
+    assert list(module.report["tiers"]) == ["dram"]
+    assert all(set(where) == {"dram"} for where in module.report["peak_roles"].values())
+    assert "cxl" not in str(strategy).replace("CXL offload", "").lower()
+    assert "cxl" not in json.dumps(module.report)
+
+
+def test_without_a_card_the_tier_that_a_decorator_names_is_dram_with_one_warning(no_card):
+    model = TinyTransformer()
+    lightning_cxl.tier(activations="cxl")(model.blocks[1])
+    with pytest.warns(lightning_cxl.MissingTierWarning) as caught:
+        module = run(offload(policy="latency_first"), model)
+    assert sum(issubclass(each.category, lightning_cxl.MissingTierWarning) for each in caught) == 1
+    assert set(module.report["tiers"]) == {"dram", "cxl"}
+    assert module.report["peak_roles"]["activations"]["cxl"] > 0
+    assert set(module.report["peak_roles"]["momentum"]) == {"dram"}
+
+
+def test_a_budget_of_the_only_tier_is_a_limit(no_card):
+    with pytest.raises(TierFullError, match=r"MOMENTUM|VARIANCE"):
+        run(offload(tiers={"dram": int(2.5 * 4 * NUM)}))
 
 
 def test_zero_size_parameters_train():
@@ -234,7 +271,7 @@ def test_user_tensors_in_a_step_count_against_the_runs_budget():
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
 def test_activations_are_planned_once_the_first_units_have_run(num_layers, accumulate):
     rules = {"model.model.layers.3": {"activations": "dram"}} if num_layers > 3 else {}
-    strategy = offload(tier_rules=rules)
+    strategy = offload(tier_rules=rules, tiers={"cxl": "1GiB"})
     trainer = make_trainer(strategy, max_steps=2, accumulate_grad_batches=accumulate)
     trainer.fit(LlamaTask(tiny_llama(num_layers)), token_data())
     report = strategy.report()

@@ -215,7 +215,7 @@ def test_the_policy_comes_from_the_environment(monkeypatch):
 
 
 def test_an_object_is_a_policy():
-    _, report = fit(policy=MomentumFar())
+    _, report = fit(policy=MomentumFar(), tiers={"cxl": "1GiB"})
     assert set(report["peak_roles"]["momentum"]) == {"cxl"}
     assert set(report["peak_roles"]["variance"]) == {"dram"}
     assert report["policy"] == "MomentumFar"

@@ -40,8 +40,8 @@ def copy_tree(target: Path) -> None:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
-    for path in (ROOT / "lightning_cxl").glob("*.so"):
-        shutil.copy(path, target / "lightning_cxl")  # with the time of now: newer than its sources
+    for path in (ROOT / "lightning_cxl" / "native").glob("*.so"):
+        shutil.copy(path, target / "lightning_cxl" / "native")  # with the time of now: newer than its sources
 
 
 def compile_kernels(root: Path) -> None:
@@ -53,7 +53,7 @@ def compile_kernels(root: Path) -> None:
 
 
 def remember_kernels(root: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in (root / "lightning_cxl").glob("*.so")}
+    return {path: path.read_bytes() for path in (root / "lightning_cxl" / "native").glob("*.so")}
 
 
 def run_tests(root: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:

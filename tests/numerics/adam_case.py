@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from lightning_cxl import _adam, _cpu
+from lightning_cxl.native import _adam, _cpu
 from lightning_cxl.optim import number_formats as formats
 from lightning_cxl.optim.eight_bit import BLOCK_SIZE
 from lightning_cxl.optim.hyperparameters import AdamScalars

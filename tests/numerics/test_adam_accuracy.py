@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl import _adam
+from lightning_cxl.native import _adam
 from lightning_cxl.optim.hyperparameters import AdamScalars
 from tests.numerics.adam_case import COMBINATIONS, ISAS, Case, equal_bits, examples, hyper_parameters, seeds, steps
 from tests.numerics.bit_patterns import bfloat16_neighbours, ulp

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl import _adam, _cpu
+from lightning_cxl.native import _adam, _cpu
 from lightning_cxl.optim import number_formats as formats
 from lightning_cxl.optim.hyperparameters import AdamScalars
 from tests.numerics.adam_case import (

@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_cxl import _cpu
+from lightning_cxl.native import _cpu
 from lightning_cxl.optim import number_formats as formats
 from tests.numerics.adam_case import ISAS, PLAIN, TENSORS, Case, Formats, scalars_at, update
 from tests.numerics.big_tensors import BigMemory

@@ -9,7 +9,7 @@ import pytest
 import torch
 from adam_bench.memory import peak_bytes, reset_peak
 
-from lightning_cxl import _cpu, _grads
+from lightning_cxl.native import _cpu, _grads
 from tests.numerics.big_tensors import PAGE, BigMemory
 from tests.numerics.reference import gradients as grad_reference
 from tests.wide_instructions import functions_with_avx

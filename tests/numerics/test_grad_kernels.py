@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cxl import _cpu, _grads
+from lightning_cxl.native import _cpu, _grads
 from lightning_cxl.optim.number_formats import GRAD_FORMATS
 from tests.numerics.reference import gradients as grad_reference
 

@@ -38,14 +38,13 @@ def all_step_contenders(problem: Problem, num_threads: int) -> list[Contender]:
         step = peers.compiled_step(problem, problem.parameters)
         return lambda: step(1.0)
 
-    found = [Contender("DeepSpeed CPUAdam", lambda: peers.deepspeed_adam(problem), optional=True)]
+    found, nbytes = step_contenders(problem, num_threads), 28 * problem.numel
+    found.append(Contender("DeepSpeed CPUAdam", lambda: peers.deepspeed_adam(problem), True, nbytes))
     if len(problem.parameters) == 1:
-        found.append(Contender("torch.compile", compiled, optional=True))
+        found.append(Contender("torch.compile", compiled, True, nbytes))
     if fits(8 * problem.numel, f"torch foreach on {problem.layout.label} (temporaries)"):
-        found.append(Contender("torch foreach", lambda: torch_adamw(problem, foreach=True)))
-    traffic_bytes = 28 * problem.numel
-    others = [Contender(one.name, one.make, one.optional, traffic_bytes) for one in found]
-    return [*step_contenders(problem, num_threads), *others]
+        found.append(Contender("torch foreach", lambda: torch_adamw(problem, foreach=True), False, nbytes))
+    return found
 
 
 def step_section(results: Results, options: Options) -> Curves:

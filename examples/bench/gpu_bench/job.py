@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cxl.commands.plan.shapes import shape_config
+from lightning_cxl.weights.published import SHAPES
 
-MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "mistral-nemo-12b", "tiny")
+SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "mistral-nemo-12b", "tiny")
 _TINY = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -56,7 +56,7 @@ def make_model(shape: str, seq: int) -> WithLoss:
 
 def _fields(shape: str) -> dict[str, Any]:
     """Return what decides about shapes of weights, as in the model's own config.json, with the head size."""
-    found = shape_config(shape) or _TINY
+    found = SHAPES[shape].config if shape in SHAPES else _TINY
     fields = {name: found[name] for name in _TINY}
     return fields | {"head_dim": found.get("head_dim", found["hidden_size"] // found["num_attention_heads"])}
 

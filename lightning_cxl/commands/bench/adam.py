@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.bench.contenders import ROOF, Options, check_contenders, state_contenders, step_contenders
 from lightning_cxl.commands.bench.tensors import Problem, filled, fits, one_tensor, parse_count
 from lightning_cxl.commands.measuring.results import Results, machine
 from lightning_cxl.commands.measuring.timing import measure
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.native import _cpu
 
 _DESCRIPTION = """\
 Time per parameter of CPUAdam and of the gradient check on this machine, against the roof (a loop that only moves the
@@ -22,7 +22,9 @@ medians, the spread of all rounds, and the median of the rounds' ratios."""
 
 def main(arguments: Sequence[str]) -> None:
     """Measure what the arguments ask for; print tables and write JSON."""
-    parser = make_parser("python -m lightning_cxl bench", _DESCRIPTION)
+    parser = make_parser(
+        "python -m lightning_cxl bench", _DESCRIPTION, "python -m lightning_cxl bench adam --sizes 1M 20M"
+    )
     parser.add_argument("name", choices=["adam"], help="what is measured")
     args = parser.parse_args(arguments)
     options, results = begin(parser, args)
@@ -62,10 +64,13 @@ def _time_check(results: Results, options: Options, dtype: torch.dtype, name: st
 # -- the command line, which `examples/bench/adam.py` shares -----------------------------------------------------------
 
 
-def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+def make_parser(program: str, description: str | None, example: str) -> argparse.ArgumentParser:
     """Return a parser of sizes, rounds, threads and the file of numbers."""
     parser = argparse.ArgumentParser(
-        program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        program,
+        description=description,
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--sizes",

@@ -2,24 +2,23 @@
 
 import argparse
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.calibrate.measure import NamedEngine, Row, measure_machine
 from lightning_cxl.commands.calibrate.options import QUICK, Options
 from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 from lightning_cxl.commands.measuring.timing import cpu_seconds, others_fraction
 from lightning_cxl.devices.device_type import devices_apart
-from lightning_cxl.errors import ConfigError, LightningCXLError, MissingTierWarning
+from lightning_cxl.errors import ConfigError, LightningCXLError
 from lightning_cxl.machine.calibration import save_calibration
 from lightning_cxl.machine.machine_file import save_machine
 from lightning_cxl.machine.speeds import machine_of
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.native import _cpu
 from lightning_cxl.transfer.engine import make_engine
 
 _DESCRIPTION = """\
@@ -30,9 +29,14 @@ for this machine and used by the planner; `python -m lightning_cxl env` shows it
 _SCALES = {"B/s": (1e-9, "GB/s"), "FLOP/s": (1e-12, "TFLOP/s"), "ns": (1.0, "ns"), "s": (1e6, "us")}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure what the arguments ask for, print a table, and keep the result."""
-    parser = argparse.ArgumentParser("python -m lightning_cxl calibrate", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        "python -m lightning_cxl calibrate",
+        description=_DESCRIPTION,
+        epilog="example: python -m lightning_cxl calibrate --quick --output machine.yaml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="also write this machine as YAML, to edit and reuse"
     )
@@ -44,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not target.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {target}: its folder does not exist")
     start, busy = time.perf_counter(), cpu_seconds()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MissingTierWarning)  # nodes are measured, not tiers
-        topology = Topology.detect()
+    topology = Topology.detect()
     threads = torch.get_num_threads()
     torch.set_num_threads(_cpu.available_threads())
     devices = devices_apart()

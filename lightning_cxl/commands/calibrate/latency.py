@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from lightning_cxl import _membench
 from lightning_cxl.commands.calibrate.nodes import Caches, node_resources, room_bytes
 from lightning_cxl.commands.calibrate.options import Figure, Options
 from lightning_cxl.commands.measuring.timing import Contender, measure
 from lightning_cxl.machine.cpus import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.native import _membench
 
 _CACHES = 4  # as many times as large is a chain
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.calibrate.compute import measure_flops
 from lightning_cxl.commands.calibrate.copies import D2H, H2D, Copies, measure_copies, pinned
 from lightning_cxl.commands.calibrate.latency import measure_latency
@@ -18,6 +17,7 @@ from lightning_cxl.machine.calibration import Calibration, DeviceSpeeds, NodeSpe
 from lightning_cxl.machine.fingerprint import cpu_model
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.split_stacks import Pinner
+from lightning_cxl.native import _cpu
 from lightning_cxl.transfer.engine import HostEngine, TransferEngine
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.calibrate.options import Figure, Options
 from lightning_cxl.commands.measuring.roof import Roof, Stream, read, update, write
 from lightning_cxl.commands.measuring.timing import Contender, measure
@@ -14,6 +13,7 @@ from lightning_cxl.machine.nodes import parse_id_list, read_text
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.memory.resource import MemoryResource
+from lightning_cxl.native import _cpu
 from lightning_cxl.units import format_bytes, parse_bytes
 
 READ, WRITE, ADAM = "read", "write", "Adam's mix"

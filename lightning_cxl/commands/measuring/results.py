@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.commands.measuring.timing import Timings
 from lightning_cxl.machine.calibration import QUIET_FRACTION
 from lightning_cxl.machine.fingerprint import cpu_model
+from lightning_cxl.native import _cpu
+from lightning_cxl.tables import table_lines
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,9 @@ class Results:
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of text, the first column to the left, the others to the right; empty columns are left out."""
-    columns = [column for column in zip(*rows, strict=True) if any(column)]
-    widths = [max(map(len, column)) for column in columns]
-    for first, *others in zip(*columns, strict=True):
-        right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        print("  " + "  ".join([first.ljust(widths[0]), *right]).rstrip())
+    """Print a table; its first row has the titles, and its first column is text, the others are numbers."""
+    header, *others = rows
+    print("\n".join(table_lines(header, others, indent=2)))
 
 
 def machine(num_threads: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cxl import _cpu, _membench
+from lightning_cxl.native import _cpu, _membench
 
 _CALIBRATION_RUNS = 5
 # prefetchers of all CPUs we know follow at least so many places at once

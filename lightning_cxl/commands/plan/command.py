@@ -2,13 +2,17 @@
 
 import argparse
 import json
-import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_cxl.commands.measuring.pictures import check_matplotlib
-from lightning_cxl.commands.plan.study import Settings, Study
-from lightning_cxl.commands.plan.text import Findings, as_data, as_text
+from lightning_cxl.commands.plan.advice import what_fits
+from lightning_cxl.commands.plan.findings import Findings, as_data
+from lightning_cxl.commands.plan.planned_model import PlannedModel
+from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.commands.plan.text import as_text
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.machine import Machine
@@ -24,7 +28,7 @@ _DESCRIPTION = """Say before a run what it would keep where, whether that fits, 
 weights are loaded; seconds are predicted, not measured. Exit status: 0 if the job fits, 2 if it does not."""
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Plan a job as the options say and print it.
 
     Returns:
@@ -50,7 +54,7 @@ def main(arguments: list[str]) -> int:
         loss=options.loss,
     )
     machine = _this_machine() if options.tiers is None else load_machine(options.tiers)
-    found = look(Study(options.model), settings, machine, options.policy)
+    found = look(PlannedModel(options.model), settings, machine, options.policy)
     print(as_text(found))
     if options.json is not None:
         _write(options.json, json.dumps(as_data(found), indent=1) + "\n")
@@ -61,11 +65,11 @@ def main(arguments: list[str]) -> int:
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def look(study: Study, settings: Settings, machine: Machine, policy: str | None = None) -> Findings:
+def look(model: PlannedModel, settings: Settings, machine: Machine, policy: str | None = None) -> Findings:
     """Return everything there is to say about a job.
 
     Args:
-        study: of the model.
+        model: to train.
         settings: of the job.
         machine: to run on.
         policy: shown in full; built-in, or the import path of a class. None: ``"bandwidth"`` where speeds are known,
@@ -75,7 +79,7 @@ def look(study: Study, settings: Settings, machine: Machine, policy: str | None 
         ConfigError: no such policy, one that needs speeds that are not known, or settings that do not go together.
     """
     policy = policy or ("bandwidth" if machine.has_speeds else "latency_first")
-    planned = study.job(settings, machine)
+    planned = model.job(settings, machine)
     plans = compare(planned.job, machine, dict.fromkeys([*POLICIES, policy]))
     if plans[policy].needs_speeds:
         raise ConfigError(
@@ -83,13 +87,9 @@ def look(study: Study, settings: Settings, machine: Machine, policy: str | None 
             f"`python -m lightning_cxl calibrate`, describe a machine in a file (--tiers; examples are in "
             f"examples/machines), or choose another policy"
         )
-    found = Findings(
-        study.name, settings, machine, planned, policy, plans, dram_only_time(planned.job, machine), changes=()
-    )
-    if found.fits:
-        return found
-    changes = study.what_fits(settings, machine, policy)
-    return Findings(study.name, settings, machine, planned, policy, plans, found.dram_only, changes)
+    dram_only = dram_only_time(planned.job, machine)
+    found = Findings(model.name, settings, machine, planned, policy, plans, dram_only, changes=())
+    return found if found.fits else replace(found, changes=what_fits(model, settings, machine, policy))
 
 
 def _this_machine() -> Machine:
@@ -105,7 +105,12 @@ def _this_machine() -> Machine:
 
 def _parser() -> argparse.ArgumentParser:
     default = Settings()
-    parser = argparse.ArgumentParser("python -m lightning_cxl plan", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        "python -m lightning_cxl plan",
+        description=_DESCRIPTION,
+        epilog="example: python -m lightning_cxl plan --model llama-3.1-8b --tiers examples/machines/one_card.yaml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add: Any = parser.add_argument
     add("--model", required=True, help="folder with a config.json, hub id, or a shape such as llama-3.1-8b")
     add("--seq", type=int, default=default.sequence, help="tokens per sequence (%(default)s)")
@@ -143,8 +148,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}. Give a file in a folder that exists") from error
-
-
-def run() -> None:
-    """Run the command with `sys.argv`."""
-    sys.exit(main(sys.argv[2:]))

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from lightning_cxl.commands.plan.text import Findings
+from lightning_cxl.commands.plan.findings import Findings
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.planning.compare import PolicyPlan
 from lightning_cxl.planning.jobs.step import StepTime

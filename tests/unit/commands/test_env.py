@@ -66,12 +66,18 @@ def test_this_machine_can_be_reported_without_a_warning():
     assert format_environment(report).startswith("Versions\n")
 
 
-def test_missing_card_is_told_in_the_report_alone():
+def test_a_machine_without_a_card_is_told_nothing_about_one(tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(FIXTURES / "2socket", root)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = environment_report(FIXTURES / "2socket")
-    assert report["tiers"][1]["emulated"]
-    assert any("no CXL memory" in text for text in report["advice"])
+        report = environment_report(root)
+    assert [tier["name"] for tier in report["tiers"]] == ["dram"]
+    assert list(report["speeds"]) == ["dram"]
+    text = format_environment({**report, "versions": {}})
+    assert "cxl" not in text.lower() and text.count("dram: 2.9 GiB") == 1
+    (root / "sys/bus/cxl/devices/mem0").mkdir(parents=True)
+    assert any("CXL card is not used (mem0)" in text for text in environment_report(root)["advice"])
 
 
 def test_card_outside_the_cpuset_or_movable(tmp_path):

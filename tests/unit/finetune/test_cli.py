@@ -112,15 +112,6 @@ def test_a_wrong_yaml_is_refused_by_name(command, tmp_path, capsys, text):
     assert "error" in capsys.readouterr().err
 
 
-def test_help_names_the_subcommands_and_env(command, capsys):
-    with pytest.raises(SystemExit) as caught:
-        command("--help", tiny=False)
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    for word in ("fit", "validate", "test", "predict", "python -m lightning_cxl env"):
-        assert word in shown
-
-
 def test_env_prints_the_machine(command, capsys):
     command("env", tiny=False)
     assert "dram" in capsys.readouterr().out

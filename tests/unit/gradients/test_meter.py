@@ -178,6 +178,15 @@ def test_odd_tensors(name):
     assert GradientMeter().sums([grad]) == pytest.approx([exact(dense)], rel=1e-6)
 
 
+def test_changed_values_of_a_sparse_gradient_are_noticed():
+    indices, values = torch.tensor([[1, 3]]), torch.tensor([3.0, 4.0])
+    grad = torch.sparse_coo_tensor(indices, values, (5,), check_invariants=True).coalesce()
+    meter = GradientMeter()
+    assert meter.sums([grad]) == [25.0]
+    grad.values().mul_(2)
+    assert meter.sums([grad]) == [100.0]
+
+
 @pytest.mark.parametrize("name", ["strided", "float64", "scalar", "transposed"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_shows(name, bad):

@@ -130,11 +130,15 @@ DAMAGE = {
     "no mapping": (lambda content: "[1]", "TypeError"),
     "old": (lambda content: changed(content, "version", value=0), "its version is 0, this program writes 1"),
     "moved": (lambda content: changed(content, "machine", "cpu", value="other"), "it is of another machine"),
-    "zero": (lambda content: changed(content, "speeds", "nodes", 0, "adam_bytes_per_s", value=0), "adam_bytes_per_s"),
-    "text": (lambda content: changed(content, "speeds", "devices", 0, "flops", value="1e9"), "flops is '1e9'"),
+    "zero": (
+        lambda content: changed(content, "speeds", "nodes", 0, "adam_bytes_per_s", value=0),
+        "adam_bytes_per_s must be positive",
+    ),
+    "negative": (lambda content: changed(content, "speeds", "cache_bytes", value=-1), "cache_bytes"),
+    "text": (lambda content: changed(content, "speeds", "devices", 0, "flops", value="fast"), "flops must be a number"),
     "infinite": (
         lambda content: changed(content, "speeds", "nodes", 1, "latency_ns", value=1e400),
-        "latency_ns is inf",
+        "latency_ns must be finite, got inf",
     ),
     "lacking": (lambda content: changed(content, "speeds", "nodes", 0, "node_id", value=None), "node_id"),
     "unknown": (lambda content: changed(content, "speeds", "more", value=1), "more"),

@@ -72,8 +72,9 @@ def test_container_sees_its_own_group_at_the_mounts_top(host, version, line):
     assert host_available_bytes(root) == 200 * MIB
 
 
-def test_v2_high_limits_too(host):
-    root = host({"proc/self/cgroup": "0::/a\n", **v2("/a", "max", 10 * MIB, high=64 * MIB)})
+@pytest.mark.parametrize(("limit", "high"), [("max", 64 * MIB), (128 * MIB, 64 * MIB), (64 * MIB, 128 * MIB)])
+def test_v2_high_limits_too(host, limit, high):
+    root = host({"proc/self/cgroup": "0::/a\n", **v2("/a", limit, 10 * MIB, high=high)})
     assert host_limit_bytes(root) == 64 * MIB
     assert host_available_bytes(root) == 54 * MIB
 

@@ -9,7 +9,7 @@ from lightning_cxl.commands.env import advice, environment_report, format_enviro
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.calibration import save_calibration
 from lightning_cxl.machine.machine_file import save_machine
-from lightning_cxl.machine.speeds import adam_mix, machine_of, machine_without_speeds, tier_speeds
+from lightning_cxl.machine.speeds import adam_mix, machine_of, machine_without_speeds, tier_speeds, with_new_tiers
 from lightning_cxl.machine.topology import TierKind, Topology
 from tests.unit.machine.test_calibration import CALIBRATION
 
@@ -139,6 +139,15 @@ def test_an_emulated_tier_is_as_fast_as_the_memory_behind_it(machine):
     assert cxl.adam_bytes_per_s == dram.adam_bytes_per_s
 
 
+def test_a_tier_that_is_asked_for_later_is_added_as_it_would_have_been_found(machine):
+    topology = Topology.detect(machine("2node", {f"{NODE}/has_memory": "0\n"}))
+    before = machine_of(topology)
+    assert before.names == ("dram",)
+    assert with_new_tiers(before, topology) is before
+    topology.tier("cxl")
+    assert with_new_tiers(before, topology).tiers == machine_of(topology).tiers
+
+
 def test_capacity_is_the_smallest_that_is_said(machine, tmp_path):
     topology = Topology.detect(machine("2node"))
     file = tmp_path / "mine.yaml"
@@ -232,5 +241,7 @@ def test_a_machine_without_speeds_says_so_and_knows_everything_else(machine):
     assert [(t.name, t.kind, t.capacity_bytes, t.num_nodes, t.backed_by) for t in unknown.tiers] == [
         (t.name, t.kind, t.capacity_bytes, t.num_nodes, t.backed_by) for t in known.tiers
     ]
-    emulated = machine_without_speeds(Topology.fake(("1GiB",), ()))
+    topology = Topology.fake(("1GiB",), ())
+    assert topology.tier("cxl").emulated
+    emulated = machine_without_speeds(topology)
     assert [tier.backed_by for tier in emulated.tiers] == [None, "dram"]

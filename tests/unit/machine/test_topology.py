@@ -1,6 +1,7 @@
 import copy
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -45,16 +46,35 @@ def test_speed_of_a_tier_is_unknown_when_one_node_has_no_rating(machine):
     assert cxl.write_bytes_per_s == 2 * 28672e6
 
 
-def test_two_sockets_without_a_card_fall_back_with_one_warning(machine):
-    with pytest.warns(MissingTierWarning) as caught:
+def test_two_sockets_without_a_card_are_one_tier_and_no_word_about_it(machine):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         topology = Topology.detect(machine("2socket"))
+    assert topology.names == ("dram",)
+    assert topology.tier("dram").node_ids == (0, 1)
+    assert "cxl" not in topology.describe().lower()
+
+
+def test_the_missing_tier_that_is_asked_for_is_dram_with_one_warning(machine):
+    topology = Topology.detect(machine("2socket"))
+    with pytest.warns(MissingTierWarning) as caught:
+        cxl = topology.tier("cxl")
+        assert topology.tier("cxl") is cxl
     assert len(caught) == 1
     assert "node 0, 1" in str(caught[0].message)
     assert caught[0].filename == __file__
-    assert topology.tier("dram").node_ids == (0, 1)
-    cxl = topology.tier("cxl")
     assert (cxl.emulated, cxl.kind, cxl.node_ids) == (True, TierKind.CXL, (0, 1))
     assert cxl.describe().endswith("[emulated: backed by DRAM]")
+    assert topology.names == ("dram", "cxl")
+
+
+def test_threads_that_ask_at_once_get_one_missing_tier():
+    topology = Topology.fake(("8GiB",), ())
+    with warnings.catch_warnings(record=True) as caught, ThreadPoolExecutor(8) as pool:
+        warnings.simplefilter("always")
+        assert len(set(pool.map(lambda _: topology.tier("cxl"), range(64)))) == 1
+    assert len(caught) == 1
+    assert topology.names == ("dram", "cxl")
 
 
 def test_missing_tier_can_be_refused(machine):
@@ -95,7 +115,7 @@ def test_empty_node_is_no_tier(machine):
     assert Topology.detect(root).tier("cxl").node_ids == (2,)
 
 
-def test_this_machine_has_both_tiers():
+def test_this_machine_has_memory_under_both_names():
     topology = Topology.detect()
     assert topology.tier("dram").capacity_bytes > 0
     assert topology.tier("cxl").capacity_bytes > 0
@@ -116,7 +136,9 @@ def test_node_tier(machine):
 
 
 def test_node_tier_is_never_an_emulated_one():
-    assert Topology.fake(("1GiB",), ()).node_tier(0).name == "dram"
+    topology = Topology.fake(("1GiB",), ())
+    assert topology.tier("cxl").node_ids == (0,)
+    assert topology.node_tier(0).name == "dram"
 
 
 def test_select(machine):
@@ -165,6 +187,7 @@ def test_fake():
 
 def test_fake_without_a_card_is_backed_by_dram():
     topology = Topology.fake(("8GiB",), ())
+    assert topology.names == ("dram",)
     assert topology.tier("cxl").emulated
     assert topology.host_limit_bytes() == 8 * GIB
 
@@ -184,3 +207,8 @@ def test_copies_and_pickles(machine):
     topology = Topology.detect(machine("3node"))
     assert copy.deepcopy(topology) == topology
     assert pickle.loads(pickle.dumps(topology)) == topology
+
+
+def test_what_a_user_made_of_tiers_has_no_other():
+    with pytest.raises(TierNotFoundError, match=r"no tier 'cxl'.*'dram'"):
+        Topology(Topology.fake().tiers[:1]).tier("cxl")

@@ -1,5 +1,6 @@
 import contextvars
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,3 +163,20 @@ def test_threads_start_without_the_active_scope(memory):
 def test_a_forked_child_does_not_use_the_scope(memory, monkeypatch):
     monkeypatch.setattr("os.getpid", lambda: -1)
     assert scope.current().memory is not memory
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's, as the kernel counts it."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+
+
+@pytest.mark.parametrize(("mib", "count"), [(1, 96), (96, 1)])
+@pytest.mark.parametrize("options", [{}, {"role": "activations"}, {"role": "momentum"}])
+def test_outside_of_a_run_memory_goes_back_to_the_kernel_with_its_tensor(options, mib, count):
+    empty(1)  # the default memory and its first slab
+    before = anonymous_bytes()
+    tensors = [empty((mib << 20,), torch.uint8, **options) for _ in range(count)]
+    assert anonymous_bytes() - before >= 95 << 20
+    del tensors
+    assert anonymous_bytes() - before <= 1 << 20

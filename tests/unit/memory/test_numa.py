@@ -4,10 +4,10 @@ import os
 import pytest
 import torch
 
-from lightning_cxl._numa import NOWHERE, Mapping, Range, gather_pages, page_nodes
 from lightning_cxl.errors import PlacementError, TierFullError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.native._numa import NOWHERE, Mapping, Range, gather_pages, page_nodes
 
 MIB = 2**20
 

@@ -59,6 +59,16 @@ def test_memory_is_registered_in_chunks_and_unregistered_before_it_goes_back(ups
     assert budget.held_bytes == 0
 
 
+def test_a_forked_child_leaves_registrations_to_its_parent(upstream, monkeypatch) -> None:
+    driver = Driver()
+    buffer = PinnedResource(upstream, driver.register, driver.unregister).allocate(MIB)
+    address = buffer.address
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 1)
+        del buffer
+    assert driver.ranges == {address: MIB}
+
+
 def test_failure_half_way_is_undone_and_falls_back_to_pageable_with_one_warning(upstream, budget) -> None:
     driver = Driver(limit=6 * MIB)
     resource = PinnedResource(upstream, register=driver.register, unregister=driver.unregister, chunk_bytes=4 * MIB)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cxl._numa import Mapping, page_nodes
 from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
 from lightning_cxl.memory.numa import NumaResource
@@ -18,6 +17,7 @@ from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.memory.striped import StripedResource
+from lightning_cxl.native._numa import Mapping, page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
 
 MIB = 2**20

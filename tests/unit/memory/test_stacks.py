@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_cxl._numa import page_nodes
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError, TierNotFoundError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
 
 MIB = 2**20
@@ -171,6 +171,25 @@ def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topolog
     del tensors
     stats = memory.stats()
     assert (stats["tiers"]["dram"]["held_bytes"], stats["tiers"]["dram"]["used_bytes"]) == (0, 0)
+
+
+def test_what_is_not_reused_leaves_the_driver_and_the_budget_when_it_dies(topology) -> None:
+    registered: list[int] = []
+
+    def pinner(upstream) -> PinnedResource:
+        register = lambda address, nbytes: registered.append(address)  # noqa: E731
+        return PinnedResource(upstream, register=register, unregister=registered.remove, where=None)
+
+    memory = HostMemory(topology, pin=True, pinner=pinner, reuse_below=MIB)
+    held = lambda: memory.stats()["tiers"]["dram"]["held_bytes"]  # noqa: E731
+    placement = Placement(("dram",), pinned=True)
+    buffer = memory.allocate(MIB, placement, TensorRole.COMPUTE_GRADS)
+    assert registered == [buffer.address] and held() == MIB
+    del buffer
+    assert registered == [] and held() == 0
+    small = memory.allocate(MIB - 1, placement, TensorRole.COMPUTE_GRADS)
+    del small
+    assert registered and held() == 16 * MIB, "small ones are cut from a slab that is kept"
 
 
 def test_only_pinned_placements_are_pinned_and_only_when_pinning_is_on(topology) -> None:

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from lightning_cxl import _cpu
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.native import _cpu
 from lightning_cxl.optim.cpu_adam import CPUAdam
 
 
@@ -52,7 +52,7 @@ def test_bad_override_names_what_exists(monkeypatch):
 
 
 def test_importing_with_a_bad_override_works():
-    code = "import lightning_cxl._cpu, lightning_cxl._adam"
+    code = "import lightning_cxl.native._cpu, lightning_cxl.native._adam"
     environment = {**os.environ, "LIGHTNING_CXL_ISA": "nonsense"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cxl import CPUAdam, OffloadConfig, _cpu
+from lightning_cxl import CPUAdam, OffloadConfig
 from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.native import _cpu
 from lightning_cxl.optim.threads import kernel_threads
 
 

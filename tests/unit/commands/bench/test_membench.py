@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cxl import _cpu, _membench
+from lightning_cxl.native import _cpu, _membench
 from tests.wide_instructions import functions_with_avx
 
 ISAS = _cpu.supported_isas()

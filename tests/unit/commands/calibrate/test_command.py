@@ -80,7 +80,7 @@ def test_without_quick_it_is_thorough(monkeypatch, run):
 
     monkeypatch.setattr(calibrate, "measure_machine", stop)
     for arguments in ([], ["--quick"]):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit):
             run(*arguments)
     assert given == [Options(), TINY]
     assert QUICK.rounds < Options().rounds

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lightning_cxl import _cpu, _membench
 from lightning_cxl.commands.measuring.roof import Roof, Stream, read, update
+from lightning_cxl.native import _cpu, _membench
 
 
 def tensors(*sizes: int) -> list[torch.Tensor]:

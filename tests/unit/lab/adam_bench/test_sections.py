@@ -12,13 +12,13 @@ from adam_bench import memory, peers, plot, step
 from adam_bench.memory import extra_bytes
 from adam_bench.path import Path
 
-from lightning_cxl import _grads
 from lightning_cxl.commands.bench import adam as command
 from lightning_cxl.commands.bench import contenders, tensors
 from lightning_cxl.commands.bench.tensors import Problem, one_tensor
 from lightning_cxl.commands.measuring import timing
 from lightning_cxl.commands.measuring.timing import Contender
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.native import _grads
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 

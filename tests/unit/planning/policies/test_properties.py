@@ -110,3 +110,10 @@ def test_what_rules_fix_fits_or_not_whatever_its_order(name):
     turned = replace(job, classes=job.classes[::-1])
     host = machine(dram=5, unit=1)
     assert decide(name, job, host) == decide(name, turned, host)
+
+
+@pytest.mark.parametrize("name", ["latency_first", "interleave", "bandwidth"])
+def test_memory_that_tiers_share_is_handed_out_once(name):
+    host = machine(dram=100, cards=(100,), unit=1, host_bytes=120)
+    assert decide(name, job_of({R.MOMENTUM: 100, R.VARIANCE: 20}), host) is not None
+    assert decide(name, job_of({R.MOMENTUM: 100, R.VARIANCE: 50}), host) is None

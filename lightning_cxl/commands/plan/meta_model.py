@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cxl.commands.plan.shapes import shape_config, unknown_model
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.model_names import is_cached, require_model
+from lightning_cxl.weights.published import SHAPES, published
 
 _CHUNK_TOKENS = 1024
 PlannedPrecision = Literal["32-true", "bf16-true", "bf16-mixed"]
@@ -78,16 +79,14 @@ def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False
 def _config(name: str) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    shape = shape_config(name)
-    path = Path(name)
-    if shape is not None and not path.is_dir():
-        return CONFIG_MAPPING[shape.pop("model_type")](**shape)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"folder {name!r} has no config.json: save the model's config there")
+    shape = published(name)
+    is_folder = Path(name).is_dir()
+    if shape is not None and not is_folder:
+        fields = dict(shape.config)
+        return CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    require_model(name, f", no known shape ({', '.join(SHAPES)})")
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, local_files_only=is_folder or is_cached(name))
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        if path.is_dir():
-            raise ConfigError(f"the config.json in {name!r} cannot be used: {reason}") from error
-        raise unknown_model(name, reason) from error
+        where = f"the config.json in {name!r}" if is_folder else f"the config of {name!r}"
+        raise ConfigError(f"{where} cannot be used: {str(error).splitlines()[0]}") from error

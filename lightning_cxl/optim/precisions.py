@@ -1,4 +1,4 @@
-"""`Forms`: in which precision the masters and moments of each parameter are kept, known before any of them exists."""
+"""`Precisions`: in which precision masters and moments of each parameter are kept, known before any of them exists."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from lightning_cxl.optim.number_formats import MasterForm, StatePrecision
 log = logging.getLogger(__name__)
 
 
-class Forms:
+class Precisions:
     """Decides by optimizer and compute parameter.
 
     Args:

@@ -1,0 +1,44 @@
+"""`PlannedModel`: the jobs of one model under different settings."""
+
+from typing import Any
+
+from lightning_cxl.commands.plan.meta_model import loss_on_meta, model_on_meta, set_precision
+from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.inventory.activations import Measured, measure
+from lightning_cxl.inventory.inventory import list_tensors
+from lightning_cxl.machine.machine import Machine
+from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
+
+
+class PlannedModel:
+    """One model without weights. What takes long, dry runs, is kept.
+
+    Args:
+        name: of the model, see `model_on_meta`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._model = model_on_meta(name)
+        self._measured: dict[Any, Measured] = {}
+
+    def job(self, settings: Settings, machine: Machine) -> ModelJob:
+        """Return the job under some settings.
+
+        Raises:
+            ConfigError: settings that do not go together.
+        """
+        set_precision(self._model, settings.precision)
+        config, load = settings.config(machine), settings.workload(machine)
+        key = (
+            settings.precision,
+            load.batch,
+            load.sequence,
+            config.activation_offload,
+            load.computes_on_host,
+            settings.loss,
+        )
+        if key not in self._measured:
+            compute_loss = loss_on_meta(self._model, load.batch, load.sequence, chunked=settings.loss == "chunked")
+            self._measured[key] = measure(self._model, config, load, compute_loss)
+        return model_job(self.name, list_tensors(self._model, None, config, load, measured=self._measured[key]))

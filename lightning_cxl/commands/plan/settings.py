@@ -1,0 +1,70 @@
+"""`Settings`: what is trained and how, as the options of `plan` say it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_cxl.commands.plan.meta_model import PlannedPrecision
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.machine.machine import Machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What is trained and how; the strategy's options have the same names."""
+
+    batch: int = 1
+    sequence: int = 4096
+    precision: PlannedPrecision = "bf16-true"
+    state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    master: Literal["split", "fp32"] = "split"
+    accumulate: Literal["fp32", "bf16"] = "fp32"
+    accumulate_grad_batches: int = 1
+    overlap: Literal["auto", "none", "backward", "forward"] = "auto"
+    """``"backward"`` is what ``on_overflow="ignore"`` allows; ``"auto"`` is what the strategy does by default."""
+    activation_offload: bool = True
+    stream_weights: bool | Literal["auto"] = "auto"
+    loss: Literal["full", "chunked"] = "full"
+    """``"chunked"``: the model computes its loss without ever holding all logits, as fused losses do."""
+
+    def __post_init__(self) -> None:
+        """Refuse counts below one."""
+        for name in ("batch", "sequence", "accumulate_grad_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def config(self, machine: Machine) -> OffloadConfig:
+        """Return the strategy's options."""
+        overlaps: bool | Literal["auto"] = "auto"
+        if self.overlap == "none":
+            overlaps = False
+        elif self.overlap in ("backward", "forward"):
+            streams = self.stream_weights if self.stream_weights != "auto" else not machine.device.is_host
+            if not streams or not self.activation_offload:
+                raise ConfigError(
+                    f'overlap "{self.overlap}" needs weights that stream, and they do not: set stream weights, or '
+                    'choose overlap "none"'
+                )
+            overlaps = True
+        return OffloadConfig(
+            activation_offload=self.activation_offload,
+            stream_weights=self.stream_weights,
+            overlap_step=overlaps,
+            state=self.state,
+            master=self.master,
+            accumulate=self.accumulate,
+            on_overflow="ignore" if self.overlap == "backward" else "skip",
+        )
+
+    def workload(self, machine: Machine) -> Workload:
+        """Return what a step works on."""
+        return Workload(
+            batch=self.batch,
+            sequence=self.sequence,
+            num_micro_batches=self.accumulate_grad_batches,
+            mixed=self.precision == "bf16-mixed",
+            computes_on_host=machine.device.is_host,
+            updates_in_backward=self.overlap == "backward",
+            num_devices=machine.device.count,
+        )
