@@ -3,6 +3,8 @@
 The job: a Llama model of 57 M parameters (random weights), byte tokens of the standard library's sources, sequence 512,
 batch 2, float32, AdamW, on the CPU. Every contender is a process of its own, so that its peak memory is its own; the
 parent lets them take one step in turn, in a new random order each round, so that a noisy machine disturbs all alike.
+CPU seconds are what all threads of a contender took, in user code and in the kernel. On a busy machine they say more
+than seconds, if all run on one core (``taskset -c 0``): threads that wait for each other spin.
 
     python examples/bench/step.py [--steps 12] [--only NAME ...] [--json FILE]
 """
@@ -63,10 +65,12 @@ class Turn:
         """Wait for the parent's word."""
         sys.stdin.readline()
         self.start = time.perf_counter()
+        self.start_cpu = time.process_time()
 
     def report(self, loss: float) -> None:
         """Tell the parent how long the step took."""
-        print(json.dumps({"seconds": time.perf_counter() - self.start, "loss": loss}), file=sys.stderr, flush=True)
+        seconds, cpu_seconds = time.perf_counter() - self.start, time.process_time() - self.start_cpu
+        print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss}), file=sys.stderr, flush=True)
 
 
 def run_lightning(strategy, checkpointed: bool, steps: int, size: str, turn: Turn) -> None:
@@ -202,6 +206,7 @@ class Contender:
     def __init__(self, name: str, steps: int, size: str) -> None:
         self.name = name
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.losses: list[float] = []
         self.noise: list[str] = []
         command = [sys.executable, "-W", "ignore", __file__, "--child", name, "--steps", str(steps), "--size", size]
@@ -228,6 +233,7 @@ class Contender:
         if answer is None:
             return False
         self.seconds.append(answer["seconds"])
+        self.cpu_seconds.append(answer["cpu_seconds"])
         self.losses.append(answer["loss"])
         return True
 
@@ -246,7 +252,12 @@ def measure(names: list[str], steps: int, size: str) -> dict[str, dict]:
         end = contender.message()
         contender.process.wait()
         if end is not None:
-            results[contender.name] = {"seconds": contender.seconds[WARM_UP:], "losses": contender.losses, **end}
+            results[contender.name] = {
+                "seconds": contender.seconds[WARM_UP:],
+                "cpu_seconds": contender.cpu_seconds[WARM_UP:],
+                "losses": contender.losses,
+                **end,
+            }
     return results
 
 
@@ -269,9 +280,10 @@ def rows_of(results: dict[str, dict]) -> list[dict]:
         base = results.get(BASELINE.get(name, ""))
         if base is not None:
             # the same round ran under the same noise: take the median of the rounds' ratios
-            ratio = statistics.median(
-                mine / theirs for mine, theirs in zip(result["seconds"], base["seconds"], strict=True)
-            )
+            ratio = median_ratio(result["seconds"], base["seconds"])
+            cpu_ratio = median_ratio(result["cpu_seconds"], base["cpu_seconds"])
+            label = f"{name}: CPU time / {BASELINE[name]}"
+            rows.append({"name": label, "value": cpu_ratio, "unit": "x", "goal": None, "holds": None})
             rows.append(
                 {
                     "name": f"{name}: step / {BASELINE[name]}",
@@ -282,6 +294,10 @@ def rows_of(results: dict[str, dict]) -> list[dict]:
                 }
             )
     return rows
+
+
+def median_ratio(mine: list[float], theirs: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(mine, theirs, strict=True))
 
 
 def main() -> None:
@@ -315,12 +331,13 @@ def main() -> None:
         pass
     results = measure(args.only or names, args.steps, args.size)
     rows = rows_of(results)
-    print(f"{'contender':32} {'s per step':>10} {'spread':>7} {'peak B/parameter':>17} {'last loss':>10}")
+    print(f"{'contender':32} {'s per step':>10} {'spread':>7} {'CPU s':>7} {'peak B/parameter':>17} {'last loss':>10}")
     for name, result in results.items():
         seconds = result["seconds"]
         spread = (max(seconds) - min(seconds)) / statistics.median(seconds)
+        cpu_seconds = statistics.median(result["cpu_seconds"])
         print(
-            f"{name:32} {statistics.median(seconds):10.3f} {spread:7.0%} "
+            f"{name:32} {statistics.median(seconds):10.3f} {spread:7.0%} {cpu_seconds:7.3f} "
             f"{result['peak_bytes'] / result['parameters']:17.1f} {result['losses'][-1]:10.4f}"
         )
     for row in rows:

@@ -8,6 +8,7 @@ _PARAMS = "lightning_cxl/streaming/params.py"
 _UNITS = "lightning_cxl/streaming/unit_weights.py"
 _AWAITED = "lightning_cxl/streaming/awaited.py"
 _INPUTS = "lightning_cxl/streaming/saved_inputs.py"
+_IN_PLACE = "lightning_cxl/streaming/in_place.py"
 _CALLS = "lightning_cxl/streaming/activations.py"
 _STATE = "lightning_cxl/streaming/module_state.py"
 _COMPARISONS = "lightning_cxl/streaming/comparisons.py"
@@ -15,6 +16,7 @@ T_ENGINE = ("tests/unit/transfer/test_device_engine.py", "tests/contract/test_tr
 T_PARAMS = ("tests/unit/streaming/test_params.py",)
 T_LOOKS = ("tests/unit/streaming/test_looks.py",)
 T_INPUTS = ("tests/unit/streaming/test_saved_inputs.py", "tests/unit/streaming/test_activations_lifetime.py")
+T_IN_PLACE = ("tests/unit/streaming/test_in_place.py",)
 T_CALLS = ("tests/unit/streaming/test_activations.py", "tests/unit/streaming/test_activations_lifetime.py")
 T_STATE = ("tests/unit/streaming/test_module_state.py",)
 T_STEP = ("tests/integration/test_overlapped_step.py",)
@@ -310,6 +312,55 @@ MUTANTS = (
         "            if one.shares_memory_with(other):",
         "            if False:",
         T_INPUTS,
+    ),
+    Mutant(
+        "only inputs that were seen to last stay in place",
+        _CALLS,
+        "        lasts = self.lasting.get(position, False) and not cautious",
+        "        lasts = not cautious",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "an input that has changed once is copied for good",
+        _CALLS,
+        "has_lasted and self.lasting.get(position, True)",
+        "has_lasted",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "an input that its unit changes does not stay in place",
+        _CALLS,
+        "self.lasting.get(position, False) and not cautious",
+        "self.lasting.get(position, False)",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "an input in place is found again only with the same values",
+        _IN_PLACE,
+        "self._source() is tensor and self._version == version_of(tensor)",
+        "self._source() is tensor",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "small views of a large storage are copied",
+        _IN_PLACE,
+        "storage.nbytes() <= input_bytes(tensor) and storage.resizable()",
+        "storage.resizable()",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "memory of others is copied",
+        _IN_PLACE,
+        "storage.nbytes() <= input_bytes(tensor) and storage.resizable()",
+        "storage.nbytes() <= input_bytes(tensor)",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "a device apart gets no inputs in place",
+        _CALLS,
+        "keep_in_place if engine.computes_on_host else None",
+        "keep_in_place",
+        T_IN_PLACE,
     ),
     Mutant(
         "a parameter that has changed is an error",

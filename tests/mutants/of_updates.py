@@ -145,6 +145,13 @@ MUTANTS = (
         ("tests/integration/test_streamed_hazards.py::test_a_step_does_not_write_what_is_being_fetched",),
     ),
     Mutant(
+        "an update waits for copies that began before it",
+        _UPDATES,
+        "    unit.wait_for_readers()\n    job()\n",
+        "    job()\n",
+        (f"{T_STEP[0]}::test_an_update_does_not_write_what_was_fetched_when_the_one_before_ended",),
+    ),
+    Mutant(
         "units in flight are bounded",
         _UPDATES,
         "            wait([self._started.popleft()])",
