@@ -141,7 +141,7 @@ class ActivationOffload:
             count = self._keep_in_place(tensor, input_bytes(tensor), unit)
             if count is None:
                 return None
-            self._in_place[id(tensor)] = kept = InPlaceInput(tensor, unit, count, self._ledger)
+            self._in_place[id(tensor)] = kept = InPlaceInput(tensor, unit, count, self._saved)
         return kept
 
     @contextmanager
