@@ -50,7 +50,7 @@ class InPlaceInput(HeldInput):
         saved.add(self._nbytes)
 
     def __del__(self) -> None:
-        """Count the bytes no longer."""
+        """Take the bytes off the sum."""
         self._saved.freed.append(self._nbytes)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
