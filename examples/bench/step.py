@@ -118,15 +118,18 @@ def run_loop(model, optimizer, steps: int, turn: Turn, backward=None, step=None)
         turn.report(float(loss.detach()))
 
 
+def set_rendezvous(**more: str) -> None:
+    port = str(random.randint(20000, 40000))
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1", **more})
+
+
 def run_fsdp2(steps: int, size: str, turn: Turn) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    os.environ.update(
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000)), "RANK": "0", "WORLD_SIZE": "1"}
-    )
+    set_rendezvous()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (1,))
     model = make_model(True, size)
@@ -140,15 +143,7 @@ def run_fsdp2(steps: int, size: str, turn: Turn) -> None:
 def run_deepspeed(steps: int, size: str, turn: Turn) -> None:
     import deepspeed
 
-    os.environ.update(
-        {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(random.randint(20000, 40000)),
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-        }
-    )
+    set_rendezvous(LOCAL_RANK="0")
     model = make_model(False, size)
     config = {
         "train_micro_batch_size_per_gpu": 2,
