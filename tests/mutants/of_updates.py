@@ -80,6 +80,14 @@ MUTANTS = (
         "            pass\n",
         (*T_GRADS, *T_STEP),
     ),
+    # -- the step
+    Mutant(
+        "a closure evaluated after a write finds new weights",
+        "lightning_cxl/updates/host_step.py",
+        "        if has_written:\n            self._updates.write_back(self._optimizer, self._updated())\n",
+        "",
+        ("tests/integration/test_step_contract.py",),
+    ),
     # -- updates
     Mutant(
         "a unit that ran twice waits for the end of the backward",
