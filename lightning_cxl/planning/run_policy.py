@@ -44,9 +44,9 @@ class RunPolicy:
         self._homes = RoleHomePolicy(topology, cpu_computes=device.type == "cpu")
         self._topology = topology
         chosen = choose(wanted, config, topology, device)
-        self._planning = chosen if isinstance(chosen, Planning) else None
+        self._on_machine = chosen if isinstance(chosen, MachinePolicy) else None
         self.name = "by role" if chosen is None else getattr(chosen, "name", type(chosen).__name__)
-        self.at_first: PlacementPolicy = self._homes if chosen is None or isinstance(chosen, Planning) else chosen
+        self.at_first: PlacementPolicy = self._homes if chosen is None or isinstance(chosen, MachinePolicy) else chosen
         """Asked before `decide`: where the policy plans, every role has its home until then."""
 
     def decide(self, inventory: Inventory, free: Mapping[str, int], together: int) -> PlacementPolicy:
@@ -61,7 +61,7 @@ class RunPolicy:
             ConfigError: the policy leaves a role out, or its splits are none.
             TierFullError: it does not fit.
         """
-        if self._planning is None:
+        if self._on_machine is None:
             return self.at_first
         job = model_job(type(inventory.model).__name__, inventory).job
         if TensorRole.ACTIVATIONS not in job.free_classes():
@@ -69,12 +69,12 @@ class RunPolicy:
             unknown = MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=0)
             job = replace(job, classes=(*job.classes, unknown))
         # since the policy was chosen, rules and decorators may have asked for one tier more
-        planning = replace(self._planning, machine=with_new_tiers(self._planning.machine, self._topology))
-        return DecidedPolicy(planning.decide(job, free, together), self._topology.names, self._homes)
+        policy = replace(self._on_machine, machine=with_new_tiers(self._on_machine.machine, self._topology))
+        return DecidedPolicy(policy.decide(job, free, together), self._topology.names, self._homes)
 
 
 @dataclass(frozen=True, slots=True)
-class Planning:
+class MachinePolicy:
     """A policy that plans, with the machine that it plans for."""
 
     policy: PlanningPolicy
@@ -112,7 +112,7 @@ class Planning:
 
 def choose(
     wanted: object, config: OffloadConfig, topology: Topology, device: torch.device
-) -> Planning | PlacementPolicy | None:
+) -> MachinePolicy | PlacementPolicy | None:
     """Return the policy that a user asked for; by default ours, where there is a choice and speeds are known.
 
     Args:
@@ -136,7 +136,7 @@ def choose(
         machine = replace(machine, device=replace(machine.device, count=1))
     if wanted is None and config.policy in ("auto", "by_role"):
         if not by_role and machine is not None:
-            return Planning(Bandwidth(), "bandwidth", machine)
+            return MachinePolicy(Bandwidth(), "bandwidth", machine)
         if not by_role:
             log.info("every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl calibrate`")
         _warn_of_idle_machine(config, "there is one kind of memory, where" if not several else "with it")
@@ -151,7 +151,7 @@ def choose(
             f"policy {name!r} needs the speeds of all tiers ({', '.join(topology.names)}), and they are not known. Run "
             f"`python -m lightning_cxl calibrate`, or give a file with `machine=`, such as those in examples/machines."
         )
-    return Planning(cast(PlanningPolicy, policy), name, machine or machine_without_speeds(topology, device))
+    return MachinePolicy(cast(PlanningPolicy, policy), name, machine or machine_without_speeds(topology, device))
 
 
 def _warn_of_idle_machine(config: OffloadConfig, why: str) -> None:
