@@ -28,7 +28,6 @@ def main() -> None:
     command = COMMANDS.get(name, COMMANDS["fit"])
     try:
         status = importlib.import_module(command.module).main(arguments[1:])
-        sys.stdout.flush()  # what cannot be written is an error here and not at the end of the process
     except LightningCXLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except ModuleNotFoundError as error:
@@ -39,15 +38,26 @@ def main() -> None:
         print(f"`{PROGRAM} {name}` was interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
     except BrokenPipeError:
-        _leave_stdout()  # `| head` has seen enough
-        sys.exit(0)
+        _leave_stdout()
+        return
     except OSError as error:
         if command.trains:
             raise
-        _leave_stdout()
+        _flush(name)
         sys.exit(f"`{PROGRAM} {name}` cannot go on: {error}")
+    _flush(name)
     if status:
         sys.exit(status)
+
+
+def _flush(name: str) -> None:
+    """Write what waits in stdout: what cannot be written is a message here, and a traceback at the process's end."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _leave_stdout()
+        if not isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            sys.exit(f"`{PROGRAM} {name}` cannot write what it found: {error}")
 
 
 def _leave_stdout() -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_cxl
 from lightning_cxl.__main__ import main
+from lightning_cxl.commands.overview import COMMANDS
 from lightning_cxl.machine.machine_file import load_machine
 from tests.test_architecture import arrows, folder_of, home_of
 
@@ -27,7 +28,6 @@ GUIDES = sorted((EXAMPLES / "guides").glob("*.md"))
 FOR_USERS = [README, *GUIDES, EXAMPLES / "bench" / "README.md", EXAMPLES / "lab" / "README.md"]
 DOCUMENTS = [*FOR_USERS, MAP, MAP.with_name("DECISIONS.md"), ROOT / "cython_ext" / "README.md", ROOT / "CHANGELOG.md"]
 MARKDOWN = [*DOCUMENTS, *sorted((ROOT / "tests").rglob("README.md"))]
-COMMANDS = ("fit", "validate", "test", "predict", "env", "calibrate", "plan", "bench")
 
 
 def name_of(document):
@@ -249,7 +249,7 @@ def test_a_document_has_the_commands_and_targets_that_exist(document):
     named = set(re.findall(r"(?:^|`|\S=\S+ )make ([\w-]+)", text, re.MULTILINE))
     assert named <= targets
     assert document != README or {"demo", "test"} <= named
-    assert set(re.findall(r"python -m lightning_cxl (\w+)", text)) <= set(COMMANDS)
+    assert set(re.findall(r"python -m lightning_cxl (\w+)", text)) <= COMMANDS.keys()
     for name in re.findall(r'strategy="(\w+)"', text):
         assert name in lightning_cxl.StrategyRegistry
 
@@ -261,11 +261,9 @@ def test_the_plan_that_the_guide_shows_is_what_the_command_says(monkeypatch, cap
     command, shown = (block for language, block in blocks if not language)
     monkeypatch.chdir(ROOT)  # the machine is a file of ours
     monkeypatch.setattr(sys, "argv", ["lightning_cxl", *command.split()[3:]])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in shown.splitlines() if line not in ("...", *said)] == []
+    main()
+    said = " ".join(capsys.readouterr().out.split())  # sentences are as wide as the terminal
+    assert [line for line in shown.splitlines() if line != "..." and " ".join(line.split()) not in said] == []
 
 
 def test_every_command_is_in_the_guide():

@@ -17,8 +17,9 @@ from adam_bench.path import check_section, path_section
 from adam_bench.plot import plot
 from adam_bench.step import Curves, state_section, step_section
 
-from lightning_cxl.commands.bench.adam import begin, check_folder, make_parser
+from lightning_cxl.commands.bench.adam import begin, make_parser
 from lightning_cxl.commands.bench.contenders import Options
+from lightning_cxl.commands.measuring.files import check_target
 from lightning_cxl.commands.measuring.pictures import check_matplotlib
 from lightning_cxl.commands.measuring.results import Results
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "step" not in args.sections:
             parser.error("--plot draws the section `step`: add it to --sections")
         check_matplotlib()
-        check_folder(args.plot)
+        check_target(args.plot)
     options, results = begin(parser, args)
     curves: Curves = {}
     for name in args.sections:

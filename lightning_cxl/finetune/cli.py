@@ -4,8 +4,10 @@ import warnings
 from collections.abc import Sequence
 
 from lightning_cxl.commands.overview import COMMANDS, PROGRAM
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.finetune.option_errors import option_errors
 from lightning_cxl.finetune.summary import FitSummary
 from lightning_cxl.integrations.lightning.lightning_api import LightningCLI
 from lightning_cxl.weights.model_names import require_model
@@ -42,12 +44,16 @@ class FinetuneCLI(LightningCLI):
         parser.link_arguments("data.vocab_size", "model.vocab_size")
 
     def before_instantiate_classes(self) -> None:
-        """Refuse a model that does not exist before anything is read.
+        """Refuse what Lightning trips over, and a model that does not exist, before anything is read.
 
         Raises:
-            ConfigError: no such model, or the hub cannot be asked for it.
+            ConfigError: a number of the Trainer that must not be 0; no such model, or the hub cannot be asked for it.
         """
-        name = self.config[self.subcommand].model.name_or_path
+        config = self.config[self.subcommand]
+        for name in ("accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"):
+            if config.trainer[name] == 0:
+                raise ConfigError(f"trainer.{name} must be larger than 0")
+        name = config.model.name_or_path
         if name is not None:
             require_model(name)
 
@@ -61,4 +67,5 @@ def main(arguments: Sequence[str]) -> None:
     """Run the command line of `sys.argv`, where LightningCLI finds its subcommand and `arguments`."""
     # raised by Lightning's own use of torch.utils._pytree (lightning 2.6 with torch 2.13): not for our user to act on
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)
-    FinetuneCLI()
+    with option_errors():
+        FinetuneCLI()

@@ -57,9 +57,21 @@ class CausalLM(LightningModule):
             warmup_steps: Optimizer steps of linear warm-up, before a cosine to a tenth of `lr`.
 
         Raises:
-            ConfigError: `hidden_size` is not a multiple of `num_heads`.
+            ConfigError: a size or rate that makes no sense, or `hidden_size` is no even multiple of `num_heads`.
         """
         super().__init__()
+        counts = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "intermediate_size": intermediate_size,
+        }
+        if min(counts.values()) < 1 or min(lr, weight_decay, warmup_steps) < 0:
+            given = {**counts, "lr": lr, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
+            raise ConfigError(
+                f"sizes of a model must be at least 1, and lr, weight_decay and warmup_steps not negative; got {given}"
+            )
         if hidden_size % num_heads or (hidden_size // num_heads) % 2:
             raise ConfigError(
                 f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads} (rotary embeddings)"
@@ -214,7 +226,12 @@ class CausalLM(LightningModule):
     def _new_llama(self) -> PreTrainedModel:
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         config = LlamaConfig(**self.shape, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=self.attn, dtype=torch.get_default_dtype())
+        try:
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=self.attn, dtype=torch.get_default_dtype()
+            )
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"no Llama can be made with attn {self.attn!r}: {error}") from error
 
     def _pretrained(self, name_or_path: str) -> PreTrainedModel:
         options: dict[str, Any] = {"attn_implementation": self.attn, "dtype": torch.get_default_dtype()}
@@ -223,7 +240,7 @@ class CausalLM(LightningModule):
                 with contextlib.suppress(UnsupportedError):  # quantized, or experts that must be merged
                     return from_pretrained(AutoModelForCausalLM, name_or_path, **options)
             return AutoModelForCausalLM.from_pretrained(name_or_path, **options)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"cannot load {name_or_path!r} (a local folder or a hub id): {error}") from error
 
 

@@ -60,7 +60,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"cannot load a tokenizer from {name_or_path!r} (a local folder or a hub id): {error}"
         ) from error

@@ -3,8 +3,9 @@
 [Note: Life of a gradient]
 The way of one gradient, file by file. Each object calls the next one; `run/` builds them in the order 4, 3, 5, 2.
 
-1. Autograd adds what it has computed for a parameter to ``p.grad`` and calls our hook (`optim/grad_hooks.py`): once per
-   backward, or once per use of a parameter that has changed its device between uses ([Note: Which hooks stay]).
+1. Autograd adds what it has computed for a parameter to ``p.grad`` and calls our hook (`gradients/grad_hooks.py`):
+   once per backward, or once per use of a parameter that has changed its device between uses (see
+   [Note: Which hooks stay]).
 2. `GradientSink` (`gradients/sink.py`) decides by where the parameter and its master are (see
    [Note: Compute and master weights]). On the host it adds the gradient up at once (`gradients/sums.py`):
 

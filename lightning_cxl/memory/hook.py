@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cxl.memory.lineage import Lineage
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.placement.decorators import TierSpec, constructing_spec
 from lightning_cxl.placement.placement import TensorRole
@@ -48,7 +47,6 @@ _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _ONES = {"ones", "ones_like", "new_ones"}
 _FULL = {"full", "full_like", "new_full"}
 _COPIES = {"clone", *(schema_of(operator).name.partition("::")[2] for operator in (TO_COPY, PIN_MEMORY))}
-_OPTIMIZER_STATE = (TensorRole.MOMENTUM, TensorRole.VARIANCE)
 _PAUSED = contextvars.ContextVar("lightning_cxl_hook_paused", default=False)
 
 
@@ -79,14 +77,12 @@ class _Kind(enum.Enum):
 class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """While active, host tensors that torch creates in this thread go where role, tier and decorators say.
 
-    Which tier: the innermost of `tier` and the decorated module under construction; else the module that owns the
-    source of the new tensor (``zeros_like(parameter)`` in an optimizer); else the policy.
+    Which tier: the innermost of `tier` and the decorated module under construction; else the policy.
 
     Args:
         memory: where the tensors are made.
         place: decides.
-        role: what they are for. None: weights, except that what an optimizer makes from a parameter with a ``*_like``
-            or ``new_*`` function is optimizer state.
+        role: what they are for; weights when None.
         tier: an explicit tier.
 
     Raises:
@@ -105,7 +101,6 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self._role = role
         self._tier = tier
         self._outer_spec = constructing_spec()
-        self._lineage = Lineage(place.owner)
         self._pid = os.getpid()
 
     def __torch_dispatch__(
@@ -119,31 +114,25 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind is _Kind.OTHER or _PAUSED.get() or os.getpid() != self._pid:
-            return self._run(func, args, kwargs)
+            return func(*args, **kwargs)
         source = args[0] if args and isinstance(args[0], Tensor) else None
         if source is not None and not _is_plain(source):
             return func(*args, **kwargs)
         if kind is _Kind.FILLED and _makes_host_tensor(source, kwargs):
             like = func(*args, **{**kwargs, "device": "meta", "pin_memory": False})
             is_ours = like.numel() and not like.is_quantized
-            return _fill(func, args, self._new(like, source, kwargs)) if is_ours else func(*args, **kwargs)
+            return _fill(func, args, self._new(like, kwargs)) if is_ours else func(*args, **kwargs)
         if kind is _Kind.COPY and source is not None and source.numel():
             return self._copy(func, source, args, kwargs)
         if kind is _Kind.LIFT and source is not None:
-            return self._adopt(source, source) if source.untyped_storage().resizable() else func(source)
+            return self._adopt(source) if source.untyped_storage().resizable() else func(source)
         if kind is _Kind.FACTORY and _makes_host_tensor(source, kwargs):
             plain = {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
-            return self._adopt(func(*args, **plain), source, bool(kwargs.get("pin_memory")))
+            return self._adopt(func(*args, **plain), bool(kwargs.get("pin_memory")))
         if kind is _Kind.COMPUTED and self._makes_weights():
             result = func(*args, **kwargs)
-            return result if _shares_memory(result, args) else self._adopt(result, None)
-        return self._run(func, args, kwargs)
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        if self._role in _OPTIMIZER_STATE and args:
-            self._lineage.follow(args[0], result)
-        return result
+            return result if _shares_memory(result, args) else self._adopt(result)
+        return func(*args, **kwargs)
 
     def _copy(self, func: Any, source: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Answer ``clone``, ``.to`` or ``pin_memory``; the copy is complete on return, whatever ``non_blocking`` is."""
@@ -158,36 +147,29 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         else:
             memory_format = kwargs.get("memory_format") or torch.preserve_format
             like = torch.empty_like(source, device="meta", memory_format=memory_format)
-        pinned = func is PIN_MEMORY
-        new = self._new(like, source, {"pin_memory": pinned or kwargs.get("pin_memory")}, is_copy=not pinned)
+        new = self._new(like, {"pin_memory": func is PIN_MEMORY or kwargs.get("pin_memory")})
         return new.copy_(source)
 
-    def _adopt(self, result: Tensor, source: Tensor | None, pinned: bool = False) -> Tensor:
+    def _adopt(self, result: Tensor, pinned: bool = False) -> Tensor:
         """Return a copy of a fresh tensor in our memory, or the tensor itself where it is not ours to place."""
         if not _is_plain(result) or result.device.type != "cpu" or not result.numel():
             return result
-        return self._new(result, source, {"pin_memory": pinned or result.is_pinned()}).copy_(result)
+        return self._new(result, {"pin_memory": pinned or result.is_pinned()}).copy_(result)
 
-    def _new(self, like: Tensor, source: Tensor | None, options: Mapping[str, Any], *, is_copy: bool = False) -> Tensor:
+    def _new(self, like: Tensor, options: Mapping[str, Any]) -> Tensor:
         """Return an uninitialised tensor with the shape, strides and dtype of `like`."""
         count = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        role, tier, spec = self._wish(source, is_copy)
+        role, tier, spec = self._wish()
         placement = self._place.place(role, count * like.dtype.itemsize, tier=tier, spec=spec)
         if options.get("pin_memory"):
             placement = replace(placement, pinned=True)
         flat = self._memory.tensor((count,), like.dtype, placement, role)
         return flat.as_strided(like.shape, like.stride())
 
-    def _wish(self, source: Tensor | None, is_copy: bool) -> tuple[TensorRole, str | None, TierSpec | None]:
-        """Return role, explicit tier and spec of a new tensor; copies of parameters are weights."""
-        spec = constructing_spec()
-        role = self._role
+    def _wish(self) -> tuple[TensorRole, str | None, TierSpec | None]:
+        """Return role, explicit tier and spec of a new tensor."""
+        spec, role = constructing_spec(), self._role or TensorRole.COMPUTE_WEIGHTS
         is_inner = spec is not None and spec is not self._outer_spec
-        if spec is None and source is not None:
-            spec = self._lineage.spec(source)
-            if role is None and spec is not None and not is_copy:
-                role = TensorRole.MOMENTUM
-        role = role or TensorRole.COMPUTE_WEIGHTS
         tier = None if is_inner and spec is not None and spec.for_role(role) is not None else self._tier
         return role, tier, spec
 

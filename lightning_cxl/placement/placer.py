@@ -15,7 +15,6 @@ class Placer:
         topology: the tiers there are.
         policy: decides.
         free: returns the bytes that can still be allocated, by tier name.
-        owner: returns what the module of a parameter (or of its gradient) asks for, None when no module owns it.
     """
 
     def __init__(
@@ -23,20 +22,14 @@ class Placer:
         topology: Topology,
         policy: PlacementPolicy,
         free: Callable[[], Mapping[str, int]],
-        owner: Callable[[object], TierSpec | None] | None = None,
     ) -> None:
         self.topology = topology
         self.policy = policy
         self._free = free
-        self._owner = owner
 
     def with_policy(self, policy: PlacementPolicy) -> "Placer":
-        """Return a placer for the same machine and owners that asks another policy."""
-        return Placer(self.topology, policy, self._free, self._owner)
-
-    def owner(self, tensor: object) -> TierSpec | None:
-        """Return what the module that a parameter or gradient belongs to asks for; None when no module owns it."""
-        return None if self._owner is None else self._owner(tensor)
+        """Return a placer for the same machine that asks another policy."""
+        return Placer(self.topology, policy, self._free)
 
     def place(
         self,

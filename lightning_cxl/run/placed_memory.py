@@ -18,6 +18,7 @@ from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
 
+_TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 
 
@@ -150,6 +151,8 @@ class PlacedMemory:
     def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move an optimizer's state in ordinary memory to where the policy wants it.
 
+        What it leaves goes back to the OS piece by piece: the C library would keep most of it.
+
         Args:
             optimizer: holds master weights. INOUT.
             compute_of: the model's parameter of a master.
@@ -157,6 +160,7 @@ class PlacedMemory:
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given
         role = TensorRole.MOMENTUM
+        heap, left_bytes = HeapTrimmer(), 0
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
@@ -166,6 +170,13 @@ class PlacedMemory:
                 nbytes = value.numel() * value.element_size()
                 placement = self.placements.place(compute_of(parameter), role, nbytes)
                 state[key] = self.memory.tensor(value.shape, value.dtype, placement, role).copy_(value)
+                del value
+                left_bytes += nbytes
+                if left_bytes >= _TRIM_BYTES:
+                    heap.trim_now()
+                    left_bytes = 0
+        if left_bytes:
+            heap.trim_now()
 
     def plan(self, inventory: Inventory) -> None:
         """Add the inventory to the planned bytes.

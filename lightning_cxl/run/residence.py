@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.inventory.tensors import StreamedUnit
+from lightning_cxl.run.host_weights import place_weights
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights
-from lightning_cxl.streaming.weights import place_weights
 from lightning_cxl.transfer.engine import TransferEngine
 
 
@@ -45,8 +45,6 @@ class Residence:
         """Ids of the parameters that stream."""
         on_host = engine.device.type == "cpu"
         self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
-        self.unit_of = {id(place.parameter): unit for unit in self.units for place in unit.places}
-        """Unit of each streamed parameter, by the parameter's id."""
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
         self._streamer: ParamStreamer | None = None
@@ -56,10 +54,10 @@ class Residence:
             self._move_rest(model, engine.device)
 
     def stream(self, phase: Callable[[], Literal["forward", "recompute"] | None]) -> ParamStreamer | None:
-        """Let the weights of units come and go from now on; the forward of units is wrapped.
+        """Get ready to stream the weights of units.
 
         Args:
-            phase: as of `ActivationOffload`, which must be attached after this.
+            phase: as of `ActivationOffload`, which must be attached after what this returns.
 
         Returns:
             What brings them; None if nothing streams.
@@ -81,11 +79,6 @@ class Residence:
         """Let weights be copied to the device again when they are needed next."""
         if self._streamer is not None:
             self._streamer.forget()
-
-    def wait_for_readers(self) -> None:
-        """Return when no copy to the device reads a home: the optimizer writes them next."""
-        for unit in self.units:
-            unit.wait_for_readers()
 
     def bring_home(self) -> None:
         """Let every streamed parameter show its home."""

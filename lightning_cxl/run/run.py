@@ -97,8 +97,8 @@ class Run:
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             self._residence = Residence(model, self._placed, engine, inventory.streamed)
             decision.asked.read(model)  # some modules make new parameters when they move
-            overlaps = inventory.overlap != "none"
-            worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
+            cleanup.callback(self._residence.close)
+            units = self._residence.units
             activations = ActivationOffload(
                 engine,
                 self._placed.activation,
@@ -106,40 +106,39 @@ class Run:
                 keep_in_place=self._placed.activation_in_place,
             )
             streamer = self._residence.stream(lambda: activations.phase)
+            overlaps = streamer is not None and inventory.overlap != "none"
+            worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
+            # what a gradient passes, the last first: [Note: Life of a gradient]
             sums = GradientSums(self._placed.like_all, self.meter, half_sums=config.accumulate == "bf16")
             arrived = ArrivedGradients(LeavingGradients(engine, self._placed.like_all, sums, worker), sums)
-            units = self._residence.units
-            self._updates = (
-                WholeUpdates(units, self.masters)
-                if worker is None or streamer is None
-                else UnitUpdates(
-                    units, self.masters, worker, arrived, streamer, in_backward=inventory.overlap == "backward"
-                )
-            )
+            if worker is None or streamer is None:
+                self._updates = WholeUpdates(units, self.masters)
+            else:
+                in_backward = inventory.overlap == "backward"
+                self._updates = UnitUpdates(units, self.masters, worker, arrived, streamer, in_backward=in_backward)
             self._grads = GradientSink(
                 engine,
                 sums,
                 arrived,
                 self._updates,
                 self._residence,
-                self._residence.unit_of,
+                {id(place.parameter): unit for unit in units for place in unit.places},
                 reserves_streamed=inventory.reserves_all_gradients,
                 are_read_early=loop.reads_gradients,
             )
+            cleanup.callback(self._grads.close)
+            if streamer is not None:
+                streamer.attach(self._grads)
+            cleanup.callback(activations.detach)
+            activations.attach(inventory.units, model)
             self._precisions = precisions_of(model, config)
             self._adoption = Adoption(
                 self._precisions, self.masters, self._grads, self.guard, self._updates, self._placed, self.meter
             )
-            cleanup.callback(self._grads.close)
-            cleanup.callback(self._residence.close)
-            cleanup.callback(activations.detach)
             cleanup.callback(self._adoption.release)
             if worker is not None:
                 cleanup.callback(worker.shutdown)
             cleanup.callback(self._close_updates)
-            if streamer is not None:
-                streamer.attach(self._grads)
-            activations.attach(inventory.units, model)
             self._cleanup = cleanup.pop_all()
 
     def activate(self) -> AbstractContextManager[Any]:

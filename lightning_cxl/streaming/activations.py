@@ -34,7 +34,7 @@ from lightning_cxl.streaming.comparisons import Comparisons
 from lightning_cxl.streaming.in_place import InPlaceInput, KeepInPlace, input_bytes, may_stay
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
-from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, Ledger, StoredInput, UnitInput, can_store
+from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, SavedBytes, StoredInput, UnitInput, can_store
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import compiled_module, tree_flatten, tree_leaves, tree_unflatten
 from lightning_cxl.transfer.engine import TransferEngine
@@ -67,7 +67,7 @@ class ActivationOffload:
         self.placeholder = torch.empty(0, device=engine.device)
         self._allocate = allocate
         self._min_bytes = min_bytes
-        self._ledger = Ledger()
+        self._saved = SavedBytes()
         self._stored: weakref.WeakValueDictionary[int, StoredInput] = weakref.WeakValueDictionary()  # by id of source
         self._in_place: weakref.WeakValueDictionary[int, InPlaceInput] = weakref.WeakValueDictionary()  # likewise
         self._keep_in_place = keep_in_place if engine.computes_on_host else None
@@ -106,7 +106,7 @@ class ActivationOffload:
 
     def stats(self) -> dict[str, int]:
         """Return ``saved_bytes`` and ``num_saved`` (inputs on the tier now) and ``peak_saved_bytes``."""
-        return self._ledger.stats()
+        return self._saved.stats()
 
     @property
     def may_keep_in_place(self) -> bool:
@@ -128,7 +128,7 @@ class ActivationOffload:
             return in_place
         stored = self._stored.get(id(tensor))
         if stored is None or not stored.is_image_of(tensor):
-            stored = StoredInput(tensor, self.engine, self._allocate, unit, self._ledger)
+            stored = StoredInput(tensor, self.engine, self._allocate, unit, self._saved)
             self._stored[id(tensor)] = stored
         return stored
 
@@ -141,7 +141,7 @@ class ActivationOffload:
             count = self._keep_in_place(tensor, input_bytes(tensor), unit)
             if count is None:
                 return None
-            self._in_place[id(tensor)] = kept = InPlaceInput(tensor, unit, count, self._ledger)
+            self._in_place[id(tensor)] = kept = InPlaceInput(tensor, unit, count, self._saved)
         return kept
 
     @contextmanager

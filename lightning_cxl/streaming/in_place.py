@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_cxl.streaming.saved_inputs import HeldInput, Ledger, storage_extent
+from lightning_cxl.streaming.saved_inputs import HeldInput, SavedBytes, storage_extent
 from lightning_cxl.streaming.versions import version_of
 
 KeepInPlace = Callable[[torch.Tensor, int, str], object | None]
@@ -36,22 +36,22 @@ class InPlaceInput(HeldInput):
         tensor: the input.
         unit: name, for errors.
         count: counts the bytes as long as it lives.
-        ledger: counts them, too.
+        saved: counts them, too.
     """
 
-    __slots__ = ("__weakref__", "_count", "_ledger", "_nbytes", "_source")
+    __slots__ = ("__weakref__", "_count", "_nbytes", "_saved", "_source")
 
-    def __init__(self, tensor: torch.Tensor, unit: str, count: object, ledger: Ledger) -> None:
+    def __init__(self, tensor: torch.Tensor, unit: str, count: object, saved: SavedBytes) -> None:
         super().__init__(tensor, unit)
         self._source = weakref.ref(tensor)
         self._count = count
-        self._ledger = ledger
+        self._saved = saved
         self._nbytes = input_bytes(tensor)
-        ledger.add(self._nbytes)
+        saved.add(self._nbytes)
 
     def __del__(self) -> None:
-        """Take the bytes off the ledger."""
-        self._ledger.freed.append(self._nbytes)
+        """Take the bytes off the sum."""
+        self._saved.freed.append(self._nbytes)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Return whether this keeps `tensor` with the values that it has now."""

@@ -40,7 +40,7 @@ Allocate = Callable[[int, str], HostBytes]
 """Takes a number of bytes and the unit's name."""
 
 
-class Ledger:
+class SavedBytes:
     """Counts the bytes of living saved inputs. A dying one may be finalised anywhere, so it only appends to a deque."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class StoredInput:
     """An exact image of one tensor on a host tier. See [Note: Life of a saved input]."""
 
     def __init__(
-        self, tensor: torch.Tensor, engine: TransferEngine, allocate: Allocate, unit: str, ledger: Ledger
+        self, tensor: torch.Tensor, engine: TransferEngine, allocate: Allocate, unit: str, saved: SavedBytes
     ) -> None:
         self._size, self._stride = tensor.shape, tensor.stride()
         self._lead = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
@@ -80,14 +80,14 @@ class StoredInput:
         self.transfer = engine.d2h(flat, self._host[self._lead :])
         self.source = weakref.ref(tensor)
         self.version = version_of(tensor)
-        self._ledger = ledger
-        ledger.add(self.nbytes)
+        self._saved = saved
+        saved.add(self.nbytes)
 
     def __del__(self) -> None:
-        """Take the bytes off the ledger, unless construction failed before they were on it."""
-        ledger = getattr(self, "_ledger", None)
-        if ledger is not None:
-            ledger.freed.append(self.nbytes)
+        """Take the bytes off the sum, unless construction failed before they were added."""
+        saved = getattr(self, "_saved", None)
+        if saved is not None:
+            saved.freed.append(self.nbytes)
 
     def is_image_of(self, tensor: torch.Tensor) -> bool:
         """Return whether this holds the values that `tensor` has now."""

@@ -233,7 +233,7 @@ class UnitUpdates(WholeUpdates):
         unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
         torch.autograd.graph.increment_version(written)
         update.add_done_callback(self._after_update)
-        self._worker.submit(_run, job, update)
+        self._worker.submit(_run, partial(_when_read, unit, job), update)
         self._started.append(update)
 
     def _after_update(self, _update: "Future[None]") -> None:
@@ -257,6 +257,15 @@ def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -
     if objection is None and any(map(has_step_hooks, optimizers)):
         return "there are hooks around the optimizer's step"
     return objection
+
+
+def _when_read(unit: UnitWeights, job: Callable[[], None]) -> None:
+    """Do a job that writes the homes of `unit`, when no copy reads them.
+
+    The end of another unit's update may have started such a copy, before anybody knew that this unit is next.
+    """
+    unit.wait_for_readers()
+    job()
 
 
 def _run(job: Callable[[], None], update: "Future[None]") -> None:

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
-from lightning_cxl.memory.weights import empty_weight
+from lightning_cxl.memory.new_weight import new_weight
 from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.folder import open_weights
 from lightning_cxl.weights.load import LoadReport, load_translated
-from lightning_cxl.weights.model_weights import distinct, model_weights
 from lightning_cxl.weights.save import named_tensors, save_tensors
 from lightning_cxl.weights.sources import FileTensor, MergedTensor, WeightSource
 from lightning_cxl.weights.tensor_file import NamedTensor
-from lightning_cxl.weights.weight_folder import open_weights
+from lightning_cxl.weights.tied import distinct, model_weights
 
 _INITIALIZED = "_is_hf_initialized"  # how transformers marks what its initialisation must leave alone
 
@@ -283,7 +283,7 @@ def _complete(model: Any, report: LoadReport) -> None:
     for weight in weights:
         meta = weight.tensor
         if meta.is_meta:
-            memory = empty_weight(meta, meta.dtype, weight.spec)
+            memory = new_weight(meta, meta.dtype, weight.spec)
             weight.put(nn.Parameter(memory, requires_grad=meta.requires_grad) if weight.is_parameter else memory)
         if weight.names[0] not in missing:
             setattr(weight.tensor, _INITIALIZED, True)

@@ -4,7 +4,7 @@
 Headers decide everything first: what is missing, unexpected or of another shape is one error, with the model as it was.
 Then tensor by tensor, in the order of the files: memory is taken where the tensor belongs (only for one on the meta
 device), its bytes are read there, and it is put into the model. So memory grows by what has been loaded and nothing
-else; conversion to another dtype goes through a piece of bounded size. When reading fails in the middle, tensors that
+else; conversion to another dtype goes through a chunk of bounded size. When reading fails in the middle, tensors that
 were on the meta device are there again; of those that existed, some have been overwritten, and the error says which.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.hook import ordinary_memory
-from lightning_cxl.memory.weights import empty_weight
-from lightning_cxl.weights.model_weights import ModelWeight
-from lightning_cxl.weights.pieces import Staging
-from lightning_cxl.weights.plan import LoadPlan, Read, plan_load, refuse_mismatch
+from lightning_cxl.memory.new_weight import new_weight
+from lightning_cxl.weights.chunks import Staging
+from lightning_cxl.weights.folder import Source, open_weights
+from lightning_cxl.weights.match import Matches, Read, match_names, refuse_mismatch
 from lightning_cxl.weights.sources import FileTensor, Translate, WeightSource
-from lightning_cxl.weights.weight_folder import Source, open_weights
+from lightning_cxl.weights.tied import ModelWeight
 
 
 class LoadReport(NamedTuple):
@@ -80,27 +80,27 @@ def load_translated(
     dtype: torch.dtype | None = None,
     completes: bool = True,
 ) -> LoadReport:
-    """Load as `load_weights` does, with tensors of the files translated first; see `plan_load`."""
+    """Load as `load_weights` does, with tensors of the files translated first; see `match_names`."""
     with open_weights(source) as files:
-        plan = plan_load(model, files, translate, completes=completes)
+        matches = match_names(model, files, translate, completes=completes)
         if strict:
-            refuse_mismatch(plan, model)
-        nbytes = _read_all(plan, dtype)
-    return LoadReport(plan.missing, plan.unexpected, len(plan.reads), nbytes)
+            refuse_mismatch(matches, model)
+        nbytes = _read_all(matches, dtype)
+    return LoadReport(matches.missing, matches.unexpected, len(matches.reads), nbytes)
 
 
 def _same(tensors: Sequence[FileTensor]) -> list[tuple[str, WeightSource]]:
     return [(tensor.name, tensor) for tensor in tensors]
 
 
-def _read_all(plan: LoadPlan, dtype: torch.dtype | None) -> int:
-    """Read every tensor of a plan; return the bytes they take in the model. See [Note: Loading straight]."""
+def _read_all(matches: Matches, dtype: torch.dtype | None) -> int:
+    """Read every tensor that matches; return the bytes they take in the model. See [Note: Loading straight]."""
     sources: dict[int, Read] = {}
     made: list[tuple[ModelWeight, Tensor]] = []
     staging = Staging()
     nbytes = 0
     try:
-        for read in plan.reads:
+        for read in matches.reads:
             first = sources.setdefault(id(read.weight), read)
             if first is not read:
                 _check_tied(first, read)
@@ -125,7 +125,7 @@ def _materialise(read: Read, dtype: torch.dtype | None, staging: Staging) -> Non
     """Give a weight on the meta device its memory and its values."""
     weight, meta = read.weight, read.weight.tensor
     wanted = dtype if dtype is not None and weight.is_parameter and meta.is_floating_point() else meta.dtype
-    tensor = empty_weight(meta, wanted, weight.spec)
+    tensor = new_weight(meta, wanted, weight.spec)
     with ordinary_memory():
         read.source.read_into(tensor, staging)
     if isinstance(meta, nn.Parameter):

@@ -21,9 +21,9 @@ from torch import nn
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.units import format_bytes, parse_bytes
-from lightning_cxl.weights.model_weights import ModelWeight, distinct, model_weights
+from lightning_cxl.weights.folder import INDEX_FILE, SINGLE_FILE
 from lightning_cxl.weights.tensor_file import NamedTensor, write_tensors
-from lightning_cxl.weights.weight_folder import INDEX_FILE, SINGLE_FILE
+from lightning_cxl.weights.tied import ModelWeight, distinct, model_weights
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

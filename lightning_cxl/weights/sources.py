@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.weights.chunks import Staging, scratch
 from lightning_cxl.weights.header import TensorEntry
-from lightning_cxl.weights.pieces import Staging, scratch
 from lightning_cxl.weights.tensor_file import TensorFile
 
 

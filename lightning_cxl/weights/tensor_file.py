@@ -1,6 +1,6 @@
-"""`TensorFile` reads a safetensors file, `write_tensors` writes one: in pieces, from and to the tensors' own memory.
+"""`TensorFile` reads a safetensors file, `write_tensors` writes one: in chunks, from and to the tensors' own memory.
 
-Nothing here holds more than a few pieces of `PIECE_BYTES` beside the tensors. What was read or written is dropped from
+Nothing here holds more than a few chunks of `CHUNK_BYTES` beside the tensors. What was read or written is dropped from
 the kernel's page cache: a cached file as large as the model fills the very node that the next tensors are to be placed
 on, and pages that do not fit there go to another one.
 """
@@ -15,8 +15,8 @@ import torch
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.weights import header
+from lightning_cxl.weights.chunks import CHUNK_BYTES, Staging, bytes_of, chunks, is_raw
 from lightning_cxl.weights.header import TensorEntry
-from lightning_cxl.weights.pieces import PIECE_BYTES, Staging, bytes_of, is_raw, pieces
 
 
 class TensorFile:
@@ -57,7 +57,7 @@ class TensorFile:
         """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # with the pages that two pieces shared
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # with the pages that two chunks shared
             os.close(fd)
 
     @torch.no_grad()
@@ -76,11 +76,11 @@ class TensorFile:
         try:
             if is_raw(target) and target.dtype == entry.dtype:
                 memory = bytes_of(target)
-                for begin in range(0, len(memory), PIECE_BYTES):
-                    self._read(memory[begin : begin + PIECE_BYTES], self._data + entry.begin + begin)
+                for begin in range(0, len(memory), CHUNK_BYTES):
+                    self._read(memory[begin : begin + CHUNK_BYTES], self._data + entry.begin + begin)
             else:
-                for piece, part in self._staged(entry, target.detach(), staging):
-                    piece.copy_(part)
+                for chunk, part in self._staged(entry, target.detach(), staging):
+                    chunk.copy_(part)
         finally:
             torch.autograd.graph.increment_version(target)
 
@@ -88,9 +88,9 @@ class TensorFile:
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the bits that `read_into` would give it."""
         read, mine, theirs = Staging(), Staging(), Staging()
-        for piece, part in self._staged(self.entries[name], tensor.detach(), read):
-            both = [staging.like(piece, piece.dtype) for staging in (mine, theirs)]
-            both[0].copy_(piece)
+        for chunk, part in self._staged(self.entries[name], tensor.detach(), read):
+            both = [staging.like(chunk, chunk.dtype) for staging in (mine, theirs)]
+            both[0].copy_(chunk)
             both[1].copy_(part)
             if not torch.equal(*(flat.view(-1).view(torch.uint8) for flat in both)):
                 return False
@@ -99,13 +99,13 @@ class TensorFile:
     def _staged(
         self, entry: TensorEntry, tensor: torch.Tensor, staging: Staging
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the pieces of a tensor, each with what the file has for it."""
+        """Yield the chunks of a tensor, each with what the file has for it."""
         offset = self._data + entry.begin
-        for piece in pieces(tensor, PIECE_BYTES // max(entry.dtype.itemsize, tensor.dtype.itemsize)):
-            part = staging.like(piece, entry.dtype)
+        for chunk in chunks(tensor, CHUNK_BYTES // max(entry.dtype.itemsize, tensor.dtype.itemsize)):
+            part = staging.like(chunk, entry.dtype)
             self._read(bytes_of(part), offset)
             offset += part.nbytes
-            yield piece, part
+            yield chunk, part
 
     def _read(self, memory: memoryview, offset: int) -> None:
         done = 0
@@ -184,12 +184,12 @@ def write_tensors(path: Path, tensors: Sequence[NamedTensor], metadata: Mapping[
 
 @torch.no_grad()
 def _write_tensor(fd: int, tensor: torch.Tensor, dtype: torch.dtype, staging: Staging) -> None:
-    for piece in pieces(tensor, PIECE_BYTES // max(dtype.itemsize, tensor.dtype.itemsize)):
-        plain = is_raw(piece) and piece.dtype == dtype
-        _write(fd, bytes_of(piece if plain else staging.like(piece, dtype).copy_(piece)))
+    for chunk in chunks(tensor, CHUNK_BYTES // max(dtype.itemsize, tensor.dtype.itemsize)):
+        plain = is_raw(chunk) and chunk.dtype == dtype
+        _write(fd, bytes_of(chunk if plain else staging.like(chunk, dtype).copy_(chunk)))
 
 
 def _write(fd: int, memory: memoryview) -> None:
     done = 0
     while done < len(memory):
-        done += os.write(fd, memory[done : done + PIECE_BYTES])
+        done += os.write(fd, memory[done : done + CHUNK_BYTES])

@@ -129,9 +129,11 @@ def test_storage_options_reach_the_callers_plugin_and_ours_refuses_them_as_light
             trainer.save_checkpoint(path, storage_options={"key": "value"})
 
 
-def test_a_checkpoint_in_memory_is_read_back(tmp_path):
+def test_a_checkpoint_in_memory_is_read_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     straight, _ = fit("cxl_offload", 5)
     first, trainer = fit("cxl_offload", 3)
     trainer.save_checkpoint("memory://three.ckpt")
+    assert not list(tmp_path.iterdir()), "it is in no file"
     resumed, _ = fit("cxl_offload", 5, ckpt_path="memory://three.ckpt")
     assert first.losses + resumed.losses == straight.losses

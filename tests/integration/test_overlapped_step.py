@@ -99,6 +99,19 @@ def test_is_the_plain_schedule_on_the_cpu_too(model, form, accumulate):
     assert_is_the_plain_schedule(model, form, accumulate)
 
 
+def test_an_update_does_not_write_what_was_fetched_when_the_one_before_ended(monkeypatch):
+    """The step is slow to start updates: the end of one fetches units ahead, whose own updates start then."""
+    training_device.make_late("to the device, much")
+    start = updates.UnitUpdates.start
+
+    def slow(*arguments):
+        time.sleep(0.004)
+        start(*arguments)
+
+    monkeypatch.setattr(updates.UnitUpdates, "start", slow)
+    assert_same(fit({}), fit({"overlap_step": False}))
+
+
 @pytest.mark.usefixtures("slow_updates")
 def test_clipping_and_schedulers_are_those_of_the_plain_schedule():
     arguments = {"gradient_clip_val": 0.3, "steps": 8}

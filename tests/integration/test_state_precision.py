@@ -138,9 +138,12 @@ def test_memory_is_what_the_formula_says_and_what_was_planned(state, options, mi
         expected["momentum"] += moment
         expected["variance"] += moment
     grads = "master_grads" if "master" in options else "compute_grads"
+    # while a sum becomes float32, the gradient that it starts with is there, too
+    widening = 2 * max(p.numel() for p in module.parameters()) if wide_sums else 0
     for planned_or_used in ("roles", "planned_roles"):
         found = {role: sum(tiers.values()) for role, tiers in module.report[planned_or_used].items()}
-        assert found[grads] == expected["gradients"], planned_or_used
+        more = widening if planned_or_used == "planned_roles" else 0
+        assert found[grads] == expected["gradients"] + more, planned_or_used
         for role in expected.keys() - {"gradients"}:
             assert found[role] == expected[role], (planned_or_used, role)
         other = {"master_grads", "compute_grads"} - {grads}

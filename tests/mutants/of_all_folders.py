@@ -175,6 +175,6 @@ MUTANTS = (
         "lightning_cxl/integrations/lightning/checkpoint_io.py",
         'return "://" in str(path)',
         "return False",
-        ("tests/integration/test_checkpoint_habits.py",),
+        ("tests/integration/test_checkpoint_habits.py::test_a_checkpoint_in_memory_is_read_back",),
     ),
 )

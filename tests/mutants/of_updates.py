@@ -80,6 +80,14 @@ MUTANTS = (
         "            pass\n",
         (*T_GRADS, *T_STEP),
     ),
+    # -- the step
+    Mutant(
+        "a closure evaluated after a write finds new weights",
+        "lightning_cxl/updates/host_step.py",
+        "        if has_written:\n            self._updates.write_back(self._optimizer, self._updated())\n",
+        "",
+        ("tests/integration/test_step_contract.py",),
+    ),
     # -- updates
     Mutant(
         "a unit that ran twice waits for the end of the backward",
@@ -143,6 +151,13 @@ MUTANTS = (
         "            unit.wait_for_readers()\n",
         "            pass\n",
         ("tests/integration/test_streamed_hazards.py::test_a_step_does_not_write_what_is_being_fetched",),
+    ),
+    Mutant(
+        "an update waits for copies that began before it",
+        _UPDATES,
+        "    unit.wait_for_readers()\n    job()\n",
+        "    job()\n",
+        (f"{T_STEP[0]}::test_an_update_does_not_write_what_was_fetched_when_the_one_before_ended",),
     ),
     Mutant(
         "units in flight are bounded",

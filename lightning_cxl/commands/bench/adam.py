@@ -9,9 +9,9 @@ import torch
 
 from lightning_cxl.commands.bench.contenders import ROOF, Options, check_contenders, state_contenders, step_contenders
 from lightning_cxl.commands.bench.tensors import Problem, filled, fits, one_tensor, parse_count
+from lightning_cxl.commands.measuring.files import check_target
 from lightning_cxl.commands.measuring.results import Results, machine
 from lightning_cxl.commands.measuring.timing import measure
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.native import _cpu
 
 _DESCRIPTION = """\
@@ -100,21 +100,11 @@ def begin(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Op
     """
     if args.threads < 1 or args.rounds < 1:
         parser.error("--threads and --rounds must be at least 1")
-    check_folder(args.json)
+    check_target(args.json)
     set_threads(args.threads)
     results = Results(machine(args.threads))
     print("\n".join(f"{key}: {value}" for key, value in results.machine.items()))
     return Options(args.threads, args.rounds, tuple(sorted(set(args.sizes)))), results
-
-
-def check_folder(target: Path | None) -> None:
-    """Check, before an hour is spent on measuring, that a file can be written.
-
-    Raises:
-        ConfigError: its folder does not exist.
-    """
-    if target is not None and not target.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {target}: its folder does not exist")
 
 
 def set_threads(num_threads: int) -> None:

@@ -10,10 +10,12 @@ import torch
 
 from lightning_cxl.commands.calibrate.measure import NamedEngine, Row, measure_machine
 from lightning_cxl.commands.calibrate.options import QUICK, Options
+from lightning_cxl.commands.calibrate.ssd import check_ssd
+from lightning_cxl.commands.measuring.files import check_target
 from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 from lightning_cxl.commands.measuring.timing import cpu_seconds, others_fraction
 from lightning_cxl.devices.device_type import devices_apart
-from lightning_cxl.errors import ConfigError, LightningCXLError
+from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.machine.calibration import save_calibration
 from lightning_cxl.machine.machine_file import save_machine
 from lightning_cxl.machine.speeds import machine_of
@@ -44,9 +46,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="seconds instead of a minute, and less exact")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured as JSON")
     args = parser.parse_args(arguments)
-    for target in filter(None, (args.json, args.output)):
-        if not target.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {target}: its folder does not exist")
+    check_target(args.json)
+    check_target(args.output)
+    for folder in args.ssd:
+        check_ssd(folder)
     start, busy = time.perf_counter(), cpu_seconds()
     topology = Topology.detect()
     threads = torch.get_num_threads()

@@ -40,8 +40,7 @@ def measure_ssd(folder: Path, nbytes: int) -> SsdFigures:
     Raises:
         ConfigError: no such folder, no room in it, or it cannot be written.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"--ssd {folder}: there is no such folder")
+    check_ssd(folder)
     free = shutil.disk_usage(folder).free
     nbytes = min(nbytes, free // 2) // _BLOCK_BYTES * _BLOCK_BYTES
     if nbytes == 0:
@@ -63,6 +62,16 @@ def measure_ssd(folder: Path, nbytes: int) -> SsdFigures:
         raise ConfigError(f"--ssd {folder}: {format_bytes(nbytes)} could not be written and read: {error}") from error
     finally:
         os.close(file)
+
+
+def check_ssd(folder: Path) -> None:
+    """Check that there is a folder, which is said before anything is measured.
+
+    Raises:
+        ConfigError: no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"--ssd {folder}: there is no such folder")
 
 
 def _open(path: str) -> tuple[int, bool]:

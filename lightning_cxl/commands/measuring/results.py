@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_cxl.commands.measuring.files import write_text
 from lightning_cxl.commands.measuring.timing import Timings
 from lightning_cxl.machine.calibration import QUIET_FRACTION
 from lightning_cxl.machine.fingerprint import cpu_model
@@ -79,7 +80,7 @@ class Results:
 
     def write(self, path: Path) -> None:
         """Write machine and rows as JSON."""
-        path.write_text(json.dumps({"machine": self.machine, "rows": [asdict(row) for row in self.rows]}, indent=1))
+        write_text(path, json.dumps({"machine": self.machine, "rows": [asdict(row) for row in self.rows]}, indent=1))
 
     def summary(self) -> str:
         """Return how many goals hold and the lines of those that do not."""

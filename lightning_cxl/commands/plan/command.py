@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_cxl.commands.measuring.files import check_target, write_text
 from lightning_cxl.commands.measuring.pictures import check_matplotlib
 from lightning_cxl.commands.plan.advice import what_fits
 from lightning_cxl.commands.plan.findings import Findings, as_data
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: options that cannot be honoured.
     """
     options = _parser().parse_args(arguments)
+    check_target(options.json)
+    check_target(options.plot)
     if options.plot is not None:
         check_matplotlib()
     settings = Settings(
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     found = look(PlannedModel(options.model), settings, machine, options.policy)
     print(as_text(found))
     if options.json is not None:
-        _write(options.json, json.dumps(as_data(found), indent=1) + "\n")
+        write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
     if options.plot is not None:
         from lightning_cxl.commands.plan.picture import draw
 
@@ -141,10 +144,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--plot", type=Path, metavar="FILE.png", help="draw tiers and predicted times")
     return parser
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}. Give a file in a folder that exists") from error

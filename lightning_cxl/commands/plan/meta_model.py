@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from lightning_cxl.commands.measuring.timing import reason
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.model_names import is_cached, require_model
@@ -36,8 +37,8 @@ def model_on_meta(name: str) -> Any:
     try:
         with empty_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"{name!r} makes no causal language model: {error}") from error
+    except Exception as error:  # whatever transformers trips over in a config that has been written by hand
+        raise ConfigError(f"{name!r} makes no causal language model: {reason(error)}") from error
     return model.to("meta").train()
 
 
@@ -87,6 +88,6 @@ def _config(name: str) -> Any:
     require_model(name, f", no known shape ({', '.join(SHAPES)})")
     try:
         return AutoConfig.from_pretrained(name, local_files_only=is_folder or is_cached(name))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # as above
         where = f"the config.json in {name!r}" if is_folder else f"the config of {name!r}"
-        raise ConfigError(f"{where} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{where} cannot be used: {reason(error)}") from error

@@ -94,13 +94,38 @@ def test_name_or_path_also_chooses_the_tokenizer(command, tmp_path, capsys):
         ({"data.text_files": "nothing/*.txt"}, "matches no file"),
         ({"data.vocab_size": 10}, "vocab_size 10"),
         ({"model.num_heads": 3}, "num_heads 3"),
-        ({"model.name_or_path": "./nowhere"}, "nowhere"),
+        ({"model.num_heads": 0}, "'num_heads': 0"),
+        ({"model.num_layers": -1}, "'num_layers': -1"),
+        ({"model.lr": -1}, "'lr': -1"),
+        ({"model.attn": "nothing"}, "attn 'nothing'"),
+        ({"model.name_or_path": "./nowhere"}, "no model './nowhere'"),
+        ({"model.name_or_path": "qwen2.5-0.5"}, "did you mean qwen2.5-0.5b"),
+        ({"trainer.accelerator": "nothing"}, "invalid accelerator name"),
+        ({"trainer.strategy": "nothing"}, "invalid strategy name"),
+        ({"trainer.max_steps": -7}, "max_steps"),
+        ({"trainer.accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches must be larger than 0"),
+        ({"trainer.precision": "16-mixed", "trainer.devices": 0}, "devices"),
+        ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
     ],
 )
-def test_what_cannot_be_done_ends_in_one_message(command, changed, message):
+def test_what_cannot_be_done_ends_in_one_message(command, changed, message, hub_is_off):
     with pytest.raises(SystemExit, match=message) as caught:
         command("fit", "--config", EXAMPLE, **changed)
     assert str(caught.value.code).startswith("ConfigError: ")
+
+
+@pytest.fixture
+def hub_is_off(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_a_file_that_is_no_text_or_no_checkpoint_ends_in_one_message(command, tmp_path):
+    junk = tmp_path / "junk"
+    junk.write_bytes(bytes(range(256)))
+    with pytest.raises(SystemExit, match=r"ConfigError: .*utf-8"):
+        command("fit", "--config", junk, tiny=False)
+    with pytest.raises(SystemExit, match="Error: "):
+        command("fit", "--config", EXAMPLE, ckpt_path=junk)
 
 
 @pytest.mark.parametrize("text", ["model: {hidden_sise: 16}\n", "model: [unclosed\n"])

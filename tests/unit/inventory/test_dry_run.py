@@ -75,6 +75,7 @@ def child():
             yield child
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "vocab"),
     [

@@ -24,8 +24,8 @@ class Host:
         options = {"budgets": {"dram": LIMIT, "cxl": LIMIT}, "pin": True, "pinner": self._pinner, **options}
         self.memory = HostMemory(self.topology, **options)
 
-    def mode(self, owner=None, **options) -> HostAllocationMode:
-        placer = Placer(self.topology, RoleHomePolicy(self.topology), self.memory.free_bytes, owner)
+    def mode(self, **options) -> HostAllocationMode:
+        placer = Placer(self.topology, RoleHomePolicy(self.topology), self.memory.free_bytes)
         return HostAllocationMode(self.memory, placer, **options)
 
     def tier(self, tensor: torch.Tensor) -> str | None:

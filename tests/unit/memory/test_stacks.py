@@ -332,16 +332,15 @@ def one_kind(**arguments) -> HostMemory:
 def test_bytes_in_place_count_for_their_role_until_they_are_let_go() -> None:
     memory = one_kind()
     tensor = torch.ones(1000)
-    for tier in ("dram", "cxl"):  # the same nodes
-        counted = memory.count_in_place(tensor.data_ptr(), 4000, Placement((tier,)), TensorRole.ACTIVATIONS)
-        again = memory.count_in_place(tensor.data_ptr(), 4000, Placement((tier,)), TensorRole.ACTIVATIONS)
-        assert memory.stats()["roles"]["activations"][tier] == 8000
-        del counted
-        assert memory.stats()["roles"]["activations"][tier] == 4000
-        del again
-        stats = memory.stats()
-        assert stats["roles"]["activations"][tier] == 0 and stats["peak_roles"]["activations"][tier] == 8000
-        assert stats["tiers"][tier]["peak_bytes"] == stats["tiers"][tier]["held_bytes"] == 0
+    counted = memory.count_in_place(tensor.data_ptr(), 4000, DRAM, TensorRole.ACTIVATIONS)
+    again = memory.count_in_place(tensor.data_ptr(), 4000, DRAM, TensorRole.ACTIVATIONS)
+    assert memory.stats()["roles"]["activations"]["dram"] == 8000
+    del counted
+    assert memory.stats()["roles"]["activations"]["dram"] == 4000
+    del again
+    stats = memory.stats()
+    assert stats["roles"]["activations"]["dram"] == 0 and stats["peak_roles"]["activations"]["dram"] == 8000
+    assert stats["tiers"]["dram"]["peak_bytes"] == stats["tiers"]["dram"]["held_bytes"] == 0
 
 
 @pytest.mark.parametrize("tiers", [("dram",), ("cxl", "dram")])
@@ -354,7 +353,8 @@ def test_where_there_are_two_kinds_of_memory_nothing_is_known_to_be_in_place(tie
 def test_a_split_a_budget_page_locked_memory_and_our_own_keep_bytes_from_being_in_place() -> None:
     address, role = torch.ones(1000).data_ptr(), TensorRole.ACTIVATIONS
     halves = Placement(("dram", "cxl"), shares=(0.5, 0.5))
-    assert one_kind().count_in_place(address, 4000, halves, role) is None
+    two_kinds = HostMemory(Topology.fake(dram=("1GiB",), cxl=("1GiB",)))
+    assert two_kinds.count_in_place(address, 4000, halves, role) is None
     assert one_kind(budgets={"dram": MIB}).count_in_place(address, 4000, DRAM, role) is None
     assert one_kind(budgets={"cxl": MIB}).count_in_place(address, 4000, DRAM, role) is not None
     pinned = Placement(("dram",), pinned=True)

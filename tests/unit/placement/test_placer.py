@@ -24,8 +24,8 @@ class RecordingPolicy:
         return self.answer
 
 
-def make_placer(policy=None, free=None, owner=None) -> Placer:
-    return Placer(TOPOLOGY, policy or RoleHomePolicy(TOPOLOGY), lambda: free or {}, owner)
+def make_placer(policy=None, free=None) -> Placer:
+    return Placer(TOPOLOGY, policy or RoleHomePolicy(TOPOLOGY), lambda: free or {})
 
 
 def test_without_a_wish_the_policy_decides_by_role():
@@ -69,10 +69,3 @@ def test_an_unknown_tier_names_what_exists(wish):
 def test_a_policy_that_names_an_unknown_tier_is_found_out():
     with pytest.raises(TierNotFoundError, match=r"'moon'.*'dram', 'cxl'"):
         make_placer(RecordingPolicy(Placement(("cxl", "moon")))).place(TensorRole.MOMENTUM, 1)
-
-
-def test_owner_asks_the_function_it_was_given():
-    spec = TierSpec(weights="cxl")
-    assert make_placer(owner={"p": spec}.get).owner("p") is spec
-    assert make_placer(owner={"p": spec}.get).owner("q") is None
-    assert make_placer().owner("p") is None

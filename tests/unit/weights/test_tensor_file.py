@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from safetensors.torch import save_file as reference_save
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.weights import pieces, tensor_file
-from lightning_cxl.weights.pieces import Staging
+from lightning_cxl.weights import chunks, tensor_file
+from lightning_cxl.weights.chunks import Staging
 from lightning_cxl.weights.tensor_file import NamedTensor, TensorFile, write_tensors
 
 SAMPLES = {
@@ -30,10 +30,10 @@ SAMPLES = {
 }
 
 
-@pytest.fixture(params=[16, 64, 2**24], ids=lambda size: f"{size} B pieces")
-def piece_bytes(request, monkeypatch):
-    for module in (pieces, tensor_file):
-        monkeypatch.setattr(module, "PIECE_BYTES", request.param)
+@pytest.fixture(params=[16, 64, 2**24], ids=lambda size: f"{size} B chunks")
+def chunk_bytes(request, monkeypatch):
+    for module in (chunks, tensor_file):
+        monkeypatch.setattr(module, "CHUNK_BYTES", request.param)
     return request.param
 
 
@@ -50,13 +50,13 @@ def equal(a, b):
     )
 
 
-def test_the_reference_implementation_reads_what_we_write(tmp_path, piece_bytes):
+def test_the_reference_implementation_reads_what_we_write(tmp_path, chunk_bytes):
     loaded = load_file(write(tmp_path / "f.safetensors", SAMPLES))
     assert loaded.keys() == SAMPLES.keys()
     assert all(equal(loaded[name], tensor) for name, tensor in SAMPLES.items())
 
 
-def test_we_read_what_the_reference_implementation_writes(tmp_path, piece_bytes):
+def test_we_read_what_the_reference_implementation_writes(tmp_path, chunk_bytes):
     reference_save(SAMPLES, tmp_path / "f.safetensors", metadata={"format": "pt", "by": "them"})
     with TensorFile(tmp_path / "f.safetensors") as file:
         assert file.metadata == {"format": "pt", "by": "them"}
@@ -77,7 +77,7 @@ def test_data_is_aligned_for_readers_that_map_the_file(tmp_path):
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
-def test_conversion_rounds_as_torch_does_both_ways(tmp_path, piece_bytes, stored, wanted):
+def test_conversion_rounds_as_torch_does_both_ways(tmp_path, chunk_bytes, stored, wanted):
     values = torch.cat([torch.randn(50), torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1 + 2**-8, 65520.0])])
     values = values.to(stored)
     with TensorFile(write(tmp_path / "f", {"w": values})) as file:
@@ -99,7 +99,7 @@ def test_conversion_rounds_as_torch_does_both_ways(tmp_path, piece_bytes, stored
         lambda: torch.empty(3, 4, 5).permute(2, 0, 1),
     ],
 )
-def test_tensors_of_any_layout_are_written_and_read(tmp_path, piece_bytes, make):
+def test_tensors_of_any_layout_are_written_and_read(tmp_path, chunk_bytes, make):
     source = make().copy_(torch.randn(make().shape))
     path = write(tmp_path / "f", {"w": source})
     assert torch.equal(load_file(path)["w"], source)
@@ -161,7 +161,7 @@ def test_every_truncation_is_noticed_and_leaves_no_descriptor(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, piece_bytes):
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, chunk_bytes):
     path = write(tmp_path / "f", {"a": torch.ones(100)})
     with TensorFile(path) as file:
         os.truncate(path, path.stat().st_size - 40)
@@ -224,7 +224,7 @@ def resident_pages(path):
 
 
 def test_scratch_memory_goes_back_to_the_kernel_with_its_tensor():
-    tensor = pieces.scratch((3, 2**20), torch.float32)
+    tensor = chunks.scratch((3, 2**20), torch.float32)
     address = tensor.fill_(1).data_ptr()
     mapped = lambda: any(  # noqa: E731
         int(low, 16) <= address < int(high, 16)
@@ -233,7 +233,7 @@ def test_scratch_memory_goes_back_to_the_kernel_with_its_tensor():
     assert mapped() and tensor.shape == (3, 2**20)
     del tensor
     assert not mapped()
-    assert pieces.scratch((0, 3), torch.float16).shape == (0, 3)
+    assert chunks.scratch((0, 3), torch.float16).shape == (0, 3)
 
 
 def test_metadata_is_what_transformers_asks_for(tmp_path):

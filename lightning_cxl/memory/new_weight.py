@@ -1,4 +1,4 @@
-"""`empty_weight`: memory for a weight that was not made when its module was."""
+"""`new_weight`: memory for a weight that was not made when its module was."""
 
 import torch
 
@@ -8,7 +8,7 @@ from lightning_cxl.placement.decorators import TierSpec, constructing
 from lightning_cxl.placement.placement import TensorRole
 
 
-def empty_weight(like: torch.Tensor, dtype: torch.dtype, spec: TierSpec | None) -> torch.Tensor:
+def new_weight(like: torch.Tensor, dtype: torch.dtype, spec: TierSpec | None) -> torch.Tensor:
     """Return uninitialised memory with the shape and strides of a tensor on the meta device.
 
     Inside a run, or where `host_allocation` is active, it lies where that says; elsewhere it is ordinary memory. On

@@ -6,7 +6,7 @@ import torch
 from lightning_cxl.errors import TierNotFoundError
 from lightning_cxl.memory import scope
 from lightning_cxl.memory.hook import is_placing, ordinary_memory
-from lightning_cxl.memory.weights import empty_weight
+from lightning_cxl.memory.new_weight import new_weight
 from lightning_cxl.placement.decorators import TierSpec, constructing, constructing_spec
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.placer import Placer
@@ -27,27 +27,27 @@ def like(*shape, **options):
 
 def test_shape_strides_and_dtype_are_kept_and_the_policy_decides(host):
     source = like(4, 6).t()
-    weight = empty_weight(source, torch.bfloat16, None)
+    weight = new_weight(source, torch.bfloat16, None)
     assert (weight.shape, weight.stride(), weight.dtype) == ((6, 4), (1, 6), torch.bfloat16)
     assert host.tier(weight) == "cxl"
     assert host.bytes_of(TensorRole.COMPUTE_WEIGHTS) == {"cxl": 48}
 
 
 def test_a_spec_decides_before_the_policy(host):
-    assert host.tier(empty_weight(like(9), torch.float32, TierSpec(weights="dram"))) == "dram"
-    assert host.tier(empty_weight(like(9), torch.float32, TierSpec(gradients="dram"))) == "cxl"
+    assert host.tier(new_weight(like(9), torch.float32, TierSpec(weights="dram"))) == "dram"
+    assert host.tier(new_weight(like(9), torch.float32, TierSpec(gradients="dram"))) == "cxl"
     with pytest.raises(TierNotFoundError, match="hbm"):
-        empty_weight(like(9), torch.float32, TierSpec(weights="hbm"))
+        new_weight(like(9), torch.float32, TierSpec(weights="hbm"))
 
 
 def test_outside_of_a_run_memory_is_ordinary():
     host = Host()
-    assert host.tier(empty_weight(like(9), torch.float32, TierSpec(weights="dram"))) is None
+    assert host.tier(new_weight(like(9), torch.float32, TierSpec(weights="dram"))) is None
 
 
 def test_on_the_default_device():
     with torch.device("meta"):
-        assert empty_weight(like(9), torch.float32, None).is_meta
+        assert new_weight(like(9), torch.float32, None).is_meta
 
 
 def test_the_hook_pauses_in_this_thread_and_goes_on(host):

@@ -1,4 +1,4 @@
-"""Tensors as bytes, in pieces of bounded size: what files are read into and written from."""
+"""Tensors as bytes, in chunks of bounded size: what files are read into and written from."""
 
 import ctypes
 import mmap
@@ -7,11 +7,11 @@ from math import prod
 
 import torch
 
-PIECE_BYTES = 16 * 2**20
+CHUNK_BYTES = 16 * 2**20
 """Large enough for a disk, small enough that a few of them do not count."""
 
 
-def pieces(tensor: torch.Tensor, num_elements: int) -> Iterator[torch.Tensor]:
+def chunks(tensor: torch.Tensor, num_elements: int) -> Iterator[torch.Tensor]:
     """Yield views that cover a tensor in row-major order, each of at most `num_elements` elements.
 
     Of a contiguous tensor they are contiguous.
@@ -22,7 +22,7 @@ def pieces(tensor: torch.Tensor, num_elements: int) -> Iterator[torch.Tensor]:
         yield from torch.split(tensor.view(-1), num_elements)
     elif (row := tensor.numel() // tensor.shape[0]) > num_elements:
         for part in tensor.unbind():
-            yield from pieces(part, num_elements)
+            yield from chunks(part, num_elements)
     else:
         yield from torch.split(tensor, num_elements // row)
 
@@ -54,13 +54,13 @@ def scratch(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Staging:
-    """`PIECE_BYTES` of host memory that numbers pass through on their way to another dtype, layout or device."""
+    """`CHUNK_BYTES` of host memory that numbers pass through on their way to another dtype, layout or device."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
-    def like(self, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return contiguous memory of a piece's shape, the same at every call; contents undefined."""
+    def like(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return contiguous memory of a chunk's shape, the same at every call; contents undefined."""
         if self._memory is None:
-            self._memory = scratch((PIECE_BYTES,), torch.uint8)
-        return self._memory[: piece.numel() * dtype.itemsize].view(dtype).view(piece.shape)
+            self._memory = scratch((CHUNK_BYTES,), torch.uint8)
+        return self._memory[: chunk.numel() * dtype.itemsize].view(dtype).view(chunk.shape)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.weights.model_weights import ModelWeight, computed_buffers, distinct, model_weights
 from lightning_cxl.weights.sources import FileTensor, Translate, WeightSource
 from lightning_cxl.weights.tensor_file import TensorFile
+from lightning_cxl.weights.tied import ModelWeight, computed_buffers, distinct, model_weights
 
 _SHOWN = 8
 
@@ -25,7 +25,7 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
+class Matches:
     """What will be read, in the order of the files, and what does not fit."""
 
     reads: list[Read]
@@ -37,7 +37,7 @@ class LoadPlan:
     """Buffers that the model computes itself and that have no values, because it was built on the meta device."""
 
 
-def plan_load(model: nn.Module, files: Sequence[TensorFile], translate: Translate, *, completes: bool) -> LoadPlan:
+def match_names(model: nn.Module, files: Sequence[TensorFile], translate: Translate, *, completes: bool) -> Matches:
     """Match names, with the base model's prefix added or left out as transformers does.
 
     Args:
@@ -77,33 +77,33 @@ def plan_load(model: nn.Module, files: Sequence[TensorFile], translate: Translat
             and _is_ignored(model, "_keys_to_ignore_on_load_missing", weight.names[0])
         )
     ]
-    return LoadPlan(reads, missing, unexpected, [name for name, tensor in computed.items() if tensor.is_meta])
+    return Matches(reads, missing, unexpected, [name for name, tensor in computed.items() if tensor.is_meta])
 
 
-def refuse_mismatch(plan: LoadPlan, model: nn.Module) -> None:
+def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
     """Raise where weights are missing or unexpected, or buffers cannot come back.
 
     Raises:
         CheckpointError: it names them, with the closest names that would have fitted.
     """
-    if plan.lost:
+    if matches.lost:
         raise CheckpointError(
-            f"{len(plan.lost)} buffers of {type(model).__name__} are on the meta device, and no file holds them, "
-            f"because the model computes them when it is built: {_list(plan.lost)}. Nothing has been loaded. Build it "
-            "in `lightning_cxl.empty_weights()`, which keeps buffers real."
+            f"{len(matches.lost)} buffers of {type(model).__name__} are on the meta device, and no file holds them, "
+            f"because the model computes them when it is built: {_list(matches.lost)}. Nothing has been loaded. Build "
+            "it in `lightning_cxl.empty_weights()`, which keeps buffers real."
         )
-    if not plan.missing and not plan.unexpected:
+    if not matches.missing and not matches.unexpected:
         return
     texts = []
-    if plan.missing:
-        names = _with_closest(plan.missing, plan.unexpected, "in the files")
-        texts.append(f"{len(plan.missing)} weights are missing from the files: {names}")
-    if plan.unexpected:
-        names = _with_closest(plan.unexpected, plan.missing, "in the model")
-        texts.append(f"{len(plan.unexpected)} tensors of the files are not in the model: {names}")
+    if matches.missing:
+        names = _with_closest(matches.missing, matches.unexpected, "in the files")
+        texts.append(f"{len(matches.missing)} weights are missing from the files: {names}")
+    if matches.unexpected:
+        names = _with_closest(matches.unexpected, matches.missing, "in the model")
+        texts.append(f"{len(matches.unexpected)} tensors of the files are not in the model: {names}")
     raise CheckpointError(
-        f"the files do not fit {type(model).__name__}: {'. '.join(texts)}. {len(plan.reads)} tensors fit. Nothing has "
-        "been loaded. Load into the class that was saved, or pass strict=False to load what fits."
+        f"the files do not fit {type(model).__name__}: {'. '.join(texts)}. {len(matches.reads)} tensors fit. Nothing "
+        "has been loaded. Load into the class that was saved, or pass strict=False to load what fits."
     )
 
 

@@ -1,0 +1,149 @@
+"""What users write down: names, keys of YAML files, options of commands. A change breaks their files and programs."""
+
+import inspect
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_cxl
+from lightning_cxl.__main__ import main
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.finetune.data import TextData
+from lightning_cxl.finetune.export import ExportPretrained
+from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.machine.calibration import Calibration, DeviceSpeeds, NodeSpeeds, SsdSpeeds
+from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
+from lightning_cxl.planning.policies.registry import POLICIES
+
+DUMPED = Path(__file__).parent / "fixtures" / "configs" / "dumped_earlier.yaml"
+
+NAMES = """
+    CPUAdam CXLOffloadStrategy CheckpointError ConfigError Decision GradientOverflowError Job LightningCXLError
+    LightningCXLWarning LoadReport Machine MachineTier MemoryClass MissingTierWarning Move Node OffloadConfig
+    OffloadProgressBar PinnedMemoryError Placement PlacementError PlacementPolicy PlacementRequest PlanningPolicy
+    RoleHomePolicy SpillWarning TensorRole Tier TierFullError TierKind TierNotFoundError Topology UnsupportedError
+    empty empty_weights from_pretrained host_allocation load_machine load_weights plain_checkpoint
+    predict_adam_seconds predict_copy_seconds residency save_pretrained save_weights tier
+"""
+OPTIONS = {
+    "tiers": {},
+    "tier_rules": {},
+    "policy": "auto",
+    "machine": None,
+    "batch_tokens": None,
+    "activation_offload": True,
+    "units": "auto",
+    "stream_weights": "auto",
+    "overlap_step": "auto",
+    "cpu_adam": True,
+    "state": "fp32",
+    "master": "split",
+    "accumulate": "fp32",
+    "on_overflow": "skip",
+    "max_overflows": 20,
+    "num_threads": None,
+    "on_missing_tier": "fallback",
+    "on_tier_full": "spill",
+    "pin_memory": "auto",
+}
+ARGUMENTS = {
+    lightning_cxl.CXLOffloadStrategy: {
+        "accelerator": None,
+        "checkpoint_io": None,
+        "precision_plugin": None,
+        **OPTIONS,
+    },
+    CausalLM: {
+        "name_or_path": None,
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "num_layers": 6,
+        "num_heads": 8,
+        "intermediate_size": 1408,
+        "attn": "sdpa",
+        "lr": 0.001,
+        "weight_decay": 0.1,
+        "warmup_steps": 10,
+    },
+    TextData: {
+        "text_files": None,
+        "seq_len": 256,
+        "batch_size": 6,
+        "vocab_size": 8192,
+        "val_fraction": 0.05,
+        "seed": 0,
+        "tokenizer_name_or_path": None,
+    },
+    ExportPretrained: {"dirpath": None},
+    lightning_cxl.OffloadProgressBar: {"plain_every_n_steps": 10, "kwargs": inspect.Parameter.empty},
+}
+KEYS_OF_FILES = {
+    Machine: "name tiers device cache host_bytes write_contention source has_speeds",
+    MachineTier: "name kind capacity_bytes num_nodes adam_bytes_per_s device_read_bytes_per_s device_write_bytes_per_s "
+    "device_write_buffer_bytes latency_ns backed_by",
+    Device: "name memory_bytes flops h2d_bytes_per_s d2h_bytes_per_s copy_latency_s count is_host",
+    Cache: "nbytes bytes_per_s",
+    Calibration: "date num_threads nodes devices cache_bytes cache_bytes_per_s ssds others_fraction",
+    NodeSpeeds: "node_id read_bytes_per_s write_bytes_per_s adam_bytes_per_s latency_ns h2d_bytes_per_s "
+    "d2h_bytes_per_s",
+    DeviceSpeeds: "kind name flops h2d_bytes_per_s d2h_bytes_per_s copy_latency_s",
+    SsdSpeeds: "folder read_bytes_per_s write_bytes_per_s direct",
+}
+COMMANDS = {
+    "plan": "model tiers batch seq precision state master accumulate accumulate-grad-batches activation-offload "
+    "stream-weights overlap policy loss plot json",
+    "calibrate": "output ssd quick json",
+}
+
+
+def test_names():
+    assert sorted(lightning_cxl.__all__) == sorted(NAMES.split())
+    assert [name for name in lightning_cxl.__all__ if not hasattr(lightning_cxl, name)] == []
+
+
+def test_options():
+    config = OffloadConfig()
+    assert {field.name: getattr(config, field.name) for field in fields(config)} == OPTIONS
+
+
+def test_policies():
+    assert set(POLICIES) == {"dram_only", "interleave", "latency_first", "bandwidth"}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS, ids=lambda kind: kind.__name__)
+def test_arguments_of_what_a_configuration_names(kind):
+    found = inspect.signature(kind).parameters
+    assert {name: parameter.default for name, parameter in found.items()} == ARGUMENTS[kind]
+
+
+@pytest.mark.parametrize("kind", KEYS_OF_FILES, ids=lambda kind: kind.__name__)
+def test_keys_of_machine_files_and_calibrations(kind):
+    assert [field.name for field in fields(kind)] == KEYS_OF_FILES[kind].split()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_of_commands(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", command, "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert set(COMMANDS[command].split()) <= set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
+
+
+def test_a_configuration_that_an_earlier_version_wrote_is_read(monkeypatch, capsys):
+    """With the paths it names classes by; nothing of it is changed or left out."""
+    # lightning 2.6 calls methods that jsonargparse 4.53 deprecates; this is jsonargparse's own switch
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "fit", "--config", str(DUMPED), "--print_config"])
+    with pytest.raises(SystemExit):
+        main()
+    written, found = yaml.safe_load(DUMPED.read_text()), yaml.safe_load(capsys.readouterr().out)
+    for bar in (each for each in found["trainer"]["callbacks"] if each["class_path"].endswith("ProgressBar")):
+        bar["init_args"] = {"plain_every_n_steps": bar["init_args"]["plain_every_n_steps"]}  # the rest is Lightning's
+    assert {key: found[key] for key in written if key != "trainer"} == {
+        key: value for key, value in written.items() if key != "trainer"
+    }
+    assert {key: found["trainer"][key] for key in written["trainer"]} == written["trainer"]

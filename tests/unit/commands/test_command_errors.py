@@ -1,0 +1,112 @@
+"""Errors of the command line end as one message, whatever they are; errors of training keep their traceback."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+
+from lightning_cxl import __main__ as front
+from lightning_cxl.commands.measuring.files import check_target, write_text
+from lightning_cxl.errors import ConfigError
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a command that raises what is given, or returns it; returns what the process would end with."""
+
+    def run(result, name="plan"):
+        def main(arguments):
+            assert arguments == ["--option"]
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        monkeypatch.setattr(sys, "argv", ["lightning_cxl", name, "--option"])
+        monkeypatch.setattr(front.importlib, "import_module", lambda module: types.SimpleNamespace(main=main))
+        front.main()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConfigError("no such policy"), "ConfigError: no such policy"),
+        (ModuleNotFoundError("x", name="datasets"), "`python -m lightning_cxl plan` needs .*pip install datasets"),
+        (OSError(errno.ENOSPC, "No space left on device"), "`python -m lightning_cxl plan` cannot go on: .*No space"),
+    ],
+)
+def test_errors_are_one_message(run, error, message):
+    with pytest.raises(SystemExit, match=message):
+        run(error)
+
+
+def test_ctrl_c_is_one_message_and_the_status_of_shells(run, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(KeyboardInterrupt())
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "`python -m lightning_cxl plan` was interrupted\n"
+
+
+@pytest.mark.parametrize("name", ["fit", "predict"])
+@pytest.mark.parametrize("error", [ValueError("a bug"), OSError("of the user's loader")])
+def test_errors_inside_of_training_keep_their_traceback(run, error, name):
+    with pytest.raises(type(error)):
+        run(error, name)
+
+
+def test_status_of_a_command_is_that_of_the_process(run):
+    assert run(None) is None and run(0) is None
+    with pytest.raises(SystemExit) as caught:
+        run(2)
+    assert caught.value.code == 2
+
+
+def python(*arguments, **options):
+    return subprocess.Popen([sys.executable, "-m", "lightning_cxl", *arguments], text=True, stderr=-1, **options)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_and_a_closed_pipe_are_no_traceback():
+    with open("/dev/full", "w") as full:
+        process = python("env", stdout=full)
+    error = process.communicate()[1]
+    assert process.returncode == 1
+    assert error.splitlines()[-1].startswith("`python -m lightning_cxl env` cannot ")
+    assert "No space left on device" in error
+    assert "Traceback" not in error and "Exception ignored" not in error
+    read, write = os.pipe()
+    os.close(read)
+    process = python("env", stdout=write)
+    os.close(write)
+    error = process.communicate()[1]
+    assert process.returncode == 0 and "Traceback" not in error and "Exception ignored" not in error
+
+
+def test_ctrl_c_while_the_package_is_imported_is_no_traceback():
+    code = (
+        "import sys, runpy, signal, importlib.abc\n"
+        "class Stops(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Stops())\n"
+        "sys.argv, sys.orig_argv = ['-m', 'env'], ['python', '-m', 'lightning_cxl', 'env']\n"
+        "import lightning_cxl\n"
+    )
+    stopped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert stopped.returncode == -signal.SIGINT and not stopped.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_or_named(tmp_path):
+    check_target(None)
+    check_target(tmp_path / "new.json")
+    with pytest.raises(ConfigError, match="its folder does not exist"):
+        check_target(tmp_path / "none" / "a.json")
+    with pytest.raises(ConfigError, match="it is a folder"):
+        check_target(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot write .*: Is a directory"):
+        write_text(tmp_path, "")

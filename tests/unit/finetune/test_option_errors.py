@@ -1,0 +1,74 @@
+"""Errors that options cause are one message; a bug of the user's own module keeps its traceback."""
+
+import importlib.util
+import pickle
+
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_cxl.errors import ConfigError, TierFullError
+from lightning_cxl.finetune.option_errors import option_errors
+
+
+@pytest.fixture
+def raising(tmp_path):
+    """Makes a function that raises in a module of a given name."""
+
+    def make(module, statement, **names):
+        path = tmp_path / "raising.py"
+        path.write_text(f"def run():\n    {statement}\n")
+        spec = importlib.util.spec_from_file_location(module, path)
+        made = importlib.util.module_from_spec(spec)
+        vars(made).update(names)
+        spec.loader.exec_module(made)
+        return made.run
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [MisconfigurationException, ValueError, TypeError, RuntimeError])
+def test_what_lightning_itself_raises_is_about_options(raising, kind):
+    with pytest.raises(ConfigError, match="no such accelerator"), option_errors():
+        raising("lightning.pytorch.trainer", "raise kind('no such accelerator')", kind=kind)()
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine"), OSError("mine"), KeyError("mine")])
+def test_a_bug_in_the_users_module_stays_as_it_is(raising, error):
+    users = raising("users_module", "raise error", error=error)
+    with pytest.raises(type(error)) as caught, option_errors():
+        raising("lightning.pytorch.loops", "users()", users=users)()
+    assert caught.value is error
+
+
+def test_an_accident_of_lightning_keeps_its_traceback(raising):
+    with pytest.raises(ZeroDivisionError), option_errors():
+        raising("lightning.pytorch.loops", "return 1 % 0")()
+
+
+def test_what_torch_raises_while_it_computes_stays_as_it_is(raising):
+    computes = raising("torch.autograd", "raise RuntimeError('modified by an inplace operation')")
+    with pytest.raises(RuntimeError, match="inplace"), option_errors():
+        raising("lightning.pytorch.strategies", "computes()", computes=computes)()
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), pickle.UnpicklingError("no checkpoint"), EOFError()])
+def test_a_file_that_lightning_cannot_read_is_about_options(raising, error):
+    reads = raising("torch.serialization", "raise error", error=error)
+    with pytest.raises(ConfigError, match=str(error) or "EOFError"), option_errors():
+        raising("lightning.fabric.cloud_io", "reads()", reads=reads)()
+
+
+def test_our_errors_are_found_inside_of_others(raising):
+    def fails():
+        raise TierFullError("no room in dram")
+
+    with pytest.raises(TierFullError, match="no room in dram"), option_errors():
+        try:
+            fails()
+        except TierFullError as error:
+            raise ValueError("a long text of jsonargparse") from error
+
+
+def test_a_missing_package_is_for_the_front_of_the_command_line():
+    with pytest.raises(ModuleNotFoundError), option_errors():
+        raise ModuleNotFoundError("wandb")
