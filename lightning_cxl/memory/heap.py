@@ -9,7 +9,7 @@ checkpointing, and bytes per parameter at the peak.
 ======================================================  ====  ====
 trimmed when 64 MiB have been added                     1.06  21.2
 trimmed when 128 MiB have been added                    1.04  21.6
-64 MiB, ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``  0.99   20.8
+64 MiB, ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``  0.99  20.8
 ======================================================  ====  ====
 
 The last one needs the variable before Python starts: no call can switch off the thread's cache of small blocks later.
