@@ -200,10 +200,9 @@ class CXLOffloadStrategy(OneProcessStrategy):
             self._run.adopt_joined()
         run = self._trained()
         if run is not None and checkpoint.get("optimizer_states"):
-            run.masters.absorb_changes()
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
-            own = ckpt.describe_optimizers(optimizers, run.masters)
-            checkpoint = {**checkpoint, ckpt.KEY: {**own, "num_gradients": run.num_received}}
+            own = ckpt.entry_of(optimizers, run.masters, run.num_received)
+            checkpoint = {**checkpoint, ckpt.KEY: own}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
