@@ -28,7 +28,7 @@ class PlacedMemory:
     Args:
         memory: of the run.
         placements: of the model.
-        planned: gets the bytes of `plan`, and of inputs of units.
+        planned: gets the bytes of `count_planned`, and of inputs of units.
         heap: trimmed before memory for a gradient is given; None where nobody cares.
         units: names of those whose inputs are offloaded.
     """
@@ -108,7 +108,7 @@ class PlacedMemory:
         return counted
 
     def forward_is_over(self) -> None:
-        """Let the plan of activations be complete."""
+        """Note that the first forward is over: no more inputs are added to the planned bytes."""
         if self._seen_units:
             self._seen_units = None
 
@@ -178,7 +178,7 @@ class PlacedMemory:
         if left_bytes:
             heap.trim_now()
 
-    def plan(self, inventory: Inventory) -> None:
+    def count_planned(self, inventory: Inventory) -> None:
         """Add the inventory to the planned bytes.
 
         Inputs of units are added when the first forward shows their sizes.
