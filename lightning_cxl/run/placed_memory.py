@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.memory.heap import HeapTrimmer
-from lightning_cxl.memory.host_tensors import is_ordinary, laid_out_as, mirror
+from lightning_cxl.memory.host_tensors import is_dense, is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -151,7 +151,8 @@ class PlacedMemory:
     def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move an optimizer's state in ordinary memory to where the policy wants it.
 
-        What it leaves goes back to the OS piece by piece: the C library would keep most of it.
+        What it leaves goes back to the OS piece by piece: the C library would keep most of it. Views of a
+        larger buffer stay: an optimizer may count on it.
 
         Args:
             optimizer: holds master weights. INOUT.
@@ -159,24 +160,26 @@ class PlacedMemory:
         """
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given
-        role = TensorRole.MOMENTUM
-        heap, left_bytes = HeapTrimmer(), 0
+        heap, left_bytes = None, 0
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
+                if not _is_movable(value) or self.memory.tier_at(value.data_ptr()) is not None:
                     continue
-                if self.memory.tier_at(value.data_ptr()) is not None:
-                    continue
-                nbytes = value.numel() * value.element_size()
-                placement = self.placements.place(compute_of(parameter), role, nbytes)
-                state[key] = self.memory.tensor(value.shape, value.dtype, placement, role).copy_(value)
+                state[key] = self._like_state(value, compute_of(parameter)).copy_(value)
+                left_bytes += value.nbytes
                 del value
-                left_bytes += nbytes
                 if left_bytes >= _TRIM_BYTES:
+                    heap = heap or HeapTrimmer()
                     heap.trim_now()
                     left_bytes = 0
         if left_bytes:
-            heap.trim_now()
+            (heap or HeapTrimmer()).trim_now()
+
+    def _like_state(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor of an optimizer's state, with its strides: fused kernels go through it flat."""
+        role = TensorRole.MOMENTUM
+        placement = self.placements.place(parameter, role, value.nbytes)
+        return mirror(value, value.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
 
     def count_planned(self, inventory: Inventory) -> None:
         """Add the inventory to the planned bytes.
@@ -190,3 +193,10 @@ class PlacedMemory:
     def _is_at_home(self, parameter: torch.Tensor, placement: Placement) -> bool:
         """Whether weights lie already where they should, because they were created there."""
         return is_ordinary(parameter) and self.memory.is_placed(parameter.data_ptr(), placement)
+
+
+def _is_movable(value: object) -> bool:
+    """Whether a tensor of an optimizer's state may get other memory: it has its storage for itself, without gaps."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
+        return False
+    return is_dense(value) and value.untyped_storage().nbytes() == value.nbytes
