@@ -34,5 +34,7 @@ def decide(
     decided = policy.decide(inventory, free)
     placements = Placements(inventory.asked, placer.with_policy(decided), pin=memory.pins)
     requests = [(each.role, each.nbytes, placements.of(each)) for each in inventory.tensors]
+    if set(memory.topology.names) - set(free.tiers):  # the policy has asked for one tier more
+        free = free_for(inventory.model, memory)
     check_fits(requests, free.tiers, on_tier_full, most=free.together)
     return placements

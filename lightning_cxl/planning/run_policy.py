@@ -69,7 +69,8 @@ class RunPolicy:
             job = replace(job, classes=(*job.classes, unknown))
         # since the policy was chosen, rules and decorators may have asked for one tier more
         policy = replace(self._on_machine, machine=with_new_tiers(self._on_machine.machine, self._topology))
-        return DecidedPolicy(policy.decide(job, free), self._topology.names, self._homes)
+        decision = policy.decide(job, free, self._topology)
+        return DecidedPolicy(decision, self._topology.names, self._homes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,13 @@ class MachinePolicy:
     name: str
     machine: Machine
 
-    def decide(self, job: Job, free: FreeMemory) -> Decision:
+    def decide(self, job: Job, free: FreeMemory, topology: Topology) -> Decision:
         """Return the policy's decision about a job.
 
         Args:
             job: of the run.
             free: what the run may fill; the machine's own limits hold as well.
+            topology: the machine's. It gets the tier ``cxl`` where the policy names it and there is none.
 
         Raises:
             ConfigError: the policy leaves a role out, or its splits are none.
@@ -101,6 +103,9 @@ class MachinePolicy:
                 f"policy {self.name!r} decides nothing about {', '.join(missing)}: `decide` must place all"
             )
         try:
+            for name in (name for split in decision.splits.values() for name in split):
+                topology.tier(name)
+            machine = with_new_tiers(machine, topology)
             for split in decision.splits.values():
                 check_split(split, machine)
         except ValueError as error:
