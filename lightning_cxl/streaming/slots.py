@@ -73,7 +73,7 @@ class SlotRing:
         return slot
 
     def forget(self, keep: Collection[Slot]) -> None:
-        """Take what the other slots have for nobody's weights."""
+        """Mark every slot but those in `keep` as empty."""
         for slot in self._slots:
             if slot not in keep:
                 slot.unit = None
