@@ -29,7 +29,7 @@ class PlacedMemory:
         memory: of the run.
         placements: of the model.
         planned: gets the bytes of `count_planned`, and of inputs of units.
-        heap: trimmed before memory for a gradient is given; None where nobody cares.
+        heap: trimmed before memory for a gradient is given; None: the heap is never trimmed.
         units: names of those whose inputs are offloaded.
     """
 
@@ -134,7 +134,7 @@ class PlacedMemory:
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
         """Return memory for the weights of several parameters that belong on the same tier.
 
-        What weights that have moved before have left is given back first: it is of another stack, which nobody needs.
+        Memory that earlier moves of weights have left is given back first: its stack is no longer in use.
         """
         self.memory.trim()
         placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)

@@ -98,7 +98,7 @@ class UnitUpdates(WholeUpdates):
         self._is_last_backward = self._optimizer is not None
 
     def give_up(self) -> None:
-        """Start no more updates before the end of a backward: it has failed, or nobody knows what follows."""
+        """Start no more updates before the end of a backward: it has failed, or it is not known what follows it."""
         self._optimizer = None
         self._end_residents()
 
