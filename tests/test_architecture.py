@@ -26,8 +26,10 @@ COMPILED = {
     "_cpu": ("optim", "machine", "commands"),
     "_membench": ("commands",),
 }
-# third-party packages that the folders of a training run may import; the others are front ends and commands
+# third-party packages that what a training run uses may import; the others are front ends and commands
 OUTSIDE = {
+    "errors": (), "config": (), "units": (), "cache": (), "tables": ("rich",), "torch_private": ("torch",),
+    "weights": ("torch", "transformers", "huggingface_hub"),
     "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),
     "streaming": ("torch",), "optim": ("torch",), "gradients": ("torch",), "updates": ("torch",),
     "inventory": ("torch",), "planning": ("torch",), "run": ("torch",),
@@ -104,6 +106,21 @@ def test_folders_import_each_other_in_one_direction():
 def test_modules_import_each_other_in_one_direction():
     found = circle(arrows(module_of, module_named))
     assert not found, " imports ".join(found)
+
+
+@pytest.mark.parametrize(("one", "other"), [("streaming", "optim"), ("streaming", "gradients")])
+def test_forward_and_update_do_not_know_each_other(one, other):
+    graph = arrows(folder_of, home_of)
+    assert other not in reached(one, graph) and one not in reached(other, graph)
+
+
+def reached(start: str, graph: Mapping[str, set[str]]) -> set[str]:
+    """Return what a folder imports, and what that imports in turn."""
+    found, new = set(), {start}
+    while new:
+        found |= new
+        new = set().union(*(graph.get(each, set()) for each in new)) - found
+    return found - {start}
 
 
 def test_a_circle_is_found():

@@ -78,7 +78,6 @@ def test_the_step_benchmark_writes_rows(tmp_path):
         assert values[f"{name}: step"] > 0 and values[f"{name}: peak"] > 0
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
     target = tmp_path / "rows.json"
