@@ -12,6 +12,10 @@ from lightning_cxl.native._numa import Mapping
 from lightning_cxl.units import format_bytes
 
 
+class BudgetFullError(TierFullError):
+    """A tier's budget is what a request does not fit in."""
+
+
 class Budget:
     """How many bytes of one tier may be held from the OS, and are; shared by every stack of the tier.
 
@@ -39,14 +43,14 @@ class Budget:
         """Count `nbytes` as held.
 
         Raises:
-            TierFullError: the budget does not allow it; nothing is counted then.
+            BudgetFullError: the budget does not allow it; nothing is counted then.
         """
         with self._lock:
             held = self._settle()
             if held + nbytes <= self.limit_bytes:
                 self._held_bytes = held + nbytes
                 return
-        raise TierFullError(
+        raise BudgetFullError(
             f"cannot place {format_bytes(nbytes)} on tier `{self.tier}`: {format_bytes(self.limit_bytes - held)} of "
             f"{format_bytes(self.limit_bytes)} free. Raise the budget of `{self.tier}`, or allow another tier."
         )

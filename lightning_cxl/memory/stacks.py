@@ -12,6 +12,7 @@ import torch
 
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError
 from lightning_cxl.machine.topology import Tier, Topology
+from lightning_cxl.memory.adaptors import BudgetFullError
 from lightning_cxl.memory.ledger import Counted, Ledger, Split
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.split_stacks import Pinner, SplitStacks, make_pinner
@@ -100,7 +101,7 @@ class HostMemory:
             try:
                 inner = self._allocate_on(split, nbytes, role, pinned, alignment, full)
             except TierFullError as error:
-                reason = str(error)
+                reason = "" if isinstance(error, BudgetFullError) else f" ({error})"
                 continue
             buffer = self._ledger.record(inner, role, None if full else split)
             if full or split != wanted:
@@ -315,11 +316,17 @@ class HostMemory:
         return f"{format_bytes(self._free(name))} of {format_bytes(self._pages[name].budget.limit_bytes)} free"
 
     def _full_message(self, nbytes: int, role: TensorRole, tiers: Sequence[str], reason: str) -> str:
-        full = ", nor on ".join(f"tier `{name}`: {self._room(name)}" for name in tiers)
+        full = ", nor on ".join(f"tier `{name}`: {self._room(name)}{self._gaps(name)}" for name in tiers)
         return (
             f"cannot place {role.name} ({format_bytes(nbytes)}) on {full}. Raise the budget of `{tiers[0]}`, "
-            f"allow another tier, or see `python -m lightning_cxl env` for what this machine has. ({reason})"
+            f"allow another tier, or see `python -m lightning_cxl env` for what this machine has.{reason}"
         )
+
+    def _gaps(self, name: str) -> str:
+        """Say how much of a tier's free bytes lies in what is held for others; stacks gave back what they could."""
+        used, _ = self._ledger.tier_bytes(name)
+        nbytes = self._pages[name].budget.held_bytes - used
+        return f", but {format_bytes(nbytes)} of that in gaps between other tensors" if nbytes > 0 else ""
 
 
 def _fractions(shares: Mapping[str, float]) -> str:

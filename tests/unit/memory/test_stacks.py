@@ -150,6 +150,20 @@ def test_unknown_names_and_sizes_are_refused(topology, memory) -> None:
         memory.tensor((-1, -1), torch.float32, DRAM, ROLE)
 
 
+def test_what_is_free_in_gaps_only_is_told_apart(topology) -> None:
+    memory = HostMemory(topology, budgets={"dram": 20 * MIB})
+    living = memory.allocate(MIB, DRAM, ROLE)  # cut from a slab of 16 MiB that weights do not share
+
+    with pytest.raises(TierFullError) as caught:
+        memory.allocate(10 * MIB, DRAM, TensorRole.COMPUTE_WEIGHTS)
+    assert str(caught.value).startswith(
+        "cannot place COMPUTE_WEIGHTS (10.0 MiB) on tier `dram`: 19.0 MiB of 20.0 MiB free, but 15.0 MiB of that in "
+        "gaps between other tensors. Raise the budget of `dram`, "
+    )
+    assert str(caught.value).count(" free") == 1
+    del living
+
+
 def test_a_tier_without_budget_holds_nothing(topology) -> None:
     memory = HostMemory(topology, budgets={"cxl": 0})
 
