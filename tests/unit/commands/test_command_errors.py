@@ -90,6 +90,7 @@ def test_a_full_disk_and_a_closed_pipe_are_no_traceback():
 def test_ctrl_c_while_the_package_is_imported_is_no_traceback():
     code = (
         "import sys, runpy, signal, importlib.abc\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "class Stops(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'torch': signal.raise_signal(signal.SIGINT)\n"
