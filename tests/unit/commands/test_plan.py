@@ -144,7 +144,7 @@ def test_a_picture(plan, tmp_path):
     plan("--plot", str(picture))
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     plan("--plot", str(picture), dram="1MiB", cxl="1MiB")  # nothing fits: no bars, but a picture
-    with pytest.raises(ConfigError, match="cannot write .*its folder does not exist"):
+    with pytest.raises(ConfigError, match="its folder does not exist"):
         plan("--plot", str(tmp_path / "nowhere" / "plan.png"))
 
 
