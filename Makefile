@@ -18,10 +18,10 @@ test: $(VENV)/installed
 	$(TOGETHER) -m "not full and not alone"
 	$(ALONE) -m "alone and not full"
 
-# what `test` leaves out: all cases of products, and programs that take long
+# what `test` leaves out: all cases of products, programs that take long, and other examples of hypothesis
 test-rest: $(VENV)/installed
-	$(TOGETHER) -m "full and not alone"
-	$(ALONE) -m "full and alone"
+	$(TOGETHER) --hypothesis-profile new -m "(full or hypothesis) and not alone"
+	$(ALONE) --hypothesis-profile new -m "(full or hypothesis) and alone"
 
 test-all: test test-rest
 

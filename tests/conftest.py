@@ -8,7 +8,10 @@ With more torch threads tiny models would spend their time in barriers.
 * Tests marked ``alone`` look at clocks, at the CPUs of threads, or at the memory of a control group. They run in one
   process, when the others are done.
 * Files with slow tests start first, so that no process waits long for the last one.
-* Examples of hypothesis are the same in every run: see tests/hypothesis_profiles.py.
+* Examples of hypothesis are the same in every run of `make test`. `make test-all` tries others as well: see
+  tests/hypothesis_profiles.py.
+* Adam beyond 2^32 elements (one case of tests/numerics/test_adam_large.py) is ``full``, too, although no other case
+  shows the same: it takes long. `make test` has one beyond 2^31.
 """
 
 import contextlib

@@ -78,7 +78,6 @@ def test_the_step_benchmark_writes_rows(tmp_path):
         assert values[f"{name}: step"] > 0 and values[f"{name}: peak"] > 0
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
     target = tmp_path / "rows.json"
@@ -321,6 +320,12 @@ def test_files_that_documents_name_exist(document):
     missing = [name for name in named if "..." not in name and not any((root / name).exists() for root in roots)]
     assert not missing
     assert named or document not in (README, MAP, ROOT / "cython_ext" / "README.md")
+
+
+def test_files_that_comments_of_machines_name_exist():
+    comments = re.findall("#.*", "\n".join(path.read_text() for path in EXAMPLES.glob("machines/*.yaml")))
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+)`", "\n".join(comments))
+    assert named and [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_public_name_is_documented():

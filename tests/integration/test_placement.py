@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -61,10 +62,53 @@ def test_everything_has_a_known_home():
         assert set(where) == {"dram"}, "the kernel says so"
 
 
-def test_state_of_any_torch_optimizer_is_placed():
-    for optimizer in ("adamw", "rmsprop", "sgd"):
-        module = run(offload(tier_rules={"*": {"optimizer_state": "cxl"}}, **EXACT), optimizer=optimizer, momentum=0.9)
-        assert module.state and all(set(where) == {"cxl"} for where in module.state.values())
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+OPTIMIZERS = {
+    "SGD": SGD,
+    "SGD decay": partial(SGD, weight_decay=0.1),
+    "SGD nesterov": partial(SGD, weight_decay=0.1, nesterov=True, maximize=True),
+    "SGD foreach": partial(SGD, weight_decay=0.1, foreach=True),
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Adam": partial(torch.optim.Adam, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "AdamW foreach": partial(torch.optim.AdamW, foreach=True),
+    "Adadelta": torch.optim.Adadelta,
+    "Rprop": torch.optim.Rprop,
+    "NAdam": torch.optim.NAdam,
+}
+
+
+class Own(Task):
+    """Trains with a given optimizer, and looks where its state is after the first step."""
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2 and isinstance(self.trainer.strategy, lightning_cxl.CXLOffloadStrategy):
+            state = self.optimizers().optimizer.state
+            self.tiers = {
+                name: {tier for value in state[p].values() if torch.is_tensor(value) and value.dim()
+                       for tier in residency(value)}
+                for name, p in self.named_parameters() if p in state
+            }  # fmt: skip
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_state_of_any_torch_optimizer_goes_where_the_module_of_its_parameter_asks(make):
+    rules = {"*": {"optimizer_state": "cxl"}, "model.blocks.1": {"optimizer_state": "dram"}}
+    trained = []
+    for strategy in (offload(tier_rules=rules, **EXACT), "auto"):
+        torch.manual_seed(3)
+        trained.append(Own(TinyTransformer(), make))
+        make_trainer(strategy, max_steps=4).fit(trained[-1], token_data())
+    ours, plain = trained
+    assert len(ours.tiers) == len(list(ours.parameters())) - 2, "all but the unused layer's"
+    for name, tiers in ours.tiers.items():
+        assert tiers == {"dram" if name.startswith("model.blocks.1.") else "cxl"}, name
+    assert ours.losses == plain.losses
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q), name
 
 
 def test_rules_move_weights_gradients_and_state():

@@ -18,6 +18,7 @@ from lightning_cxl.weights.model_names import is_cached, require_model
 from lightning_cxl.weights.published import SHAPES, published
 
 _CHUNK_TOKENS = 1024
+_MAX_CHUNKS = 4096  # each is run dry: millions of them would not come to an end
 PlannedPrecision = Literal["32-true", "bf16-true", "bf16-mixed"]
 """The Trainer's precisions that can be planned."""
 
@@ -67,7 +68,8 @@ def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False
     def in_chunks() -> torch.Tensor:
         ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
         hidden = model.base_model(input_ids=ids, use_cache=True).last_hidden_state.flatten(0, 1)
-        parts = zip(torch.split(hidden, _CHUNK_TOKENS), torch.split(ids.flatten(), _CHUNK_TOKENS), strict=True)
+        size = max(_CHUNK_TOKENS, batch * sequence // _MAX_CHUNKS)
+        parts = zip(torch.split(hidden, size), torch.split(ids.flatten(), size), strict=True)
         losses = [checkpoint(of_chunk, tokens, labels, use_reentrant=False) for tokens, labels in parts]
         return torch.stack(losses).sum()
 
