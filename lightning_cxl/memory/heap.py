@@ -3,16 +3,20 @@
 glibc before 2.38 often cannot reuse the aligned blocks that torch frees, so its heap grows well beyond what is in use.
 Trimming whenever 64 MiB have been added bounds that, and costs page faults.
 
-Measured with the job of `examples/bench/step.py`, on one core, glibc 2.36: CPU seconds against Lightning with gradient
-checkpointing, and bytes per parameter at the peak.
+Measured with the job of `examples/bench/step.py`, 5 or 6 steps, on one core of a busy machine, glibc 2.36: CPU seconds
+against Lightning with gradient checkpointing, bytes per parameter at the peak, page faults of a step.
 
-======================================================  ====  ====
-trimmed when 64 MiB have been added                     1.06  21.2
-trimmed when 128 MiB have been added                    1.04  21.6
-64 MiB, ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``  0.99  20.8
-======================================================  ====  ====
+==================================================  ============  ============  ==================
+trimmed when 64 MiB have been added                 1.04 to 1.07  20.9 to 21.6  about 200,000
+``GLIBC_TUNABLES=glibc.malloc.tcache_count=0`` too  0.99 to 1.06  20.7 to 21.2  120,000 to 180,000
+``THP_MEM_ALLOC_ENABLE=1`` too                      0.99 to 1.01  20.5          41,000 to 51,000
+both variables too                                  0.99          20.4          15,000
+==================================================  ============  ============  ==================
 
-The last one needs the variable before Python starts: no call can switch off the thread's cache of small blocks later.
+The first variable ends the thread's cache of small blocks. The second makes torch align tensors of 2 MiB and more to
+pages, and ask the kernel for huge pages, which it must give on request
+(``/sys/kernel/mm/transparent_hugepage/enabled``: not ``never``). glibc reads the first when the process starts, torch
+the second with its first tensor: both are for the user to set. Lightning with the second one took 0.97 of its own time.
 """
 
 import ctypes
