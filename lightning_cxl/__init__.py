@@ -1,4 +1,4 @@
-"""Fine-tune language models far larger than the GPU from host memory tiers: DRAM, CXL memory, NVMe.
+"""PyTorch Lightning strategy that keeps weights, gradients, optimizer state and activations in DRAM and CXL memory.
 
 Importing this package registers ``Trainer(strategy="cxl_offload")``.
 """

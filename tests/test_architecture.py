@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -154,6 +155,47 @@ def test_cuda_and_lightning_only_at_their_seams():
         if relative != "integrations/lightning/lightning_api.py":
             packages = {name.split(".")[0] for name in imported_names(path)}
             assert not packages.intersection(LIGHTNING), f"{path}: import it through integrations/lightning"
+
+
+ACCELERATOR = ("transfer/engine.py", "devices/device_type.py", "commands/env.py")
+ENGINE = "transfer/engine.py"
+STREAM_METHODS = {"current_stream", "set_stream", "wait_stream", "wait_event", "record_event", "record_stream"}
+
+
+def uses_of_streams(code: str) -> list[str]:
+    """Return where a module makes streams or events of torch, or asks for streams."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            found += [alias.name for alias in node.names if alias.name in ("Stream", "Event")]
+        elif isinstance(node, ast.Attribute):
+            path = ast.unparse(node)
+            if path in ("torch.Stream", "torch.Event") or node.attr in STREAM_METHODS:
+                found.append(path)
+    return found
+
+
+def test_the_accelerator_its_streams_and_events_only_at_their_seams():
+    for path in MODULES:
+        relative, code = str(path.relative_to(PACKAGE)), path.read_text()
+        if relative not in ACCELERATOR:
+            found = re.search(r"\btorch\.accelerator\b", strip_docstrings(code))
+            assert not found, f"{path}: torch.accelerator is for {ACCELERATOR}"
+        assert bool(uses_of_streams(code)) == (relative == ENGINE), f"{path}: {uses_of_streams(code)} is for {ENGINE}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch import Stream",
+        "stream = torch.Stream(device)",
+        "event: torch.Event",
+        "torch.accelerator.current_stream()",
+        "tensor.record_stream(stream)",
+    ],
+)
+def test_a_use_of_streams_is_found(code):
+    assert uses_of_streams(code)
 
 
 def strip_docstrings(code: str) -> str:

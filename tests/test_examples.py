@@ -322,6 +322,12 @@ def test_files_that_documents_name_exist(document):
     assert named or document not in (README, MAP, ROOT / "cython_ext" / "README.md")
 
 
+def test_files_that_comments_of_machines_name_exist():
+    comments = re.findall("#.*", "\n".join(path.read_text() for path in EXAMPLES.glob("machines/*.yaml")))
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+)`", "\n".join(comments))
+    assert named and [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_every_public_name_is_documented():
     text = README.read_text() + MAP.read_text()
     assert [name for name in lightning_cxl.__all__ if not re.search(rf"`[^`]*\b{name}\b[^`]*`", text)] == []

@@ -1,4 +1,4 @@
-"""Planned bytes against measured ones: what the planner says a run holds on the host, and what the run then held.
+"""Planned bytes against measured ones: what a plan says that a run holds on the host, and what the run then held.
 
 The job of `examples/configs/finetune_stdlib.yaml`, and a Llama of 196 M parameters at three sequence lengths, for two
 steps on the CPU; every job in a process of its own. Three comparisons:
@@ -132,7 +132,7 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def plan(case: Case) -> dict[str, Any]:
-    """Return what the planner says of a job, without a byte of it."""
+    """Return what the plan of a job says; no weights are made."""
     module = CausalLM(**case.shape)
     with lightning_cxl.empty_weights():
         module.configure_model()

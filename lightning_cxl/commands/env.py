@@ -203,7 +203,7 @@ def _node_line(node: Mapping[str, Any]) -> str:
 
 
 def _speed_rows(topology: Topology) -> dict[str, Any]:
-    """Return what the planner takes a tier's speeds for, by tier."""
+    """Return the speeds that plans use, a row for each tier."""
     calibration = load_calibration(topology, [device.name for device in devices_apart()])
     speeds = {tier.name: tier_speeds(tier, calibration) for tier in topology.tiers}
     return {name: {"source": each.origin, **each.values} for name, each in speeds.items()}

@@ -18,7 +18,7 @@ class ArrivedGradients:
 
     Args:
         leaving: sends them to the host.
-        sums: has what they come to so far.
+        sums: has the sum of each parameter's gradients so far.
     """
 
     def __init__(self, leaving: LeavingGradients, sums: GradientSums) -> None:
@@ -58,7 +58,7 @@ class ArrivedGradients:
         self._leaving.add(Gradient(host, grad, key, is_first), unit, unit_size)
 
     def leave(self) -> None:
-        """Let those leave that wait for others of their unit."""
+        """Let gradients leave that still wait for other gradients of their unit."""
         self._leaving.leave()
 
     def step_is_over(self) -> None:
@@ -72,7 +72,7 @@ class ArrivedGradients:
     def hand_over(self, candidates: Iterable[HostParameter]) -> list[HostParameter]:
         """Return those of the candidates whose gradients have come from the device, as they came.
 
-        Who calls this takes care of these gradients, with `take`; `complete` no longer does.
+        The caller then gets each of these gradients with `take`; `complete` leaves them out.
         """
         own = {id(host) for host in candidates}
         hosts = [host for key, host in self._hosts.items() if key in own]
@@ -102,7 +102,7 @@ class ArrivedGradients:
         self._hosts.clear()
 
     def forget(self) -> None:
-        """Drop what a backward that failed has left behind."""
+        """Drop the gradients that a failed backward has left here."""
         self._leaving.forget()
         self._leaving.settle()
         for key in self._hosts:

@@ -19,7 +19,7 @@ class HostClip(ReplacedMethod):
     Args:
         plain: what the plugin does itself; used for other optimizers, and where the factor is not left to the step.
         unwrap: finds the optimizer in a wrapper of the framework.
-        defers: whether the factor may be left to the step of an optimizer: nobody looks at gradients in between.
+        defers: whether the factor may be left to the optimizer's step, because no code reads gradients before it.
         guard: told before gradients are clipped in place, which makes all of them NaN when one is.
         unscale: has left a factor to the step, too; None without a loss scaler.
     """

@@ -62,7 +62,7 @@ class GradientHooks:
         parameter.requires_grad_(was_trainable)
 
     def remove(self) -> None:
-        """Call nothing any more."""
+        """Remove the hooks from the parameter."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

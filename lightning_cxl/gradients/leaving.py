@@ -40,9 +40,9 @@ class Gradient:
     host: HostParameter
     grad: torch.Tensor
     key: int
-    """Of stochastic rounding."""
+    """Random key of stochastic rounding."""
     is_first: bool
-    """Of a step."""
+    """Whether it is the first gradient of its parameter in a step."""
 
 
 class _Fold(Protocol):
@@ -107,7 +107,7 @@ class LeavingGradients:
             self.leave()
 
     def leave(self) -> None:
-        """Let those leave that wait for others of their unit."""
+        """Let gradients leave that still wait for other gradients of their unit."""
         group, self._waiting = list(self._waiting.values()), {}
         if not group:
             return

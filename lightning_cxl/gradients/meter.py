@@ -52,7 +52,7 @@ class _Note:
         return self._value if self._tensor() is tensor and self._version == tensor._version else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what a copy has instead."""
+        """Let copies and pickles of the tensor hold an empty set in the place of this note."""
         return set, ()  # which `torch.load` takes without further ado
 
 

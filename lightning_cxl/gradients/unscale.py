@@ -24,7 +24,7 @@ class HostUnscale(ReplacedMethod):
     Args:
         scaler: whose method this replaces.
         unwrap: finds the optimizer in a wrapper of the framework.
-        defers: whether the factor may be left to the step of an optimizer: nobody looks at gradients in between.
+        defers: whether the factor may be left to the optimizer's step, because no code reads gradients before it.
         guard: finds overflows, and counts them.
     """
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.placement.decorators import TierSpec
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
 
@@ -68,11 +67,6 @@ class AskedTiers:
     def tier(self, owner: Tensor | str, role: TensorRole) -> str | None:
         """Return the tier alone; see `lookup`."""
         return self.lookup(owner, role)[0]
-
-    def spec_of(self, parameter: object) -> TierSpec | None:
-        """Return what is asked for the module that owns a parameter; None for anything that is not one."""
-        owners = self._owners.get(id(parameter))
-        return None if owners is None else self._tiers.spec(owners[0])
 
     def _modules_of(self, owner: Tensor | str) -> Iterable[str]:
         return [owner] if isinstance(owner, str) else self._owners.get(id(owner), [""])

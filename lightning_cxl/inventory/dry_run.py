@@ -129,7 +129,7 @@ class _NoCopies:
         """Do nothing: there is no device."""
 
     def mark(self) -> Transfer:
-        """Return what is done."""
+        """Return a transfer that is done: nothing is copied."""
         return FinishedTransfer()
 
     def synchronize(self) -> None:

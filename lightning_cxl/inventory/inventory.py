@@ -25,7 +25,7 @@ from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.gradients import gradients_at_once, staged_gradients, widened_gradients
 from lightning_cxl.inventory.sensitive import sensitive_parameters
 from lightning_cxl.inventory.state import state_tensors
-from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, StreamedUnit, grouped
+from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, StreamedUnit, grouped, units_by_parameter
 from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
@@ -55,11 +55,13 @@ class Inventory:
     measured: Measured
     """One micro-batch."""
     overlap: Overlap
+    reserves_all_gradients: bool
+    """Whether there must be room for the gradients of all streamed units at once."""
 
     @property
-    def reserves_all_gradients(self) -> bool:
-        """Whether there must be room for the gradients of all streamed units at once."""
-        return self.overlap != "backward" or self.workload.num_micro_batches > 1
+    def unit_of(self) -> dict[int, str]:
+        """Name of the unit of each parameter that streams, by the parameter's id."""
+        return units_by_parameter(self.streamed)
 
     def bytes_of(self, role: TensorRole) -> int:
         """Return the bytes of a role."""
@@ -96,7 +98,7 @@ def list_tensors(
         StreamedUnit(name, module, grouped(own, lambda p: asked.tier(p, TensorRole.COMPUTE_WEIGHTS)))
         for name, module, own in streamable(model, units if streams else [])
     )
-    unit_of = {id(p): unit.name for unit in streamed for group in unit.groups for p in group}
+    unit_of = units_by_parameter(streamed)
     overlap: Overlap = "none"
     if streamed and config.overlaps_step(workload.computes_on_host):
         overlap = "backward" if workload.updates_in_backward else "forward"
@@ -112,11 +114,11 @@ def list_tensors(
             on_host=lambda p: workload.computes_on_host or id(p) in unit_of,
         )
     ]
-    early = overlap == "backward" and workload.num_micro_batches == 1
+    reserves_all = overlap != "backward" or workload.num_micro_batches > 1
     staged = staged_gradients(state, workload)
     tensors = (
         *_weights(model, streamed, computes_on_host=workload.computes_on_host),
-        *(gradients_at_once(state) if early else state),
+        *(state if reserves_all else gradients_at_once(state)),
         *widened_gradients(state),
         *staged.at_once,
         *(_inputs(measured) if optimizers else ()),
@@ -132,6 +134,7 @@ def list_tensors(
         staged_bytes=staged.nbytes,
         measured=measured,
         overlap=overlap,
+        reserves_all_gradients=reserves_all,
     )
 
 
@@ -143,7 +146,7 @@ def precisions_of(model: nn.Module, config: OffloadConfig) -> Precisions:
 def _weights(model: nn.Module, streamed: Sequence[StreamedUnit], *, computes_on_host: bool) -> list[HostTensor]:
     """Return the weights on the host: pieces of units that stream, and where the CPU computes, all other weights."""
     role = TensorRole.COMPUTE_WEIGHTS
-    in_units = {id(parameter) for unit in streamed for group in unit.groups for parameter in group}
+    in_units = units_by_parameter(streamed)
     rest = [p for p in known_parameters(model) if computes_on_host and id(p) not in in_units]
     return [
         HostTensor(group[0], role, piece_nbytes(unit.module, group), unit.name)

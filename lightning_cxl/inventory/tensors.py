@@ -54,6 +54,11 @@ class StreamedUnit(NamedTuple):
     groups: list[list[nn.Parameter]]
 
 
+def units_by_parameter(streamed: Iterable[StreamedUnit]) -> dict[int, str]:
+    """Return the name of the unit of each parameter that streams, by the parameter's id."""
+    return {id(parameter): unit.name for unit in streamed for group in unit.groups for parameter in group}
+
+
 def grouped(
     parameters: Iterable[nn.Parameter], tier_of: Callable[[nn.Parameter], str | None]
 ) -> list[list[nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""What the planner knows of a machine: its memory tiers with their speeds, its device, its cache.
+"""What plans and predictions know of a machine: its memory tiers with their speeds, its device, its cache.
 
 Every speed is what streaming work reaches in the steady state, not a data sheet's peak. Where a machine comes from:
 `lightning_cxl.machine.machine_file` (YAML) or `lightning_cxl.machine.speeds` (the machine this runs on).

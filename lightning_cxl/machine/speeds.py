@@ -1,4 +1,4 @@
-"""The machine this runs on, for the planner: its tiers with the best speeds that are known, `machine_of`.
+"""The machine this runs on, as plans need it: its tiers with the best speeds that are known, `machine_of`.
 
 Each field comes from the first that has it: a file of the user, the calibration of this very machine (the command
 ``calibrate``), the firmware's ratings. Nothing is guessed: a tier without a speed leaves the machine unknown.

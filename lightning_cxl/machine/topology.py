@@ -1,7 +1,9 @@
 """The host's memory tiers: what there is (`Tier`, `Topology`) and how much of it is free."""
 
+import contextlib
 import enum
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ __all__ = ["Node", "Tier", "TierKind", "Topology"]
 
 _CXL = "cxl"
 _ADDING = threading.Lock()
+_NOT_THE_CALLER = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
 
 
 class TierKind(enum.Enum):
@@ -75,12 +78,13 @@ class Tier:
         return text + (" [emulated: backed by DRAM]" if self.emulated else "")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Topology:
     """The tiers of a host, nearest first.
 
     Without CXL memory there is one tier, ``dram``. Who asks for the tier ``cxl`` by name then gets DRAM under that
-    name, with one warning, and from then on it is one of `tiers`.
+    name, with one warning, and from then on it is one of `tiers`. Topologies of the same hardware are equal, whether
+    that tier was asked for or not.
     """
 
     tiers: tuple[Tier, ...]
@@ -151,6 +155,14 @@ class Topology:
         ]
         return cls(_group(made), backs_cxl=True)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the other topology is of the same hardware."""
+        return self._hardware() == other._hardware() if isinstance(other, Topology) else NotImplemented
+
+    def __hash__(self) -> int:
+        """Return what stays the same when something asks for ``cxl``."""
+        return hash(self._hardware())
+
     @property
     def names(self) -> tuple[str, ...]:
         """Tier names, nearest first."""
@@ -218,14 +230,29 @@ class Topology:
         with _ADDING:
             if _CXL in self.names:  # another thread was faster
                 return added
-            self.tiers = (*self.tiers, added)
+            object.__setattr__(self, "tiers", (*self.tiers, added))
         warnings.warn(
             f"there is no CXL memory ({self._why_no_cxl()}): tier 'cxl' is backed by DRAM on node "
             f"{', '.join(map(str, backing.node_ids))}. Set on_missing_tier='error' to refuse instead.",
             MissingTierWarning,
-            stacklevel=3,
+            stacklevel=_level_of_caller(),
         )
         return added
+
+    def _hardware(self) -> tuple[object, ...]:
+        real = tuple(tier for tier in self.tiers if not tier.emulated)
+        return real, self.root, self.notes, self.backs_cxl
+
+
+def _level_of_caller() -> int:
+    """Return the ``stacklevel`` of a warning that the calling function makes about the line that called this package.
+
+    The file of ``with`` blocks is passed over, too: it lies between `host_allocation` and the line of the user.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_NOT_THE_CALLER) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _group(usable: Sequence[Node]) -> tuple[Tier, ...]:

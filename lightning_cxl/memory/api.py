@@ -20,16 +20,14 @@ def host_allocation(tier: str | None = None, role: TensorRole | str | None = Non
     """Make torch's own host-tensor creation obey the placement policy in this thread, until exit.
 
     ``torch.empty``, ``zeros``, ``randn``, ``tensor``, ``clone``, ``.to("cpu")``, ``pin_memory`` and the like then
-    return ordinary tensors whose bytes lie where `tier`, the decorated module under construction, the module that owns
-    the parameter they are made from, `role`, or the policy says; of the first two, the innermost. Not affected: views,
-    ``out=``, ``torch.from_numpy``, ``torch.load``, ``deepcopy`` of tensors that are no parameters, other threads, and
-    results of arithmetic outside of a decorated module's constructor. Such a tensor cannot be resized in place to more
-    elements.
+    return ordinary tensors whose bytes lie where `tier` or the decorated module under construction says, of these two
+    the innermost; else where the policy puts `role`. Not affected: views, ``out=``, ``torch.from_numpy``,
+    ``torch.load``, ``deepcopy`` of tensors that are no parameters, other threads, and results of arithmetic outside of
+    a decorated module's constructor. Such a tensor cannot be resized in place to more elements.
 
     Args:
         tier: name of a tier, e.g. ``"cxl"``.
-        role: what the tensors are for, e.g. ``"activations"``. None: weights, and optimizer state where an optimizer
-            makes it from a parameter.
+        role: what the tensors are for, e.g. ``"activations"``. Weights when None.
 
     Raises:
         TierNotFoundError: no such tier; the message names those that exist.

@@ -18,7 +18,7 @@ class Slabs:
         self._starts: list[int] = []  # sorted
 
     def add(self, slab: Buffer) -> None:
-        """Cut from `slab`, too."""
+        """Add a slab from which buffers are cut."""
         self._slabs[slab.address] = slab
         insort(self._starts, slab.address)
         self._blocks.add_range(slab.address, slab.nbytes)

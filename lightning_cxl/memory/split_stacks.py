@@ -45,8 +45,9 @@ class SplitStacks:
         shares: the fraction of each of `tiers`.
         pinner: how memory is page-locked.
         stripe_bytes: granularity, see `StripedResource`.
-        reuse_below: larger buffers have pages of their own, which go back to the OS when the buffer dies. None: every
-            stack keeps what was given back.
+        reuse_below: buffers of this size and more have pages of their own, which go back to the OS when the buffer
+            dies. None: every stack keeps what was given back. The pinned one always does: the driver must not let go of
+            memory that a copy may still read, and page-locking is slow.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class SplitStacks:
         self._pinned: PinnedResource | None = None
         self._lock = threading.Lock()
 
-    def stack(self, role: TensorRole, pinned: bool, nbytes: int = 0) -> MemoryResource:
+    def stack(self, role: TensorRole, pinned: bool, nbytes: int) -> MemoryResource:
         """Return what serves a request of `nbytes` for a role."""
         kind = _kind(role, pinned)
         with self._lock:
-            if self._reuse_below is not None and nbytes >= self._reuse_below:
-                return self._pinned_source() if kind == "pinned" else self._sources[kind == "inherited"]
+            if self._reuse_below is not None and nbytes >= self._reuse_below and kind != "pinned":
+                return self._sources[kind == "inherited"]
             if kind not in self._stacks:
                 self._stacks[kind] = self._build(kind)
             return self._stacks[kind]
@@ -113,18 +114,14 @@ class SplitStacks:
         for stack in self._all():
             stack.close()
 
-    def _pinned_source(self) -> PinnedResource:
-        if self._pinned is None:
-            self._pinned = self._pinner(self._sources[False])
-        return self._pinned
-
     def _all(self) -> list[PoolResource | ArenaResource]:
         with self._lock:
             return list(self._stacks.values())
 
     def _build(self, kind: str) -> PoolResource | ArenaResource:
         if kind == "pinned":
-            return PoolResource(self._pinned_source())
+            self._pinned = self._pinner(self._sources[False])
+            return PoolResource(self._pinned)
         source = self._sources[kind == "inherited"]
         if kind == "activations":
             # it grows by whole stripes: a stripe cut in two would be two entries of the kernel's table

@@ -36,7 +36,9 @@ class HostMemory:
         on_tier_full: ``"spill"`` to the other tiers of a split, then to the next one of the placement, with one warning
             per role and tier, or ``"error"``.
         pin: honour ``Placement.pinned``; otherwise all memory is pageable.
-        reuse_below: buffers of this size and more go back to the OS when they die; None: they are kept for the next.
+        reuse_below: pageable buffers of this size and more go back to the OS when they die; None: they are kept for the
+            next. The price is new pages each time. To make one and let it go took, on a busy machine of two cores,
+            0.6 to 1.0 ms instead of 0.06 ms for 4 MiB, and 13 to 25 ms instead of 0.06 ms for 64 MiB.
         leaf: what a tier's memory comes from; for tests.
         pinner: how memory is page-locked; for tests.
 

@@ -305,8 +305,9 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, perhaps on another machine."""
+        self.wait = _nothing_runs
         self.plain_state = state.pop("state")
-        super().__setstate__(state)
+        torch.optim.Optimizer.__setstate__(self, state)  # not torch's Adam: see `updates/torch_names.py`
         if self.isa not in _cpu.supported_isas():
             self.isa = _cpu.best_isa()
         self.teams = ThreadTeams.detect()

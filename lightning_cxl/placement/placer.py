@@ -8,6 +8,20 @@ from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.placement.policy import PlacementPolicy, PlacementRequest
 
 
+class _Free(dict[str, int]):
+    """Bytes by tier name. Who reads a tier that this machine does not have asks for it, see `Topology.tier`."""
+
+    def __init__(self, topology: Topology, free: Callable[[], Mapping[str, int]]) -> None:
+        super().__init__(free())
+        self._topology = topology
+        self._read = free
+
+    def __missing__(self, name: str) -> int:
+        self._topology.tier(name)
+        self.update(self._read())
+        return self.get(name, 0)
+
+
 class Placer:
     """A policy together with the machine it decides about.
 
@@ -60,7 +74,7 @@ class Placer:
         if tier is not None:
             self.topology.tier(tier)
         request = PlacementRequest(role, nbytes, module, tier, source if tier is not None else "")
-        placement = self.policy.place(request, self._free())
+        placement = self.policy.place(request, _Free(self.topology, self._free))
         for name in placement.tiers:
             self.topology.tier(name)
         return placement

@@ -48,7 +48,8 @@ class PlacementPolicy(Protocol):
 
         Args:
             request: what is to be placed.
-            free: bytes that can still be allocated, by tier name.
+            free: bytes that can still be allocated, by tier name. Without CXL memory ``cxl`` is not among the keys;
+                who reads ``free["cxl"]`` all the same asks for that tier, see `Topology`.
         """
 
 

@@ -28,10 +28,6 @@ class ModuleTiers:
         field = field_of_role(role)
         return (None, "") if field is None else self._fields(module_name).get(field, (None, ""))
 
-    def spec(self, module_name: str) -> TierSpec:
-        """Return everything asked for a module as one spec."""
-        return TierSpec(**{field: choice[0] for field, choice in self._fields(module_name).items()})
-
     def _fields(self, module_name: str) -> Mapping[str, _Choice]:
         for name in _self_and_ancestors(module_name):
             if name in self.choices:

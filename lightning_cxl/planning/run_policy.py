@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -16,6 +15,7 @@ from lightning_cxl.machine.speeds import machine_of, machine_without_speeds, wit
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.policy import PlacementPolicy, RoleHomePolicy
+from lightning_cxl.planning.free_memory import FreeMemory
 from lightning_cxl.planning.jobs.job import Job, MemoryClass
 from lightning_cxl.planning.jobs.model_job import model_job
 from lightning_cxl.planning.policies.api import Decision, PlanningPolicy
@@ -49,13 +49,12 @@ class RunPolicy:
         self.at_first: PlacementPolicy = self._homes if chosen is None or isinstance(chosen, MachinePolicy) else chosen
         """Asked before `decide`: where the policy plans, every role has its home until then."""
 
-    def decide(self, inventory: Inventory, free: Mapping[str, int], together: int) -> PlacementPolicy:
+    def decide(self, inventory: Inventory, free: FreeMemory) -> PlacementPolicy:
         """Return what is asked about each tensor of the run.
 
         Args:
             inventory: of the run.
-            free: bytes that every tier can hold.
-            together: bytes that all tiers can hold.
+            free: what the run may fill.
 
         Raises:
             ConfigError: the policy leaves a role out, or its splits are none.
@@ -70,7 +69,8 @@ class RunPolicy:
             job = replace(job, classes=(*job.classes, unknown))
         # since the policy was chosen, rules and decorators may have asked for one tier more
         policy = replace(self._on_machine, machine=with_new_tiers(self._on_machine.machine, self._topology))
-        return DecidedPolicy(policy.decide(job, free, together), self._topology.names, self._homes)
+        decision = policy.decide(job, free, self._topology)
+        return DecidedPolicy(decision, self._topology.names, self._homes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +81,20 @@ class MachinePolicy:
     name: str
     machine: Machine
 
-    def decide(self, job: Job, room: Mapping[str, int], together: int) -> Decision:
+    def decide(self, job: Job, free: FreeMemory, topology: Topology) -> Decision:
         """Return the policy's decision about a job.
 
         Args:
             job: of the run.
-            room: bytes that every tier can hold of it; the machine's own limits hold as well.
-            together: bytes that all tiers can hold.
+            free: what the run may fill; the machine's own limits hold as well.
+            topology: the machine's. It gets the tier ``cxl`` where the policy names it and there is none.
 
         Raises:
             ConfigError: the policy leaves a role out, or its splits are none.
             TierFullError: it does not fit.
         """
-        limits = {tier.name: min(_usable(room[tier.name]), tier.capacity_bytes) for tier in self.machine.tiers}
-        most = together if self.machine.host_bytes is None else min(together, self.machine.host_bytes)
+        limits = {tier.name: min(_usable(free.tiers[tier.name]), tier.capacity_bytes) for tier in self.machine.tiers}
+        most = free.together if self.machine.host_bytes is None else min(free.together, self.machine.host_bytes)
         machine = self.machine.with_capacity(limits, most)
         decision = self.policy.decide(job, machine)
         missing = [role.value for role in job.free_classes() if role not in decision.splits]
@@ -103,6 +103,9 @@ class MachinePolicy:
                 f"policy {self.name!r} decides nothing about {', '.join(missing)}: `decide` must place all"
             )
         try:
+            for name in (name for split in decision.splits.values() for name in split):
+                topology.tier(name)
+            machine = with_new_tiers(machine, topology)
             for split in decision.splits.values():
                 check_split(split, machine)
         except ValueError as error:

@@ -98,11 +98,22 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
     return loaded
 
 
-def describe_optimizers(optimizers: Iterable[Optimizer], masters: MasterWeights) -> dict[str, Any]:
-    """Return our own entry for a checkpoint: names of every optimizer's parameters, and separate master weights."""
+def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_received: int) -> dict[str, Any]:
+    """Return our own entry for a checkpoint.
+
+    Args:
+        optimizers: their parameters are named in it.
+        masters: those that are separate are in it.
+        num_received: gradients received so far, on which stochastic rounding depends.
+    """
+    masters.absorb_changes()
     names = [[[masters.name_of(p) for p in group["params"]] for group in opt.param_groups] for opt in optimizers]
     usable = [own if _are_different(own) else None for own in names]
-    return {"optimizer_param_names": usable, "master_weights": masters.named_masters()}
+    return {
+        "optimizer_param_names": usable,
+        "master_weights": masters.named_masters(),
+        "num_gradients": num_received,
+    }
 
 
 def _are_different(groups: list[list[str]]) -> bool:

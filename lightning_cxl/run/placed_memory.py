@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.memory.heap import HeapTrimmer
-from lightning_cxl.memory.host_tensors import is_ordinary, laid_out_as, mirror
+from lightning_cxl.memory.host_tensors import is_dense, is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -28,8 +28,8 @@ class PlacedMemory:
     Args:
         memory: of the run.
         placements: of the model.
-        planned: gets the bytes of `plan`, and of inputs of units.
-        heap: trimmed before memory for a gradient is given; None where nobody cares.
+        planned: gets the bytes of `count_planned`, and of inputs of units.
+        heap: trimmed before memory for a gradient is given; None: the heap is never trimmed.
         units: names of those whose inputs are offloaded.
     """
 
@@ -108,7 +108,7 @@ class PlacedMemory:
         return counted
 
     def forward_is_over(self) -> None:
-        """Let the plan of activations be complete."""
+        """Note that the first forward is over: no more inputs are added to the planned bytes."""
         if self._seen_units:
             self._seen_units = None
 
@@ -134,7 +134,7 @@ class PlacedMemory:
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
         """Return memory for the weights of several parameters that belong on the same tier.
 
-        What weights that have moved before have left is given back first: it is of another stack, which nobody needs.
+        Memory that earlier moves of weights have left is given back first: its stack is no longer in use.
         """
         self.memory.trim()
         placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
@@ -151,7 +151,8 @@ class PlacedMemory:
     def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move an optimizer's state in ordinary memory to where the policy wants it.
 
-        What it leaves goes back to the OS piece by piece: the C library would keep most of it.
+        What it leaves goes back to the OS piece by piece: the C library would keep most of it. Views of a
+        larger buffer stay: an optimizer may count on it.
 
         Args:
             optimizer: holds master weights. INOUT.
@@ -159,26 +160,28 @@ class PlacedMemory:
         """
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given
-        role = TensorRole.MOMENTUM
-        heap, left_bytes = HeapTrimmer(), 0
+        heap, left_bytes = None, 0
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
+                if not _is_movable(value) or self.memory.tier_at(value.data_ptr()) is not None:
                     continue
-                if self.memory.tier_at(value.data_ptr()) is not None:
-                    continue
-                nbytes = value.numel() * value.element_size()
-                placement = self.placements.place(compute_of(parameter), role, nbytes)
-                state[key] = self.memory.tensor(value.shape, value.dtype, placement, role).copy_(value)
+                state[key] = self._like_state(value, compute_of(parameter)).copy_(value)
+                left_bytes += value.nbytes
                 del value
-                left_bytes += nbytes
                 if left_bytes >= _TRIM_BYTES:
+                    heap = heap or HeapTrimmer()
                     heap.trim_now()
                     left_bytes = 0
         if left_bytes:
-            heap.trim_now()
+            (heap or HeapTrimmer()).trim_now()
 
-    def plan(self, inventory: Inventory) -> None:
+    def _like_state(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor of an optimizer's state, with its strides: fused kernels go through it flat."""
+        role = TensorRole.MOMENTUM
+        placement = self.placements.place(parameter, role, value.nbytes)
+        return mirror(value, value.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
+
+    def count_planned(self, inventory: Inventory) -> None:
         """Add the inventory to the planned bytes.
 
         Inputs of units are added when the first forward shows their sizes.
@@ -190,3 +193,10 @@ class PlacedMemory:
     def _is_at_home(self, parameter: torch.Tensor, placement: Placement) -> bool:
         """Whether weights lie already where they should, because they were created there."""
         return is_ordinary(parameter) and self.memory.is_placed(parameter.data_ptr(), placement)
+
+
+def _is_movable(value: object) -> bool:
+    """Whether a tensor of an optimizer's state may get other memory: it has its storage for itself, without gaps."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
+        return False
+    return is_dense(value) and value.untyped_storage().nbytes() == value.nbytes

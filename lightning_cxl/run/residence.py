@@ -34,7 +34,7 @@ class Residence:
         streamed: units whose weights stream; empty for none.
 
     Raises:
-        TierFullError: the weights do not fit; nothing has been moved then.
+        TierFullError: the weights do not fit. Those that have moved stay where they are, and are valid.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ places the weights and builds what receives gradients, streams weights and offlo
 Torn down in the opposite order by `Run.close` and `Host.close`, which may be called at any moment, any number of times.
 What belongs to the user outlives both: the weights stay where they are, inside the model, and optimizer state stays
 with the optimizers (as with plain Lightning, so that a checkpoint can still be saved after a run); both are freed when
-those objects are. What a later checkpoint or report needs of a run is in the `FinishedRun` that `close` returns.
+those objects are. What a later checkpoint needs of a run is in its `FinishedRun`.
 """
 
 import logging
@@ -45,16 +45,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class FinishedRun:
-    """What outlives a run."""
+    """What a checkpoint needs of a run that is over."""
 
-    last_report: dict[str, Any]
     masters: MasterWeights
     num_received: int
     """Gradients received in all."""
-
-    def report(self) -> dict[str, Any]:
-        """Return the report of the run's last moment."""
-        return self.last_report
 
 
 class Run:
@@ -67,7 +62,7 @@ class Run:
         loop: what the framework does around a step.
 
     Raises:
-        TierFullError: the weights do not fit; nothing of the run stays behind.
+        TierFullError: the weights do not fit after all. Those that have moved stay where they are, and are valid.
     """
 
     min_activation_bytes = DEFAULT_MIN_BYTES
@@ -82,7 +77,6 @@ class Run:
         self._host = host
         self._loop = loop
         self._model = model
-        self._after_error = False
         self.units = tuple(name for name, _ in inventory.units)
         self._heap = HeapTrimmer() if inventory.units else None  # only where the user trades time for memory anyway
         self._planned = PlannedBytes()
@@ -93,7 +87,7 @@ class Run:
         self.guard = OverflowGuard(config.on_overflow, config.max_overflows, self.masters.name_of, self.meter)
         """Keeps optimizers from gradients that are not finite."""
         self.optimizers: list[Optimizer] = []
-        self._placed.plan(inventory)
+        self._placed.count_planned(inventory)
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             self._residence = Residence(model, self._placed, engine, inventory.streamed)
             decision.asked.read(model)  # some modules make new parameters when they move
@@ -138,7 +132,6 @@ class Run:
             cleanup.callback(self._adoption.release)
             if worker is not None:
                 cleanup.callback(worker.shutdown)
-            cleanup.callback(self._close_updates)
             self._cleanup = cleanup.pop_all()
 
     def activate(self) -> AbstractContextManager[Any]:
@@ -217,18 +210,18 @@ class Run:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def close(self, *, after_error: bool = False) -> FinishedRun:
+    def finished(self) -> FinishedRun:
+        """Return what a checkpoint needs when the run is over."""
+        return FinishedRun(self.masters, self.num_received)
+
+    def close(self, *, after_error: bool = False) -> None:
         """Free everything but weights and optimizer state. Idempotent. See [Note: Order of life].
 
         Args:
             after_error: an error has ended the run; those of updates are not raised any more.
         """
-        self._after_error = after_error
-        with self._cleanup:
-            return FinishedRun(self.report("finished"), self.masters, self.num_received)
-
-    def _close_updates(self) -> None:
-        self._updates.close(after_error=self._after_error)
+        with self._cleanup as cleanup:
+            cleanup.callback(self._updates.close, after_error=after_error)
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""

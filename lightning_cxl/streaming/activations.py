@@ -119,7 +119,7 @@ class ActivationOffload:
         Args:
             tensor: an input of a unit.
             unit: its name.
-            lasts: nobody is expected to change the tensor, which may therefore be its own image.
+            lasts: the model is not expected to change the tensor, so it may stay in place, without a copy.
         """
         if not can_store(tensor, self.engine.device, self._min_bytes):
             return None
@@ -279,7 +279,7 @@ class _UnitCall:
         return arguments
 
     def let_go(self) -> None:
-        """Keep no inputs on the device: another unit runs."""
+        """Drop the device copies of the inputs: another unit runs."""
         for each in self._inputs:
             each.let_go()
 
@@ -290,7 +290,7 @@ class _UnitCall:
 
 
 def _no_call() -> None:
-    """Stand for a reference to no call at all."""
+    """Stand for a dead reference: there is no latest call."""
 
 
 def _around_and_inside(units: list[nn.Module], model: nn.Module | None) -> list[nn.Module]:

@@ -18,7 +18,7 @@ class Asks(Protocol):
     """Gets an answer, unless it has died before."""
 
     def take_answer(self, is_same: Sequence[bool]) -> None:
-        """Take for each of its pairs whether both have the same values."""
+        """Take the answers: for each pair that was asked about, whether both tensors have the same values."""
 
 
 class _Pending(NamedTuple):
@@ -49,7 +49,7 @@ class Comparisons:
         Args:
             asker: gets the answer, now or at a later call of this method; held weakly, with what it holds.
             pairs: two tensors each, of one shape.
-            unit: whose they are.
+            unit: the name of the unit whose tensors these are.
         """
         on_device = not self._engine.computes_on_host and all(one.device == self._engine.device for one, _ in pairs)
         if not on_device or self._engine.device.type == "meta":  # nothing there has values, or changes

@@ -155,7 +155,7 @@ class ParamStreamer:
         unit.watch()
 
     def release(self, keep: UnitWeights | None = None) -> None:
-        """Leave every unit but one: their backward is over."""
+        """Leave every unit except `keep`: the backward of these units is over."""
         for unit, _ in list(self._entered.values()):
             if unit is not keep:
                 self.leave(unit)

@@ -9,7 +9,7 @@ from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
 class Slot:
-    """One piece of device memory, and whose weights it has."""
+    """One piece of device memory, and the unit whose weights it holds."""
 
     def __init__(self, engine: TransferEngine, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=engine.device)
@@ -17,12 +17,12 @@ class Slot:
         self._engine = engine
         self._transfers: list[Transfer] = []
         self._versions: tuple[int, ...] = ()
-        self._users = engine.mark()  # device work that uses the memory: at first, of whoever had it before
+        self._users = engine.mark()  # device work that uses the memory; at first, older work on it
 
     def fetch(self, unit: UnitWeights, versions: tuple[int, ...]) -> None:
         """Start copying the weights of `unit` here, which are at least as new as `versions`.
 
-        The copy waits for nothing but those who use this memory: whatever else the device computes goes on beside it.
+        The copy waits only for device work that uses this memory. Other device work runs at the same time.
         """
         before = (self._users, *self._transfers)  # these, if they have brought what was not needed
         self.unit, self._versions = unit, versions
@@ -33,7 +33,7 @@ class Slot:
         unit.readers = self._transfers
 
     def leave(self) -> None:
-        """Note that whoever reads the weights has been queued: the next copy, whoever starts it, comes after."""
+        """Note that all readers of the weights have been queued: the next copy into this slot starts after them."""
         self._users = self._engine.mark()
 
     def wait(self) -> None:
@@ -73,7 +73,7 @@ class SlotRing:
         return slot
 
     def forget(self, keep: Collection[Slot]) -> None:
-        """Take what the other slots have for nobody's weights."""
+        """Mark every slot but those in `keep` as empty."""
         for slot in self._slots:
             if slot not in keep:
                 slot.unit = None

@@ -74,7 +74,7 @@ class UnitWeights:
         self.pieces: list[Piece] = []
         self.places: list[Place] = []
         self._quantised: list[Quantised] = []
-        self._slot: torch.Tensor | None = None  # that the parameters show
+        self._slot: torch.Tensor | None = None  # the device memory that the parameters show
         self.num_forwards = 0
         """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
         self.is_seen = False
@@ -143,7 +143,7 @@ class UnitWeights:
             guard(module, self._see)
 
     def unwatch(self) -> None:
-        """Let anyone look unnoticed."""
+        """Stop noticing when someone looks at the parameters."""
         for module in self.module.modules():
             unguard(module)
 

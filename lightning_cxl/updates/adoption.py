@@ -28,7 +28,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import HostParameter, MasterWeights
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.updates.host_step import HostStep, StateMemory
+from lightning_cxl.updates.host_step import HostStep, StateMemory, evaluates_first
 from lightning_cxl.updates.torch_names import class_in_place_of
 from lightning_cxl.updates.whole_updates import WholeUpdates
 
@@ -104,8 +104,8 @@ class Adoption:
 
     def _await(self, optimizer: Optimizer) -> None:
         """Let whoever reads the parameters of a group find new weights and complete gradients."""
-        if isinstance(optimizer, LBFGS):
-            return  # it has a reference of its own to the list
+        if isinstance(optimizer, LBFGS) or not evaluates_first(optimizer):
+            return  # it has, or may have, a reference of its own to the list
         for group in optimizer.param_groups:
             if not isinstance(group["params"], AwaitedParams):
                 group["params"] = AwaitedParams(group["params"], self._settle)

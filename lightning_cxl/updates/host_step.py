@@ -72,6 +72,8 @@ class HostStep:
         self._step = optimizer.step
         self._previous = optimizer.__dict__.get("step")  # a scheduler's wrapper, if there is one
         self._versions: dict[int, int] = {}  # of the parameters when the step began, by id
+        self._evaluates_first = evaluates_first(optimizer)
+        self._num_evaluations = 0  # of the closure of this step
 
     def __call__(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
         """Run one step; same contract as the optimizer's own `step`, which gets the keywords.
@@ -84,6 +86,7 @@ class HostStep:
             raise TypeError(f"{type(optimizer).__name__}.step() takes `closure` only, not {', '.join(keywords)}")
         mark_as_called(optimizer)
         self._versions = {id(parameter): parameter._version for parameter in self._parameters()}
+        self._num_evaluations = 0
         self._updates.begin(optimizer)
         try:
             if isinstance(optimizer, CPUAdam):
@@ -117,8 +120,9 @@ class HostStep:
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Return the loss, with gradients that may be used; raise `_StepLeftOut` where they may not."""
         has_written = any(map(self._is_written, self._parameters()))
-        if has_written:
-            self._updates.write_back(self._optimizer, self._updated())
+        if self._num_evaluations or not self._evaluates_first:  # perhaps through `.data`, which leaves no trace
+            self._updates.write_back(self._optimizer, self._parameters())
+        self._num_evaluations += 1
         self._grads.begin_step()
         try:
             with torch.enable_grad():
@@ -142,6 +146,8 @@ class HostStep:
 
     def _updated(self) -> list[torch.Tensor]:
         """Return the parameters that the optimizer has written to, or may have through ``.data``."""
+        if not self._evaluates_first:
+            return self._parameters()
         return [p for p in self._parameters() if p.grad is not None or self._is_written(p)]
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -153,6 +159,12 @@ class HostStep:
             self._optimizer.__dict__.pop("step", None)
         else:
             self._optimizer.step = self._previous  # type: ignore[method-assign]
+
+
+def evaluates_first(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's `step` is torch's own or ours: it evaluates its closure before it touches anything."""
+    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    return owner.__module__.startswith(("torch.optim.", "lightning_cxl."))
 
 
 class _StepLeftOut(Exception):

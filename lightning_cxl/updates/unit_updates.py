@@ -98,7 +98,7 @@ class UnitUpdates(WholeUpdates):
         self._is_last_backward = self._optimizer is not None
 
     def give_up(self) -> None:
-        """Start no more updates before the end of a backward: it has failed, or nobody knows what follows."""
+        """Start no more updates before the end of a backward: it has failed, or it is not known what follows it."""
         self._optimizer = None
         self._end_residents()
 
@@ -144,12 +144,13 @@ class UnitUpdates(WholeUpdates):
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
         """Update the parameters that have gradients: those of units on the worker, the rest now."""
-        if not isinstance(optimizer, CPUAdam) or has_step_hooks(optimizer):
+        if not isinstance(optimizer, CPUAdam) or has_step_hooks(optimizer):  # hooks may look at anything
             self.wait()
             return step()
         self._update(optimizer)
         return loss
 
+    @torch.no_grad()
     def _update(self, optimizer: CPUAdam) -> None:
         step = optimizer.begin_step() if self._step is None else self._step
         self._optimizer = self._step = None

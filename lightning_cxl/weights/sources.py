@@ -21,11 +21,11 @@ class WeightSource(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what it gives."""
+        """That of the values it gives."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what it gives."""
+        """That of the values it gives."""
 
     def read_into(self, target: Tensor, staging: Staging) -> None:
         """Fill a tensor of the same shape; see `TensorFile.read_into`."""

@@ -70,7 +70,7 @@ def make_split(topology: Topology, kind: str) -> Case:
 def make_case(stacks: SplitStacks, pages: dict[str, TierPages], kind: str) -> Case:
     role = TensorRole.ACTIVATIONS if kind == "activations" else TensorRole.COMPUTE_GRADS
     held = lambda: sum(each.budget.held_bytes for each in pages.values())  # noqa: E731
-    return Case(stacks.stack(role, kind == "pinned"), lambda: (stacks.trim(), held())[1])
+    return Case(stacks.stack(role, kind == "pinned", nbytes=MIB), lambda: (stacks.trim(), held())[1])
 
 
 def make_budgeted(topology: Topology) -> Case:

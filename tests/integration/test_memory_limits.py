@@ -1,4 +1,4 @@
-"""What the planner refuses truly would not fit, and what it accepts does: in a control group with a memory limit.
+"""A run that is refused truly would not fit, and a run that is accepted fits: in a control group with a memory limit.
 
 Measured with the job of `limited_run.py` on an AMD EPYC (virtual machine, version 1 groups), in MB: planned for all
 roles 1047, and 43 that the CPU works in; the process before it makes the model 337, with the model 598. Without

@@ -4,8 +4,9 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, MissingTierWarning, TierFullError
 from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
+from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.policies.api import Decision
 from lightning_cxl.planning.policies.registry import POLICIES
@@ -42,6 +43,24 @@ class AllNear:
         from lightning_cxl.placement.placement import Placement
 
         return Placement(("dram", "cxl"), reason="all near")
+
+
+class AllFar:
+    """Names a tier, whether the machine has it or not."""
+
+    needs_speeds = False
+
+    def decide(self, job, machine):
+        return Decision({role: {"cxl": 1.0} for role in job.free_classes()}, {})
+
+
+class FarIfItFits:
+    """Asked tensor by tensor; reads what a tier has free by its name."""
+
+    def place(self, request, free):
+        from lightning_cxl.placement.placement import Placement
+
+        return Placement(("cxl",) if free["cxl"] > request.nbytes else ("dram",))
 
 
 @pytest.fixture
@@ -172,6 +191,17 @@ def test_a_decision_that_leaves_something_out_is_refused():
 
     with pytest.raises(ConfigError, match="policy 'Half' decides nothing about variance"):
         fit(policy=Half())
+
+
+@pytest.mark.parametrize("policy", [AllFar, FarIfItFits])
+def test_on_a_machine_without_a_card_a_policy_may_name_it(policy, monkeypatch):
+    found = Topology.detect()
+    bare = Topology(found.select(kind=TierKind.DRAM), found.root, backs_cxl=True)
+    monkeypatch.setattr(Topology, "detect", lambda **options: bare)
+    with pytest.warns(MissingTierWarning) as caught:
+        _, report = fit(policy=policy(), on_tier_full="error")
+    assert sum(issubclass(each.category, MissingTierWarning) for each in caught) == 1
+    assert all(set(tiers) == {"cxl"} for tiers in report["peak_roles"].values())
 
 
 def test_optimizers_are_made_once():

@@ -49,7 +49,7 @@ def assert_same_training(ours, other):
     assert any(not torch.equal(m, m.bfloat16().float()) for m in ours.masters.values()), "more than bfloat16"
 
 
-# -- both forms train the same -----------------------------------------------------------------------------------------
+# -- split and float32 masters train the same --------------------------------------------------------------------------
 
 CLIPS = {"no clip": {}, "norm": {"gradient_clip_val": 0.5}, "value": {"gradient_clip_val": 0.01}}
 CLIPS["value"]["gradient_clip_algorithm"] = "value"
@@ -95,7 +95,7 @@ def test_models(model, offload_activations, accumulate):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bf16_sums_of_gradients_train_too(accumulate):
-    """`accumulate="bf16"` leaves gradients in bfloat16, and does the same with both forms of masters."""
+    """`accumulate="bf16"` leaves gradients in bfloat16, and does the same with split and with float32 masters."""
 
     class Check(Masters):
         def on_before_optimizer_step(self, optimizer):

@@ -84,9 +84,37 @@ MUTANTS = (
     Mutant(
         "a closure evaluated after a write finds new weights",
         "lightning_cxl/updates/host_step.py",
-        "        if has_written:\n            self._updates.write_back(self._optimizer, self._updated())\n",
-        "",
+        "            self._updates.write_back(self._optimizer, self._parameters())\n        self._num",
+        "            pass\n        self._num",
         ("tests/integration/test_step_contract.py",),
+    ),
+    Mutant(
+        "a closure evaluated again finds what was written through `.data`",
+        "lightning_cxl/updates/host_step.py",
+        "        if self._num_evaluations or not self._evaluates_first:",
+        "        if has_written:",
+        ("tests/integration/test_foreign_optimizers.py",),
+    ),
+    Mutant(
+        "moved state keeps its strides",
+        "lightning_cxl/run/placed_memory.py",
+        "        return mirror(value, value.dtype, lambda count, dtype:",
+        "        return mirror(value.contiguous(), value.dtype, lambda count, dtype:",
+        ("tests/integration/test_foreign_optimizers.py",),
+    ),
+    Mutant(
+        "state that shares its storage stays",
+        "lightning_cxl/run/placed_memory.py",
+        " and value.untyped_storage().nbytes() == value.nbytes",
+        "",
+        ("tests/integration/test_foreign_optimizers.py",),
+    ),
+    Mutant(
+        "masters of a finished run make room for the next one",
+        "lightning_cxl/integrations/lightning/strategy.py",
+        "        self._finished = None  # its masters are of other optimizers; they make room\n",
+        "",
+        ("tests/integration/test_finished_runs.py",),
     ),
     # -- updates
     Mutant(

@@ -26,7 +26,7 @@ from lightning_cxl.transfer.engine import make_engine
 _DESCRIPTION = """\
 Measures how fast this machine's memory is (every node read, written, updated as Adam does it, and followed load by
 load), its caches, its devices (copies from and to every node, bf16 matrix products), and disks. What is found is kept
-for this machine and used by the planner; `python -m lightning_cxl env` shows it. Nothing else should run meanwhile."""
+for this machine and used by plans; `python -m lightning_cxl env` shows it. Nothing else should run meanwhile."""
 
 _SCALES = {"B/s": (1e-9, "GB/s"), "FLOP/s": (1e-12, "TFLOP/s"), "ns": (1.0, "ns"), "s": (1e6, "us")}
 

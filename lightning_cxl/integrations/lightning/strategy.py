@@ -11,7 +11,6 @@ collect gradients; ``post_backward`` waits for them if they may be read next), c
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,7 +74,8 @@ class CXLOffloadStrategy(OneProcessStrategy):
         check_policy(self.config.policy if self._policy is None else self._policy)
         self._host: Host | None = None
         self._run: Run | None = None
-        self._finished: FinishedRun | None = None  # a checkpoint may be saved after the run
+        self._finished: FinishedRun | None = None  # that trained last: a checkpoint may be saved after it
+        self._last_report: dict[str, Any] | None = None
         self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -112,6 +112,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Place the model, then adopt its optimizers; on failure nothing of it stays behind."""
         assert self.accelerator is not None and self.model is not None
+        self._last_report = None
         try:
             self._active.enter_context(self.host.activate())
             self.accelerator.setup(trainer)
@@ -131,6 +132,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
         refuse_unready(self.model)
         use = watch_for_edits(trainer)
         self.setup_optimizers(trainer)
+        self._finished = None  # its masters are of other optimizers; they make room
         before = set(self.model.parameters())
         self._start_run(self.optimizers, loop_of(trainer, use, self.config.on_overflow))
         if before != set(self.model.parameters()):  # some modules make new parameters when they move
@@ -200,10 +202,9 @@ class CXLOffloadStrategy(OneProcessStrategy):
             self._run.adopt_joined()
         run = self._trained()
         if run is not None and checkpoint.get("optimizer_states"):
-            run.masters.absorb_changes()
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
-            own = ckpt.describe_optimizers(optimizers, run.masters)
-            checkpoint = {**checkpoint, ckpt.KEY: {**own, "num_gradients": run.num_received}}
+            own = ckpt.entry_of(optimizers, run.masters, run.num_received)
+            checkpoint = {**checkpoint, ckpt.KEY: own}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -256,18 +257,16 @@ class CXLOffloadStrategy(OneProcessStrategy):
     def _close(self, *, after_error: bool) -> None:
         run, self._run = self._run, None
         host, self._host = self._host, None
-        with ExitStack() as cleanup:  # last in, first out
+        with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             if host is not None:
                 cleanup.callback(host.close)
             if run is not None:
-                cleanup.callback(self._finish, run, after_error=after_error)
+                cleanup.callback(run.close, after_error=after_error)
             cleanup.callback(self._active.close)
-
-    def _finish(self, run: Run, *, after_error: bool) -> None:
-        finished = run.close(after_error=after_error)
-        if self._finished is not None and not run.optimizers:  # validation after training: the masters are still good
-            finished = replace(self._finished, last_report=finished.last_report)
-        self._finished = finished
+            if run is not None and run.optimizers:
+                self._finished = run.finished()
+            if host is not None:
+                self._last_report = (run or host).report("finished")
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without the run that is going on: it belongs to this process, and a new run makes its own."""
@@ -282,12 +281,14 @@ class CXLOffloadStrategy(OneProcessStrategy):
         ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
         ``policy``, ``reasons`` {role: [text]}, ``notes``.
         """
-        report = (self._run or self._finished or self.host).report()
+        report = self._last_report
+        if report is None or self._host is not None:
+            report = (self._run or self.host).report()
         return {**report, "config": self.config.describe(self.config_origins)}
 
     def __str__(self) -> str:
         """Return the report as one screen of text."""
-        if self._host is None and self._finished is None:
+        if self._host is None and self._last_report is None:
             return f"{type(self).__name__}, not set up yet: {self.config}"
         return format_report(self.report())
 

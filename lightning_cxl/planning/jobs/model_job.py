@@ -103,7 +103,7 @@ def _traffic(inventory: Inventory) -> Traffic:
 def _device_parts(inventory: Inventory) -> dict[str, int]:
     """Return device memory at the peak by what it is for; see the module's docstring."""
     model, on_host = inventory.model, inventory.workload.computes_on_host
-    streamed = {id(p) for unit in inventory.streamed for group in unit.groups for p in group}
+    streamed = inventory.unit_of
     unit_bytes: dict[str, int] = {}
     for each in inventory.tensors:
         if each.unit and each.role is TensorRole.COMPUTE_WEIGHTS:

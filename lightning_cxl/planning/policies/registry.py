@@ -57,7 +57,7 @@ def check_policy(policy: object) -> None:
     """Refuse a name or an object that is no policy.
 
     Raises:
-        ConfigError: it says what is one.
+        ConfigError: not a policy; the message says which there are.
     """
     if isinstance(policy, str):
         if policy not in ("auto", "by_role"):

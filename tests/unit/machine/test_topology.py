@@ -1,12 +1,18 @@
 import copy
+import dataclasses
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import lightning_cxl
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
 from lightning_cxl.machine.topology import TierKind, Topology
+from lightning_cxl.memory import scope
+from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.policy import RoleHomePolicy
 
 GIB = 1 << 30
 NODE = "sys/devices/system/node"
@@ -66,6 +72,18 @@ def test_the_missing_tier_that_is_asked_for_is_dram_with_one_warning(machine):
     assert (cxl.emulated, cxl.kind, cxl.node_ids) == (True, TierKind.CXL, (0, 1))
     assert cxl.describe().endswith("[emulated: backed by DRAM]")
     assert topology.names == ("dram", "cxl")
+
+
+def test_the_warning_names_the_line_that_called_the_package(machine):
+    topology = Topology.detect(machine("2socket"))
+    memory = HostMemory(topology)
+    with (
+        scope.activate(memory, Placer(topology, RoleHomePolicy(topology), memory.free_bytes)),
+        pytest.warns(MissingTierWarning) as caught,
+        lightning_cxl.host_allocation(tier="cxl"),
+    ):
+        pass
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_threads_that_ask_at_once_get_one_missing_tier():
@@ -207,6 +225,17 @@ def test_copies_and_pickles(machine):
     topology = Topology.detect(machine("3node"))
     assert copy.deepcopy(topology) == topology
     assert pickle.loads(pickle.dumps(topology)) == topology
+
+
+def test_what_is_asked_for_changes_neither_hash_nor_equality():
+    asked, other = Topology.fake(("8GiB",), ()), Topology.fake(("8GiB",), ())
+    before = hash(asked)
+    asked.tier("cxl")
+    assert asked == other and hash(asked) == before == hash(other)
+    assert asked != Topology.fake(("9GiB",), ()) and asked != "a topology"
+    assert {asked: "here"}[copy.deepcopy(asked)] == "here"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        asked.tiers = ()
 
 
 def test_what_a_user_made_of_tiers_has_no_other():

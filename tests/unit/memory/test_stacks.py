@@ -173,7 +173,21 @@ def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topolog
     assert (stats["tiers"]["dram"]["held_bytes"], stats["tiers"]["dram"]["used_bytes"]) == (0, 0)
 
 
-def test_what_is_not_reused_leaves_the_driver_and_the_budget_when_it_dies(topology) -> None:
+def test_what_is_not_reused_leaves_the_budget_when_it_dies(topology) -> None:
+    memory = HostMemory(topology, reuse_below=MIB)
+    held = lambda: memory.stats()["tiers"]["dram"]["held_bytes"]  # noqa: E731
+    for role in TensorRole:
+        buffer = memory.allocate(MIB, DRAM, role)
+        assert held() == MIB
+        del buffer
+        assert held() == 0, role
+    small = memory.allocate(MIB - 1, DRAM, ROLE)
+    del small
+    assert held() == 16 * MIB, "small ones are cut from a slab that is kept"
+
+
+def test_pinned_memory_stays_with_the_driver_when_its_buffer_dies(topology) -> None:
+    """A copy that does not block may still read it."""
     registered: list[int] = []
 
     def pinner(upstream) -> PinnedResource:
@@ -181,15 +195,16 @@ def test_what_is_not_reused_leaves_the_driver_and_the_budget_when_it_dies(topolo
         return PinnedResource(upstream, register=register, unregister=registered.remove, where=None)
 
     memory = HostMemory(topology, pin=True, pinner=pinner, reuse_below=MIB)
-    held = lambda: memory.stats()["tiers"]["dram"]["held_bytes"]  # noqa: E731
     placement = Placement(("dram",), pinned=True)
-    buffer = memory.allocate(MIB, placement, TensorRole.COMPUTE_GRADS)
-    assert registered == [buffer.address] and held() == MIB
+    buffer = memory.allocate(20 * MIB, placement, TensorRole.COMPUTE_GRADS)
+    address = buffer.address
+    assert registered == [address]
     del buffer
-    assert registered == [] and held() == 0
-    small = memory.allocate(MIB - 1, placement, TensorRole.COMPUTE_GRADS)
-    del small
-    assert registered and held() == 16 * MIB, "small ones are cut from a slab that is kept"
+    again = memory.allocate(20 * MIB, placement, TensorRole.STAGING)
+    assert again.address == address and registered == [address]
+    del again
+    memory.trim()
+    assert registered == []
 
 
 def test_only_pinned_placements_are_pinned_and_only_when_pinning_is_on(topology) -> None:

@@ -2,7 +2,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from lightning_cxl.errors import TierNotFoundError
+from lightning_cxl.errors import MissingTierWarning, TierNotFoundError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.decorators import TierSpec
 from lightning_cxl.placement.placement import Placement, TensorRole
@@ -64,6 +64,27 @@ def test_an_unknown_tier_names_what_exists(wish):
     policy = RecordingPolicy(Placement(("dram",)))  # one that would not have noticed
     with pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
         make_placer(policy).place(TensorRole.COMPUTE_WEIGHTS, 1, **wish)
+
+
+class ReadsFree:
+    """Puts tensors on a tier that it reads the free bytes of."""
+
+    def __init__(self, tier: str) -> None:
+        self.tier = tier
+
+    def place(self, request, free):
+        return Placement((self.tier,) if free[self.tier] >= request.nbytes else ("dram",))
+
+
+def test_a_policy_that_reads_what_a_missing_tier_has_free_gets_that_tier():
+    topology = Topology.fake(dram=("4GiB",), cxl=())
+    placer = Placer(topology, ReadsFree("cxl"), lambda: {tier.name: tier.capacity_bytes for tier in topology.tiers})
+    with pytest.warns(MissingTierWarning) as caught:
+        places = [placer.place(TensorRole.MOMENTUM, nbytes).tiers for nbytes in (4 * 2**30, 5 * 2**30)]
+    assert places == [("cxl",), ("dram",)]
+    assert len(caught) == 1
+    with pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
+        Placer(topology, ReadsFree("hbm"), dict).place(TensorRole.MOMENTUM, 1)
 
 
 def test_a_policy_that_names_an_unknown_tier_is_found_out():

@@ -3,12 +3,13 @@ from torch import nn
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.decorators import TierSpec, tier
+from lightning_cxl.placement.decorators import tier
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import resolve
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",))
 WEIGHTS, ACTIVATIONS, MOMENTUM = TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS, TensorRole.MOMENTUM
+GRADIENTS = TensorRole.COMPUTE_GRADS
 
 
 @tier(weights="cxl", activations="cxl")
@@ -28,6 +29,11 @@ class Model(nn.Module):
 
 def resolved(model, rules=None, topology=TOPOLOGY):
     return resolve(model.named_modules(), rules or {}, topology)
+
+
+def asked(tiers, module):
+    """Return the tiers of a module's weights, gradients, optimizer state and activations."""
+    return tuple(tiers.lookup(module, role)[0] for role in (WEIGHTS, GRADIENTS, MOMENTUM, ACTIVATIONS))
 
 
 def test_nothing_asked_for_leaves_it_to_the_policy():
@@ -50,9 +56,7 @@ def test_nearest_decorated_class_wins_for_each_field():
     model = Model()
     model.layers[0].mlp[0] = Inner(1, 1)
     tiers = resolved(model)
-    assert tiers.lookup("layers.0.mlp.0", WEIGHTS)[0] == "dram"
-    assert tiers.lookup("layers.0.mlp.0", ACTIVATIONS)[0] == "cxl"
-    assert tiers.spec("layers.0.mlp.0") == TierSpec(weights="dram", optimizer_state="dram", activations="cxl")
+    assert asked(tiers, "layers.0.mlp.0") == ("dram", None, "dram", "cxl")
 
 
 def test_rule_beats_class_and_instance_beats_rule():
@@ -76,10 +80,10 @@ def test_nearest_instance_wins():
 
 def test_last_matching_rule_wins_for_each_field():
     tiers = resolved(Model(), {"*": "dram", "layers.0": {"activations": "cxl"}, "layers.*": {"gradients": "cxl"}})
-    assert tiers.spec("layers.0.mlp") == TierSpec("dram", "cxl", "dram", "cxl")
-    assert tiers.spec("embed") == TierSpec("dram", "dram", "dram", "dram")
+    assert asked(tiers, "layers.0.mlp") == ("dram", "cxl", "dram", "cxl")
+    assert asked(tiers, "embed") == ("dram", "dram", "dram", "dram")
     tiers = resolved(Model(), {"layers.0": {"activations": "cxl"}, "*": "dram"})
-    assert tiers.spec("layers.0.mlp") == TierSpec("dram", "dram", "dram", "dram")
+    assert asked(tiers, "layers.0.mlp") == ("dram", "dram", "dram", "dram")
 
 
 def test_rule_on_a_module_holds_for_what_it_contains():

@@ -1,0 +1,46 @@
+"""`FreeMemory`: what a run may fill before any of it is allocated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_cxl.memory.host_tensors import is_ordinary
+from lightning_cxl.memory.ordinary import anonymous_bytes
+from lightning_cxl.memory.stacks import HostMemory
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """What a run may fill."""
+
+    tiers: Mapping[str, int]
+    """Bytes of every tier."""
+    together: int
+    """Bytes of all tiers: they may share memory or a limit."""
+
+
+def free_for(model: nn.Module, memory: HostMemory) -> FreeMemory:
+    """Return what a run of a model may fill: what is free, and what the model's weights take already.
+
+    Free is what every tier has within its budget. Weights move when a run begins, so their present bytes count, on
+    their tier or in ordinary memory.
+    """
+    topology = memory.topology
+    own = dict.fromkeys(topology.names, 0)
+    others = []
+    for parameter in filter(is_ordinary, model.parameters()):
+        tier = memory.tier_at(parameter.data_ptr()) if parameter.numel() else None
+        if tier is None:
+            others.append(parameter)
+        else:
+            own[tier.name] += parameter.nbytes
+    freed = dict.fromkeys(topology.names, 0)  # when weights in ordinary memory have moved
+    for node, nbytes in anonymous_bytes(others, topology.tiers[0].node_ids[0]).items():
+        if (tier := topology.node_tier(node)) is not None:
+            freed[tier.name] += nbytes
+    accounts, tiers = memory.stats()["tiers"], {}
+    for name, free in memory.free_bytes().items():
+        budget_left = accounts[name]["budget_bytes"] - accounts[name]["used_bytes"]
+        tiers[name] = min(free + freed[name], budget_left) + own[name]
+    return FreeMemory(tiers, topology.host_available_bytes() + sum(freed.values()) + sum(own.values()))
