@@ -1,5 +1,6 @@
 """The command line of the main job: LightningCLI over `CausalLM` and `TextData`."""
 
+import difflib
 import warnings
 from collections.abc import Sequence
 
@@ -8,8 +9,9 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.finetune.option_errors import option_errors
+from lightning_cxl.finetune.parser import ShortErrors
 from lightning_cxl.finetune.summary import FitSummary
-from lightning_cxl.integrations.lightning.lightning_api import LightningCLI
+from lightning_cxl.integrations.lightning.lightning_api import LightningCLI, StrategyRegistry
 from lightning_cxl.weights.model_names import require_model
 
 
@@ -27,6 +29,7 @@ class FinetuneCLI(LightningCLI):
         super().__init__(
             CausalLM,
             TextData,
+            parser_class=ShortErrors,
             seed_everything_default=42,
             trainer_defaults={"num_sanity_val_steps": -1, "callbacks": [self.summary]},
             parser_kwargs={
@@ -44,23 +47,35 @@ class FinetuneCLI(LightningCLI):
         parser.link_arguments("data.vocab_size", "model.vocab_size")
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what Lightning trips over, and a model that does not exist, before anything is read.
+        """Refuse what Lightning trips over, and names of nothing, before anything is read.
 
         Raises:
-            ConfigError: a number of the Trainer that must not be 0; no such model, or the hub cannot be asked for it.
+            ConfigError: a number of the Trainer that must not be 0; no such strategy or model, or the hub cannot be
+                asked for it.
         """
         config = self.config[self.subcommand]
         for name in ("accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"):
             if config.trainer[name] == 0:
                 raise ConfigError(f"trainer.{name} must be larger than 0")
+        _check_strategy(config.trainer.strategy)
         name = config.model.name_or_path
         if name is not None:
-            require_model(name)
+            require_model(name, weights_for=self.subcommand or "")
 
     def after_fit(self) -> None:
         """Print the summary (Lightning calls this after ``fit``)."""
         if self.trainer.is_global_zero:
             print(f"\n{self.summary.describe(self.trainer)}")
+
+
+def _check_strategy(name: object) -> None:
+    """Say the nearest name for one that is not registered; where none is near, Lightning's own message does."""
+    known = StrategyRegistry.available_strategies()
+    if not isinstance(name, str) or name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    if near:
+        raise ConfigError(f"there is no strategy {name!r}: did you mean {near[0]!r}?")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -241,7 +241,9 @@ class CausalLM(LightningModule):
                     return from_pretrained(AutoModelForCausalLM, name_or_path, **options)
             return AutoModelForCausalLM.from_pretrained(name_or_path, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"cannot load {name_or_path!r} (a local folder or a hub id): {error}") from error
+            raise ConfigError(
+                f"cannot load {name_or_path!r} (a local folder or a hub id): {type(error).__name__}: {error}"
+            ) from error
 
 
 def cosine_factor(step: int, *, warmup_steps: int, total_steps: int, floor: float = 0.1) -> float:

@@ -62,7 +62,8 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"cannot load a tokenizer from {name_or_path!r} (a local folder or a hub id): {error}"
+            f"cannot load a tokenizer from {name_or_path!r} (a local folder or a hub id): "
+            f"{type(error).__name__}: {error}"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name_or_path!r} has no end-of-text token, which separates documents")

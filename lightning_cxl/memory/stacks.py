@@ -305,7 +305,7 @@ class HostMemory:
             went = f"{_fractions(got)} instead of {_fractions(dict(wanted))}"
         tiers = ", ".join(f"`{name}` has {self._room(name)}" for name in names)
         warnings.warn(
-            f"{role.name} ({format_bytes(buffer.nbytes)}) went to {went}: {tiers}. More may follow without a warning, "
+            f"{role.value} ({format_bytes(buffer.nbytes)}) went to {went}: {tiers}. More may follow without a warning, "
             f"the memory report counts them. Raise the budget of {' and '.join(f'`{name}`' for name in names)}, or set "
             f"on_tier_full='error' to refuse instead.",
             SpillWarning,
@@ -318,7 +318,7 @@ class HostMemory:
     def _full_message(self, nbytes: int, role: TensorRole, tiers: Sequence[str], reason: str) -> str:
         full = ", nor on ".join(f"tier `{name}`: {self._room(name)}{self._gaps(name)}" for name in tiers)
         return (
-            f"cannot place {role.name} ({format_bytes(nbytes)}) on {full}. Raise the budget of `{tiers[0]}`, "
+            f"cannot place {role.value} ({format_bytes(nbytes)}) on {full}. Raise the budget of `{tiers[0]}`, "
             f"allow another tier, or see `python -m lightning_cxl env` for what this machine has.{reason}"
         )
 

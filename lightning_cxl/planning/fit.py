@@ -49,7 +49,7 @@ def check_fits(
             have = ", ".join(f"`{name}` {format_bytes(size)}" for name, size in free.items())
             total = format_bytes(sum(size for _, size, _ in requests))
             raise TierFullError(
-                f"cannot place {role.name} ({format_bytes(needed)} of {total} to place now) on tier "
+                f"cannot place {role.value} ({format_bytes(needed)} of {total} to place now) on tier "
                 f"{' and '.join(f'`{name}`' for name in placement.split())}"
                 f"{' or any other' if len(allowed) > len(placement.split()) else ''}: free before that: {have}"
                 f"{f', {format_bytes(most)} together' if together < 0 else ''}. Raise "

@@ -13,7 +13,7 @@ _HUB_SECONDS = 5.0
 _CONFIGS = ("config.json", "adapter_config.json")
 
 
-def require_model(name: str, nor: str = "") -> None:
+def require_model(name: str, nor: str = "", *, weights_for: str = "") -> None:
     """Check that `name` is a folder with a model's config, or the id of a model that the hub or its cache has.
 
     A model that is cached is not asked for. Else the hub is asked once, for a few seconds.
@@ -21,6 +21,7 @@ def require_model(name: str, nor: str = "") -> None:
     Args:
         name: of the model.
         nor: what else it is not, for the message.
+        weights_for: the command that needs the model's weights; empty if none does.
 
     Raises:
         ConfigError: no such model, or the hub cannot be asked. The message names similar models.
@@ -31,6 +32,11 @@ def require_model(name: str, nor: str = "") -> None:
         return
     if is_cached(name):
         return
+    if weights_for and name.lower() in SHAPES:
+        raise ConfigError(
+            f"{name!r} is a shape that `plan` knows, without weights, and `{weights_for}` needs weights: use "
+            f"{SHAPES[name.lower()].hub_id}"
+        )
     if _is_hub_id(name):
         problem = _ask_hub(name)
     else:

@@ -216,10 +216,10 @@ def test_views_of_one_storage_are_left_together():
         (
             {"tiers": {"dram": "10KiB"}, "on_tier_full": "error"},
             TierFullError,
-            r"COMPUTE_WEIGHTS.*dram.*10\.0 KiB.*(R|r)aise",
+            r"compute_weights.*dram.*10\.0 KiB.*(R|r)aise",
         ),
-        ({"tiers": {"dram": "10KiB", "cxl": "10KiB"}}, TierFullError, r"COMPUTE_WEIGHTS.*dram.*cxl"),
-        ({"tiers": {"dram": "64KiB", "cxl": "512KiB"}, "on_tier_full": "error"}, TierFullError, "COMPUTE_WEIGHTS"),
+        ({"tiers": {"dram": "10KiB", "cxl": "10KiB"}}, TierFullError, r"compute_weights.*dram.*cxl"),
+        ({"tiers": {"dram": "64KiB", "cxl": "512KiB"}, "on_tier_full": "error"}, TierFullError, "compute_weights"),
         ({"units": "model.layers.*"}, ConfigError, r"model\.layers"),
         ({"on_missing_tier": "error"}, TierNotFoundError, "CXL"),
     ],
@@ -239,7 +239,7 @@ def test_bad_requests_are_refused_with_advice_and_leave_nothing(options, error, 
 def test_budget_too_small_for_the_optimizer_is_refused_before_training():
     budget = f"{int(2.5 * 4 * NUM)}"  # weights and gradients fit, the optimizer's state does not
     module = Inspect(TinyTransformer())
-    with pytest.raises(TierFullError, match=r"MOMENTUM|VARIANCE"):
+    with pytest.raises(TierFullError, match=r"momentum|variance"):
         make_trainer(offload(tiers={"dram": int(budget), "cxl": 0}), max_steps=1).fit(module, token_data())
     assert module.losses == []
 
@@ -283,7 +283,7 @@ def test_without_a_card_the_tier_that_a_decorator_names_is_dram_with_one_warning
 
 
 def test_a_budget_of_the_only_tier_is_a_limit(no_card):
-    with pytest.raises(TierFullError, match=r"MOMENTUM|VARIANCE"):
+    with pytest.raises(TierFullError, match=r"momentum|variance"):
         run(offload(tiers={"dram": int(2.5 * 4 * NUM)}))
 
 

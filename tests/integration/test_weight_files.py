@@ -212,5 +212,5 @@ def test_a_missing_shard_and_a_full_tier_give_everything_back(folder):
 
 def test_a_budget_too_small_for_the_weights(folder):
     strategy = offload(tiers={"dram": "32KiB", "cxl": 0})
-    with pytest.raises(TierFullError, match=r"COMPUTE_WEIGHTS.*dram"):
+    with pytest.raises(TierFullError, match=r"compute_weights.*dram"):
         fit(lambda: ours(folder), strategy)

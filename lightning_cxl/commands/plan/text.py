@@ -1,8 +1,10 @@
 """The findings of `plan` as text that fits on one screen."""
 
+from collections.abc import Mapping
+
 from lightning_cxl.commands.plan.findings import Findings
 from lightning_cxl.machine.machine import Machine
-from lightning_cxl.planning.compare import fits_device
+from lightning_cxl.planning.compare import PolicyPlan, fits_device
 from lightning_cxl.planning.jobs.step import StepTime
 from lightning_cxl.tables import table_lines, wrapped
 from lightning_cxl.units import format_bytes
@@ -42,13 +44,14 @@ def _together(machine: Machine) -> str:
 
 
 def _roles(found: Findings) -> list[str]:
-    plan, tiers = found.chosen, found.machine.names
+    plan = found.chosen
+    tiers = found.machine.names if plan.bytes_on else ()
     roles = found.planned.job.bytes_of()
     rows = []
     for role, nbytes in roles.items():
         on = plan.bytes_on.get(role, {})
         rows.append((role.value, format_bytes(nbytes), *(format_bytes(on[t]) if on.get(t) else "-" for t in tiers)))
-    used = [format_bytes(plan.used_bytes(name)) if plan.bytes_on else "-" for name in tiers]
+    used = [format_bytes(plan.used_bytes(name)) for name in tiers]
     rows.append(("in all", format_bytes(sum(roles.values())), *used))
     lines = table_lines((f"policy {plan.policy}", "bytes", *tiers), rows)
     roles_of: dict[str, list[str]] = {}
@@ -76,9 +79,17 @@ def _device(found: Findings) -> list[str]:
 
 
 def _policies(found: Findings) -> list[str]:
-    """Return a row per policy: its predicted times, or where speeds are not known, what it puts where."""
-    lines = _placed(found) if found.dram_only is None else _times(found, found.dram_only)
-    for name, plan in found.plans.items():
+    """Return a row per policy: its predicted times, or where speeds are not known, what it puts where.
+
+    On one tier all policies do the same: only the chosen one is shown.
+    """
+    plans = found.plans if len(found.machine.tiers) > 1 else {found.policy: found.chosen}
+    lines: list[str] = []
+    if found.dram_only is not None:
+        lines = _times(found, plans, found.dram_only)
+    elif len(plans) > 1:
+        lines = _placed(found)
+    for name, plan in plans.items():
         lines += wrapped(f"{name} does not fit: {plan.error}") if plan.error else []
     if found.dram_only is None:
         lines += wrapped(_NO_SPEEDS)
@@ -87,7 +98,7 @@ def _policies(found: Findings) -> list[str]:
     return lines
 
 
-def _times(found: Findings, dram_only: StepTime) -> list[str]:
+def _times(found: Findings, plans: Mapping[str, PolicyPlan], dram_only: StepTime) -> list[str]:
     tokens = found.planned.job.num_tokens
 
     def row(name: str, time: StepTime | None) -> tuple[str, ...]:
@@ -97,7 +108,7 @@ def _times(found: Findings, dram_only: StepTime) -> list[str]:
         relative = f"{dram_only.seconds / time.seconds:.1%}"
         return (name, *phases, f"{time.seconds:.3f}", f"{tokens / time.seconds:,.0f}", relative)
 
-    rows = [row(name, plan.time) for name, plan in found.plans.items()]
+    rows = [row(name, plan.time) for name, plan in plans.items()]
     rows.append(row("were DRAM large enough", dram_only))
     phases = (f"{name} s" for name in dram_only.phases())
     return table_lines(("predicted", *phases, "step s", "tokens/s", "of DRAM only"), rows)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
@@ -36,7 +36,7 @@ else:
         _pytorch: ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
         f"{_pytorch}.accelerators": ("Accelerator",),
         f"{_pytorch}.callbacks": ("BaseFinetuning", "RichProgressBar"),
-        f"{_pytorch}.cli": ("LightningCLI",),
+        f"{_pytorch}.cli": ("LightningArgumentParser", "LightningCLI"),
         f"{_pytorch}.core.optimizer": ("LightningOptimizer",),
         f"{_pytorch}.plugins": ("Precision",),
         f"{_pytorch}.strategies": ("ParallelStrategy", "Strategy", "StrategyRegistry"),
@@ -81,6 +81,7 @@ __all__ = [
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
+    "LightningArgumentParser",
     "LightningCLI",
     "LightningDataModule",
     "LightningModule",

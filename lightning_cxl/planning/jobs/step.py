@@ -210,7 +210,8 @@ class StepModel:
         for role, moves in self._free.items():
             if role not in splits:
                 raise ConfigError(
-                    f"there is no split for {role.name}, which no rule places: got {', '.join(r.name for r in splits)}"
+                    f"there is no split for {role.value}, which no rule places: "
+                    f"got {', '.join(each.value for each in splits)}"
                 )
             self._add(loads, moves, splits[role])
         return loads

@@ -51,9 +51,9 @@ class Room:
         """Return the error that says what does not fit where."""
         have = ", ".join(f"`{name}` {format_bytes(left)}" for name, left in self._left.items())
         if self.together < sum(self._left.values()):
-            have += f", {format_bytes(self.together)} together,"
+            have += f", {format_bytes(self.together)} together"
         return TierFullError(
-            f"cannot place {role.name} ({format_bytes(nbytes)}) on tier `{tier}`: left for it are {have} of machine "
-            f"`{self._machine.name}`. Add memory or a tier, raise the budget in `tiers`, or use a smaller model, batch "
+            f"cannot place {role.value} ({format_bytes(nbytes)}) on tier `{tier}`: machine `{self._machine.name}` has "
+            f"left {have}. Add memory or a tier, raise the budget in `tiers`, or use a smaller model, batch "
             f"or sequence."
         )

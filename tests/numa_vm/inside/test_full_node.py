@@ -94,7 +94,7 @@ def test_error_mode_refuses_and_keeps_what_there_is(topology):
     memory = HostMemory(topology, on_tier_full="error")
     held, pages = most_of_the_cards(memory)
     buffers = []
-    with pytest.raises(TierFullError, match=r"MASTER_WEIGHTS.*`cxl`"):
+    with pytest.raises(TierFullError, match=r"master_weights.*`cxl`"):
         while True:
             buffers.append(memory.allocate(CHUNK, PLACEMENT, ROLE))
     assert buffers and tiers_of(buffers, topology) == ["cxl"] * len(buffers)

@@ -144,7 +144,7 @@ def test_a_picture(plan, tmp_path):
     plan("--plot", str(picture))
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     plan("--plot", str(picture), dram="1MiB", cxl="1MiB")  # nothing fits: no bars, but a picture
-    with pytest.raises(ConfigError, match="its folder does not exist"):
+    with pytest.raises(ConfigError, match=r"cannot write .*: its folder does not exist"):
         plan("--plot", str(tmp_path / "nowhere" / "plan.png"))
 
 
@@ -241,6 +241,10 @@ def test_what_would_make_it_fit_is_found_without_speeds(unknown_speeds):
     status, text, data = unknown_speeds(topology=Topology.fake((f"{needed - (8 << 20)}B",), ()))
     assert status == 2 and not data["fits"]
     assert data["what_fits"] and "seconds are not known" in text
+    # one tier: one refusal, by the table's name of the role, and nothing that is all dashes
+    assert text.count("does not fit: cannot place") == 1 and len(data["policies"]) > 1
+    refused = next(role for role in data["roles"] if f"cannot place {role} (" in text)
+    assert f"\n{refused} " in text and " - " not in text and "has left `dram`" in text.replace("\n", " ")
 
 
 def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):

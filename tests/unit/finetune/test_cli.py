@@ -100,6 +100,8 @@ def test_name_or_path_also_chooses_the_tokenizer(command, tmp_path, capsys):
         ({"model.attn": "nothing"}, "attn 'nothing'"),
         ({"model.name_or_path": "./nowhere"}, "no model './nowhere'"),
         ({"model.name_or_path": "qwen2.5-0.5"}, "did you mean qwen2.5-0.5b"),
+        ({"model.name_or_path": "qwen2.5-0.5b"}, "`fit` needs weights: use Qwen/Qwen2.5-0.5B"),
+        ({"trainer.strategy": "cxl_ofload"}, "no strategy 'cxl_ofload': did you mean 'cxl_offload'"),
         ({"trainer.accelerator": "nothing"}, "invalid accelerator name"),
         ({"trainer.strategy": "nothing"}, "invalid strategy name"),
         ({"trainer.max_steps": -7}, "max_steps"),
@@ -128,13 +130,31 @@ def test_a_file_that_is_no_text_or_no_checkpoint_ends_in_one_message(command, tm
         command("fit", "--config", EXAMPLE, ckpt_path=junk)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modle.lr", "1"], "did you mean `--model.lr`?"),
+        (["--model", "Qwen/Qwen2.5-7B"], "write `--model.name_or_path`"),
+        (["--model.lr", "abc"], "Expected a <class 'float'>. Got value: abc"),
+    ],
+)
+def test_a_wrong_option_is_answered_in_a_few_lines(command, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        command("fit", *arguments, tiny=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2
+    assert message in lines[-1] and len(lines) <= 6 and "--help" in lines[0]
+
+
 @pytest.mark.parametrize("text", ["model: {hidden_sise: 16}\n", "model: [unclosed\n"])
 def test_a_wrong_yaml_is_refused_by_name(command, tmp_path, capsys, text):
     (tmp_path / "wrong.yaml").write_text(text)
     with pytest.raises(SystemExit) as caught:
         command("fit", "--config", tmp_path / "wrong.yaml", tiny=False)
     assert caught.value.code == 2
-    assert "error" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "error" in shown
+    assert "unclosed" in text or "did you mean `--model.hidden_size`?" in shown
 
 
 def test_env_prints_the_machine(command, capsys):

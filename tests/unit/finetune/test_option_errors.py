@@ -72,3 +72,23 @@ def test_our_errors_are_found_inside_of_others(raising):
 def test_a_missing_package_is_for_the_front_of_the_command_line():
     with pytest.raises(ModuleNotFoundError), option_errors():
         raise ModuleNotFoundError("wandb")
+
+
+def test_a_bug_that_follows_one_of_our_errors_stays_as_it_is(raising):
+    def meets():
+        try:
+            raise TierFullError("no room in dram")
+        except TierFullError:
+            users()
+
+    users = raising("users_module", "raise ValueError('mine')")
+    with pytest.raises(ValueError, match="mine"), option_errors():
+        meets()
+
+
+def test_only_files_that_the_main_job_itself_reads_are_about_options(raising):
+    training = raising("lightning_cxl.memory.numa", "raise OSError('no page')")
+    with pytest.raises(OSError, match="no page"), option_errors():
+        raising("lightning_cxl.finetune.model", "training()", training=training)()
+    with pytest.raises(ConfigError, match="no text"), option_errors():
+        raising("lightning_cxl.finetune.corpus", "raise OSError('no text')")()

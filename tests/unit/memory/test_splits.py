@@ -203,7 +203,7 @@ def test_the_others_take_the_part_of_a_tier_without_budget(memory) -> None:
 
     assert by_tier([buffer, more]) == {"dram": 124 * MIB, "cxl": 4 * MIB}
     (warning,) = caught
-    assert "MOMENTUM (64.0 MiB) went to dram 94 %, cxl 6 % instead of dram 75 %, cxl 25 %" in str(warning.message)
+    assert "momentum (64.0 MiB) went to dram 94 %, cxl 6 % instead of dram 75 %, cxl 25 %" in str(warning.message)
     assert "`cxl` has 0 B of 64.0 MiB free" in str(warning.message)
     del buffer, more, blocked
     memory.trim()

@@ -85,13 +85,13 @@ def test_what_one_stack_keeps_unused_serves_another(memory) -> None:
 def test_spilling_warns_once_per_role_and_tier(memory) -> None:
     full = memory.allocate(30 * MIB, CXL_FIRST, ROLE)
     with pytest.warns(
-        SpillWarning, match=r"MOMENTUM \(20\.0 MiB\) went to tier `dram`: `cxl` has 2\.0 MiB of 32\.0 MiB"
+        SpillWarning, match=r"momentum \(20\.0 MiB\) went to tier `dram`: `cxl` has 2\.0 MiB of 32\.0 MiB"
     ):
         spilled = memory.allocate(20 * MIB, CXL_FIRST, ROLE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         more = memory.allocate(10 * MIB, CXL_FIRST, ROLE)
-    with pytest.warns(SpillWarning, match="ACTIVATIONS"):
+    with pytest.warns(SpillWarning, match="activations"):
         memory.allocate(10 * MIB, CXL_FIRST, TensorRole.ACTIVATIONS)
 
     assert {span.tier for span in (*spilled.spans, *more.spans)} == {"dram"}
@@ -102,7 +102,7 @@ def test_when_every_tier_is_full_the_error_names_all_of_them_and_nothing_is_held
     with pytest.raises(TierFullError) as caught:
         memory.allocate(2**50, CXL_FIRST, ROLE)
 
-    assert "cannot place MOMENTUM (1024.0 TiB) on tier `cxl`: 32.0 MiB of 32.0 MiB free, " in str(caught.value)
+    assert "cannot place momentum (1024.0 TiB) on tier `cxl`: 32.0 MiB of 32.0 MiB free, " in str(caught.value)
     assert "nor on tier `dram`: 64.0 MiB of 64.0 MiB free. Raise the budget of `cxl`" in str(caught.value)
     stats = memory.stats()
     assert [stats["tiers"][name]["held_bytes"] for name in ("dram", "cxl")] == [0, 0]
@@ -113,7 +113,7 @@ def test_error_instead_of_spilling(topology) -> None:
     memory = HostMemory(topology, budgets={"cxl": MIB}, on_tier_full="error")
 
     with pytest.raises(
-        TierFullError, match=r"cannot place STAGING \(2\.0 MiB\) on tier `cxl`: 1\.0 MiB of 1\.0 MiB free\. R"
+        TierFullError, match=r"cannot place staging \(2\.0 MiB\) on tier `cxl`: 1\.0 MiB of 1\.0 MiB free\. R"
     ):
         memory.allocate(2 * MIB, CXL_FIRST, TensorRole.STAGING)
 

@@ -58,7 +58,7 @@ def test_what_a_rule_fixes_is_shown_on_its_tier():
 
 def test_a_policy_that_has_no_room_says_so_and_the_others_go_on():
     plans = compare(job(12 * GIB), machine(), ["dram_only", "bandwidth"])
-    assert "cannot place MOMENTUM" in plans["dram_only"].error and plans["dram_only"].time is None
+    assert "cannot place momentum" in plans["dram_only"].error and plans["dram_only"].time is None
     assert not plans["bandwidth"].error
     assert not fits(job(12 * GIB), machine(), "dram_only")
     assert fits(job(12 * GIB), machine(), "bandwidth")

@@ -61,6 +61,12 @@ def test_a_mistyped_model_of_the_hub_is_answered_with_the_nearest(hub):
     assert "did you mean qwen2.5-0.5b (Qwen/Qwen2.5-0.5B)" in message
 
 
+def test_a_shape_has_no_weights(hub):
+    with pytest.raises(ConfigError, match=r"`fit` needs weights: use Qwen/Qwen2\.5-0\.5B"):
+        require_model("Qwen2.5-0.5b", weights_for="fit")
+    assert not hub["asked"]
+
+
 def test_a_hub_that_cannot_be_reached_says_what_to_do(hub, monkeypatch):
     hub["raises"] = OSError("Name or service not known")
     message = refused("Qwen/Qwen2.5-0.5B")

@@ -194,7 +194,7 @@ def test_what_a_rule_places_lies_there():
 @pytest.mark.parametrize(
     ("splits", "error", "message"),
     [
-        ({}, ConfigError, "no split for MOMENTUM"),
+        ({}, ConfigError, "no split for momentum"),
         ({R.MOMENTUM: {"ssd": 1.0}}, TierNotFoundError, "no tier 'ssd'"),
         ({R.MOMENTUM: {"dram0": 0.5}}, ValueError, "add up to 1"),
     ],

@@ -58,5 +58,5 @@ def test_nodes_of_a_tier_count_each():
 
 
 def test_too_much_is_refused_with_what_is_left():
-    with pytest.raises(TierFullError, match=r"cannot place COMPUTE_WEIGHTS .*`cxl0` .*machine `test`"):
+    with pytest.raises(TierFullError, match=r"cannot place compute_weights .*`cxl0`: machine `test`"):
         LatencyFirst().decide(NEMO_12B, machine(dram=100, cards=(100,)))
