@@ -9,6 +9,7 @@ and the tables of a module, ``_parameters``, ``_buffers``, ``_modules`` and ``_n
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,6 +61,31 @@ def _advice() -> str:
 
 
 check_version(torch.__version__)
+
+# --- memory
+
+_use_count = find("torch", "_C._storage_Use_Count", "tell whether anybody else holds a tensor's memory")
+
+
+def _holders(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    count: int = _use_count(storage._cdata)
+    return count + sys.getrefcount(storage)
+
+
+_alone = torch.empty(1)
+_holders(_alone)  # the first look makes torch's object for the storage, which counts from then on
+_ONE_HOLDER = _holders(_alone)
+
+
+def is_only_holder(tensor: Tensor) -> bool:
+    """Return whether nothing but this tensor can reach its memory: no tensor, storage, numpy array or DLPack capsule.
+
+    Args:
+        tensor: on the CPU, in ordinary memory; its storage has been looked at before.
+    """
+    return _holders(tensor) == _ONE_HOLDER
+
 
 # --- the autograd engine
 

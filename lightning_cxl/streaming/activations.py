@@ -31,7 +31,7 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.caches import KeptCache, cached_tensors, can_replace, is_cache, replaced
 from lightning_cxl.streaming.comparisons import Comparisons
-from lightning_cxl.streaming.in_place import InPlaceInput, KeepInPlace, input_bytes, may_stay
+from lightning_cxl.streaming.in_place import History, InPlaceInput, KeepInPlace, input_bytes, may_stay
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
 from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, SavedBytes, StoredInput, UnitInput, can_store
@@ -71,6 +71,7 @@ class ActivationOffload:
         self._stored: weakref.WeakValueDictionary[int, StoredInput] = weakref.WeakValueDictionary()  # by id of source
         self._in_place: weakref.WeakValueDictionary[int, InPlaceInput] = weakref.WeakValueDictionary()  # likewise
         self._keep_in_place = keep_in_place if engine.computes_on_host else None
+        self._watched: weakref.WeakSet[StoredInput] = weakref.WeakSet()
         self.phase: Literal["forward", "recompute"] | None = None
         """Why a unit's own forward runs now: for the first time, to be repeated; again, in backward; or neither."""
         self._latest: Callable[[], _UnitCall | None] = _no_call
@@ -113,26 +114,32 @@ class ActivationOffload:
         """Whether some inputs may stay where they are. See [Note: Inputs kept in place]."""
         return self._keep_in_place is not None
 
-    def store(self, tensor: torch.Tensor, unit: str, *, lasts: bool = False) -> StoredInput | InPlaceInput | None:
+    def store(
+        self, tensor: torch.Tensor, unit: str, *, lasted: History | None = None
+    ) -> StoredInput | InPlaceInput | None:
         """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there.
 
         Args:
             tensor: an input of a unit.
             unit: its name.
-            lasts: the model is not expected to change the tensor, so it may stay in place, without a copy.
+            lasted: why nobody is expected to change the tensor, which may therefore be its own image; or None.
         """
         if not can_store(tensor, self.engine.device, self._min_bytes):
             return None
-        in_place = self._stay(tensor, unit) if lasts else None
+        in_place = self._stay(tensor, unit, lasted) if lasted else None
         if in_place is not None:
             return in_place
         stored = self._stored.get(id(tensor))
-        if stored is None or not stored.is_image_of(tensor):
+        if stored is None or not stored.is_image_of(tensor) or not self._has_bits_of(stored, tensor):
             stored = StoredInput(tensor, self.engine, self._allocate, unit, self._saved)
             self._stored[id(tensor)] = stored
         return stored
 
-    def _stay(self, tensor: torch.Tensor, unit: str) -> InPlaceInput | None:
+    def _has_bits_of(self, stored: StoredInput, tensor: torch.Tensor) -> bool:
+        """Compare where that is cheap: a write between two units may have had no version."""
+        return not self.engine.computes_on_host or stored.has_bits_of(tensor)
+
+    def _stay(self, tensor: torch.Tensor, unit: str, lasted: History) -> InPlaceInput | None:
         """Return `tensor` as its own image; None where it must be copied."""
         if self._keep_in_place is None or not may_stay(tensor):
             return None
@@ -141,8 +148,18 @@ class ActivationOffload:
             count = self._keep_in_place(tensor, input_bytes(tensor), unit)
             if count is None:
                 return None
-            self._in_place[id(tensor)] = kept = InPlaceInput(tensor, unit, count, self._saved)
+            self._in_place[id(tensor)] = kept = InPlaceInput(tensor, unit, count, self._saved, lasted)
         return kept
+
+    def watch(self, stored: StoredInput, tensor: torch.Tensor) -> None:
+        """Be able to tell whether somebody changes a stored tensor. See [Note: Inputs kept in place]."""
+        stored.watch(tensor)
+        self._watched.add(stored)
+
+    def end_watches(self) -> None:
+        """Free the watched tensors that nobody else holds any more."""
+        for stored in [each for each in self._watched if each.end_watch()]:
+            self._watched.discard(stored)
 
     @contextmanager
     def running(self, phase: Literal["forward", "recompute"]) -> Iterator[None]:
@@ -167,7 +184,7 @@ class UnitForward(StandIn):
         self.offload = offload
         self.name = name
         self.changed_inputs: set[int] = set()  # positions among the tensors of a call; see UnitInput
-        self.lasting: dict[int, bool] = {}  # by position; see [Note: Inputs kept in place]
+        self.lasted: dict[int, int] = {}  # recomputes by position, 0 once it was changed: [Note: Inputs kept in place]
         self.is_observed = False
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,14 +212,19 @@ class UnitForward(StandIn):
     def keep(self, tensor: torch.Tensor, position: int) -> UnitInput:
         """Keep a tensor that a call is given; `position` counts the different tensors of the call."""
         cautious = not self.is_observed or position in self.changed_inputs
-        lasts = self.lasting.get(position, False) and not cautious
-        stored = self.offload.store(tensor, self.name, lasts=lasts)
-        watched = stored is not None and self.offload.may_keep_in_place
+        times = self.lasted.get(position)
+        lasted = History(position, times) if times and not cautious else None
+        stored = self.offload.store(tensor, self.name, lasted=lasted)
+        watched = isinstance(stored, InPlaceInput)
+        if isinstance(stored, StoredInput) and times is None and self.offload.may_keep_in_place and may_stay(tensor):
+            self.offload.watch(stored, tensor)
+            watched = True
         return UnitInput(tensor, stored or HeldInput(tensor, self.name), self.name, cautious=cautious, watched=watched)
 
     def learn(self, position: int, has_lasted: bool) -> None:
         """Note whether an input had its values still when it was needed again."""
-        self.lasting[position] = has_lasted and self.lasting.get(position, True)
+        before = self.lasted.get(position)
+        self.lasted[position] = (before or 0) + 1 if has_lasted and before != 0 else 0
 
 
 class _UnitCall:
@@ -211,6 +233,7 @@ class _UnitCall:
     def __init__(self, unit: UnitForward, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._unit = unit
         self._compiler = compiler  # See [Note: Compiled units]
+        unit.offload.end_watches()  # before memory for this call's inputs is taken
         leaves, self._structure = tree_flatten((args, kwargs))
         self._arguments: list[Any] | None = leaves  # gone when the forward starts
         by_tensor: dict[int, UnitInput] = {}  # one that appears twice is one tensor in the recompute as well

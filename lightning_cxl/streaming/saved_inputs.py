@@ -12,7 +12,7 @@
   version. An exact image is kept: same strides, same address modulo 64, so that a recompute runs the same kernels.
 * Held (masks, position embeddings, ids, small or sparse tensors): a detached alias, and its version is checked.
   Holding the tensor itself could close a cycle through the graph that no garbage collector sees.
-* Kept in place (lies on its tier already): held, too. See [Note: Inputs kept in place].
+* Kept where it lies (on its tier already): held, too. See [Note: Inputs kept in place].
 """
 
 import weakref
@@ -23,7 +23,8 @@ from typing import Protocol
 import torch
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.streaming.versions import stale_error, version_of, version_only
+from lightning_cxl.streaming.versions import same_bits, stale_error, version_of
+from lightning_cxl.torch_private import is_only_holder
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _ALIGNMENT = 64  # bytes; what torch's own allocations and ours start at
@@ -80,6 +81,9 @@ class StoredInput:
         self.transfer = engine.d2h(flat, self._host[self._lead :])
         self.source = weakref.ref(tensor)
         self.version = version_of(tensor)
+        self._address = tensor.data_ptr()
+        self._watched: torch.Tensor | None = None  # shares memory and version with the source
+        self._has_lasted = True
         self._saved = saved
         saved.add(self.nbytes)
 
@@ -90,8 +94,35 @@ class StoredInput:
             saved.freed.append(self.nbytes)
 
     def is_image_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether this holds the values that `tensor` has now."""
-        return self.source() is tensor and self.version == version_of(tensor)
+        """Return whether this holds the values that `tensor` has now, as far as torch counts writes."""
+        is_known = self.source() is tensor and self.version == version_of(tensor)
+        return is_known and self._address == tensor.data_ptr()  # another one where `.data` has been replaced
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of `tensor`, the source, so that `has_lasted` can compare values. On the host only."""
+        if self._watched is None and self._has_lasted:
+            self._watched = tensor.detach()
+
+    def has_lasted(self) -> bool:
+        """Return whether the source has been the same whenever this was asked: its version, and every bit."""
+        if self._watched is not None and not self._is_unchanged(self._watched):
+            self._has_lasted = False
+            self._watched = None
+        return self._has_lasted
+
+    def end_watch(self) -> bool:
+        """Compare for the last time and free the source where nobody else can reach it; return whether that is done."""
+        if self._watched is not None and is_only_holder(self._watched):
+            self.has_lasted()
+            self._watched = None
+        return self._watched is None
+
+    def has_bits_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether the image equals `tensor`, which has its shape. On the host only."""
+        return same_bits(tensor, self.shape_like_source(self.on_host()))
+
+    def _is_unchanged(self, tensor: torch.Tensor) -> bool:
+        return version_of(tensor) == self.version and self.has_bits_of(tensor)
 
     def fetch(self, engine: TransferEngine) -> tuple[torch.Tensor, Transfer]:
         """Start bringing the image to the device; once the transfer is waited for, `shape_like_source` it."""
@@ -127,8 +158,16 @@ class HeldInput:
         version = version_of(self._alias)
         if version != self._version:
             what = f"an input of unit `{self._unit}`, shape {tuple(self._alias.shape)} and {self._alias.dtype},"
-            raise stale_error(what, version, self._version)
+            raise stale_error(what, version, self._version, *filter(None, [self.why_no_copy()]))
         return self._alias
+
+    def has_lasted(self) -> bool:
+        """Return whether nobody has changed the tensor since the forward, as far as torch counts writes."""
+        return version_of(self._alias) == self._version
+
+    def why_no_copy(self) -> str:
+        """Return why there is no copy, and what to do about it; empty where the tensor is always held."""
+        return ""
 
 
 class UnitInput:
@@ -153,7 +192,7 @@ class UnitInput:
         "_spare",
         "_unit",
         "_version",
-        "_watch",
+        "_watched",
     )
 
     def __init__(
@@ -169,7 +208,7 @@ class UnitInput:
         self._unit = unit
         self._requires_grad = tensor.requires_grad
         self._version = version_of(tensor)
-        self._watch = version_only(tensor) if watched else None
+        self._watched = watched
         self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter
         self._spare: torch.Tensor | None = None
         self._on_the_way: tuple[torch.Tensor, Transfer] | None = None
@@ -199,7 +238,7 @@ class UnitInput:
 
     def has_lasted(self) -> bool | None:
         """Return whether nobody has changed the tensor since the forward was given it; None where it is not watched."""
-        return None if self._watch is None else version_of(self._watch) == self._version
+        return self._kept.has_lasted() if self._watched else None
 
     def release(self, engine: TransferEngine) -> None:
         """Keep what a recompute needs and drop the rest.
@@ -209,9 +248,11 @@ class UnitInput:
         """
         assert self._alias is not None
         if self._is_changed and not self._is_safe:
+            why = self._kept.why_no_copy() if isinstance(self._kept, HeldInput) else ""
             raise UnsupportedError(
                 f"unit `{self._unit}` changed an input in place (shape {tuple(self._alias.shape)}) in this call, but "
-                "not in its first, before its values were saved. Let it work on a clone, or leave it out of `units`."
+                f"not in its first, before its values were saved. {why or 'Let it work on a clone.'} Or leave the unit "
+                "out of `units`."
             )
         if self._is_changed and self._spare is not None:
             self._kept = HeldInput(self._spare, self._unit)

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.placement.placement import TensorRole
@@ -10,6 +13,8 @@ from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import token_data
 
 pytestmark = pytest.mark.on_cpu
+
+ROWS, WIDTH = 128, 256
 
 
 @pytest.fixture
@@ -68,3 +73,61 @@ def test_a_tier_with_a_budget_gets_copies(copies):
 def test_losses_are_those_of_plain_lightning():
     ours, plain = train(offload(**EXACT), 6), train("auto", 6)
     assert ours.losses == plain.losses
+
+
+class Writes(LightningModule):
+    """Writes to the input of each unit after it, without a version."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.losses = []
+
+    def training_step(self, batch, _):
+        x = self.first(batch)
+        for block in self.blocks:
+            y = block(x)
+            self.write(x)
+            x = y * 1.0
+        loss = x.square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Block(nn.Module):
+    """Its graph keeps neither the input nor the output itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return 1.5 * torch.tanh(self.linear(x * 2))
+
+
+def train_writing(strategy, write):
+    torch.manual_seed(0)
+    module = Writes(write)
+    data = torch.randn(6 * ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    make_trainer(strategy, max_steps=6).fit(module, DataLoader(list(data), batch_size=ROWS))
+    return module.losses
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.data.zero_(),
+        lambda x: x.data.add_(1.0),
+        lambda x: x.detach().numpy().fill(0),
+        lambda x: torch.from_dlpack(x.detach()).zero_(),
+    ],
+    ids=["zero data", "add to data", "numpy", "dlpack"],
+)
+def test_writes_without_a_version_train_like_plain_lightning(write, copies):
+    assert train_writing(offload(**EXACT), write) == train_writing("auto", write)
+    assert len(copies) == 18

@@ -10,6 +10,7 @@ _AWAITED = "lightning_cxl/streaming/awaited.py"
 _INPUTS = "lightning_cxl/streaming/saved_inputs.py"
 _IN_PLACE = "lightning_cxl/streaming/in_place.py"
 _CALLS = "lightning_cxl/streaming/activations.py"
+_PRIVATE = "lightning_cxl/torch_private.py"
 _STATE = "lightning_cxl/streaming/module_state.py"
 _COMPARISONS = "lightning_cxl/streaming/comparisons.py"
 T_ENGINE = ("tests/unit/transfer/test_device_engine.py", "tests/contract/test_transfer_engine.py")
@@ -316,22 +317,85 @@ MUTANTS = (
     Mutant(
         "only inputs that were seen to last stay in place",
         _CALLS,
-        "        lasts = self.lasting.get(position, False) and not cautious",
-        "        lasts = not cautious",
+        "History(position, times) if times and not cautious",
+        "History(position, times or 0) if not cautious",
         T_IN_PLACE,
     ),
     Mutant(
         "an input that has changed once is copied for good",
         _CALLS,
-        "has_lasted and self.lasting.get(position, True)",
-        "has_lasted",
+        "if has_lasted and before != 0 else 0",
+        "if has_lasted else 0",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "values are compared before an input stays in place",
+        _INPUTS,
+        "return version_of(tensor) == self.version and self.has_bits_of(tensor)",
+        "return version_of(tensor) == self.version",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "a source is compared before it is freed",
+        _INPUTS,
+        "            self.has_lasted()\n            self._watched = None",
+        "            self._watched = None",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "a source is freed only where nobody else can write to it",
+        _INPUTS,
+        "self._watched is not None and is_only_holder(self._watched)",
+        "self._watched is not None",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "sources that nobody else holds are freed before the next unit",
+        _CALLS,
+        "        unit.offload.end_watches()  #",
+        "        #",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "who holds torch's object for a storage counts",
+        _PRIVATE,
+        "return count + sys.getrefcount(storage)",
+        "return count",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "an image is found again only where the memory has the same values",
+        _CALLS,
+        "not self.engine.computes_on_host or stored.has_bits_of(tensor)",
+        "True",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "an image is found again only for the same memory",
+        _INPUTS,
+        "        return is_known and self._address == tensor.data_ptr()",
+        "        return is_known",
+        T_INPUTS,
+    ),
+    Mutant(
+        "an input in place is found again only for the same memory",
+        _IN_PLACE,
+        "        return is_known and self._address == tensor.data_ptr()",
+        "        return is_known",
+        T_IN_PLACE,
+    ),
+    Mutant(
+        "an input in place that was never completed dies quietly",
+        _IN_PLACE,
+        "        if saved is not None:\n",
+        "        if True:\n",
         T_IN_PLACE,
     ),
     Mutant(
         "an input that its unit changes does not stay in place",
         _CALLS,
-        "self.lasting.get(position, False) and not cautious",
-        "self.lasting.get(position, False)",
+        "if times and not cautious",
+        "if times",
         T_IN_PLACE,
     ),
     Mutant(

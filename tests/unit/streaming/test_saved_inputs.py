@@ -68,7 +68,11 @@ def test_an_image_is_recognised_by_identity_and_version():
     stored = StoredInput(tensor, HostEngine(), RecyclingMemory().allocate, "unit", SavedBytes())
     assert stored.is_image_of(tensor)
     assert not stored.is_image_of(tensor.view(4))  # same memory, another tensor
-    tensor.data = tensor.data.clone()
+    own = tensor.data
+    tensor.data = own.clone()
+    assert not stored.is_image_of(tensor)  # same version, other memory
+    tensor.data = own
+    assert stored.is_image_of(tensor)
     with torch.no_grad():
         tensor.add_(1)
     assert not stored.is_image_of(tensor)
