@@ -194,6 +194,19 @@ def test_one_change_is_remembered_although_other_calls_change_nothing():
     assert rig.taken() == (3, 0)
 
 
+def test_a_change_in_one_of_several_forwards_is_remembered():
+    rig = Rig(1)
+    chain(rig.blocks, source() * 1.0)  # not differentiated: nothing is learned
+    middles = [source() * 1.0 for _ in range(2)]
+    losses = [rig.blocks[0](middle).sum() for middle in middles]
+    middles[0].data.zero_()
+    for loss in losses:
+        loss.backward()
+    rig.taken()
+    chain(rig.blocks, source() * 1.0)
+    assert rig.taken() == (1, 0)
+
+
 def test_a_change_by_surprise_is_an_error_and_known_from_then_on():
     rig = Rig()
     gradients(rig.blocks, chain)
