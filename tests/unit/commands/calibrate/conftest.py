@@ -23,13 +23,5 @@ def _short(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """The folder of caches: empty."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(folder))
-    return folder
-
-
-@pytest.fixture(autouse=True)
 def _no_devices():
     """Here devices are looked up, those of the test."""
