@@ -8,8 +8,8 @@ from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.units import format_bytes
 
-# DESIGN section 4: the CPU streams optimizer state every step and a GPU's writes into CXL lose 33 %, while its reads
-# lose 4 %, and activations move once each way
+# The CPU streams optimizer state every step. A GPU's writes into CXL lose 33 % and its reads 4 % (arXiv 2507.03305);
+# activations move once each way.
 _DRAM_FIRST = (TierKind.DRAM, TierKind.CXL)
 _CXL_FIRST = (TierKind.CXL, TierKind.DRAM)
 _HOMES: Mapping[TensorRole, tuple[TierKind, ...]] = {

@@ -226,7 +226,8 @@ class UnitWeights:
         """Let the parameters show the piece on the host again.
 
         Raises:
-            UnsupportedError: the bytes of a quantised parameter have been replaced by others.
+            UnsupportedError: the bytes of a quantised parameter have been replaced by others, or a gradient has stayed
+                on the device, because no optimizer has its parameter.
         """
         slot, self._slot = self._slot, None
         replaced = [
@@ -234,10 +235,21 @@ class UnitWeights:
             for each in self._quantised
             if slot is not None and each.parameter.data_ptr() != slot.data_ptr() + each.offsets[DATA]
         ]
+        unclaimed = []
         for parameter, _, home in self.places:
             parameter.data = home
+            if parameter.grad is not None and parameter.grad.device != home.device:
+                parameter.grad = None
+                unclaimed.append(parameter)
         for each in self._quantised:
             show(each.module, each.parameter, each.homes)
+        if unclaimed:
+            name_of = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            raise UnsupportedError(
+                f"{len(unclaimed)} parameters of unit `{self.name}`, such as `{name_of[id(unclaimed[0])]}`, got a "
+                "gradient, but no optimizer has them: give them to an optimizer, freeze them with "
+                "`requires_grad_(False)`, or set `stream_weights=False`"
+            )
         if replaced:
             raise UnsupportedError(
                 f"unit `{self.name}` replaced the bytes of {len(replaced)} quantised weights in its forward, as "

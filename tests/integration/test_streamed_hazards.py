@@ -10,6 +10,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.streaming import params
 from lightning_cxl.updates import unit_updates as updates
@@ -286,6 +287,19 @@ def test_after_an_error_in_a_recompute_weights_are_on_the_host(options):
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, token_data())
     assert {name: p.data_ptr() for name, p in module.model.blocks.named_parameters()} == homes
+
+
+class LeavesSomeOut(Task):
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for name, p in self.model.named_parameters() if "qkv" not in name], lr=1e-3)
+
+
+def test_a_gradient_that_no_optimizer_waits_for_is_refused():
+    module = LeavesSomeOut(TinyTransformer())
+    with pytest.raises(UnsupportedError, match=r"2 parameters of unit `model.blocks.2`, such as `qkv.weight`, got a"):
+        make_trainer(offload(), max_steps=2).fit(module, token_data())
+    assert module.model.blocks[2].qkv.weight.grad is None
+    assert_same(fit({**EXACT, **STAYS}, task=LeavesSomeOut), fit("auto", task=LeavesSomeOut))
 
 
 def test_slots_are_let_go_though_trainer_and_optimizer_live(monkeypatch):

@@ -17,8 +17,9 @@ the slower of link and tier takes, but writes take longer than that where both a
 
 What was measured on the machine of arXiv 2507.03305 (its authors' raw data: github.com/DandinPower,
 numa-cpu-adam-bench and numa-gpu-xfer-bench) is met within 4 % from 64 M elements and 64 MiB on, one process, one or two
-devices; ``examples/machines/paper_a.yaml`` says how each constant was found, the measurements are in
-Smaller sizes stay in caches or are dominated by the start of threads, and are predicted too fast.
+devices; ``examples/machines/paper_a.yaml`` says how each constant was found. The measurements are in
+``tests/unit/planning/jobs/test_perf.py``. Smaller sizes stay in caches or are dominated by the start of threads, and
+are predicted too fast.
 """
 
 import math

@@ -157,7 +157,7 @@ def test_what_is_free_in_gaps_only_is_told_apart(topology) -> None:
     with pytest.raises(TierFullError) as caught:
         memory.allocate(10 * MIB, DRAM, TensorRole.COMPUTE_WEIGHTS)
     assert str(caught.value).startswith(
-        "cannot place COMPUTE_WEIGHTS (10.0 MiB) on tier `dram`: 19.0 MiB of 20.0 MiB free, but 15.0 MiB of that in "
+        "cannot place compute_weights (10.0 MiB) on tier `dram`: 19.0 MiB of 20.0 MiB free, but 15.0 MiB of that in "
         "gaps between other tensors. Raise the budget of `dram`, "
     )
     assert str(caught.value).count(" free") == 1

@@ -38,7 +38,7 @@ def test_parts_add_up_to_the_whole_and_follow_the_shares(nbytes, weights) -> Non
 def test_each_tier_needs_room_for_its_fraction_only() -> None:
     for mode in ("error", "spill"):
         check_fits([(ROLE, 100, SPLIT)], {"dram": 80, "cxl": 20}, mode)
-    with pytest.raises(TierFullError, match=r"MOMENTUM \(100 B of 100 B to place now\) on tier `dram` and `cxl`: free"):
+    with pytest.raises(TierFullError, match=r"momentum \(100 B of 100 B to place now\) on tier `dram` and `cxl`: free"):
         check_fits([(ROLE, 100, SPLIT)], {"dram": 500, "cxl": 19}, "error")
 
 
