@@ -197,6 +197,13 @@ MUTANTS = (
         "        try:\n            pass\n        finally:\n            self.unwatch()",
         T_STEP,
     ),
+    Mutant(
+        "a gradient that no optimizer waits for is refused",
+        _UNITS,
+        "parameter.grad.device != home.device:",
+        "parameter.grad.device != parameter.grad.device:",
+        ("tests/integration/test_streamed_hazards.py::test_a_gradient_that_no_optimizer_waits_for_is_refused",),
+    ),
     Mutant("who looks waits for copies", _UNITS, "            transfer.wait_host()\n", "            pass\n", T_LOOKS),
     Mutant(
         "a look is a new version",
