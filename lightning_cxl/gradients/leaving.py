@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 
 from lightning_cxl.gradients.sums import AllocateAll, GradientSums, Landed
-from lightning_cxl.optim.masters import HostParameter
+from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
@@ -37,7 +37,7 @@ MAX_STAGED = 3
 class Gradient:
     """A gradient that autograd has delivered: strided, and not changed by anyone from now on."""
 
-    host: HostParameter
+    pair: WeightPair
     grad: torch.Tensor
     key: int
     """Random key of stochastic rounding."""
@@ -54,8 +54,8 @@ class _Fold(Protocol):
 class Group:
     """Gradients that have left together."""
 
-    hosts: frozenset[int]
-    """Ids of their host parameters."""
+    pairs: frozenset[int]
+    """Ids."""
     is_staged: bool
     """Some are in staging memory until they are folded."""
     fold: _Fold
@@ -84,7 +84,7 @@ class LeavingGradients:
         self._worker = worker
         self._unit: object = None  # whose group is not complete
         self._size = 1  # of that group when it is
-        self._waiting: dict[int, Gradient] = {}  # what there is of it, by id of the host parameter
+        self._waiting: dict[int, Gradient] = {}  # what there is of it, by id of the pair
         self._left: deque[Group] = deque()  # not known to be folded
         self._on_device: deque[tuple[Transfer, int]] = deque()  # that the device has not waited for, and their bytes
         self._device_bytes = self._largest_bytes = 0
@@ -97,7 +97,7 @@ class LeavingGradients:
             unit: None for a parameter that belongs to none.
             unit_size: how many gradients make the group of this unit complete.
         """
-        key = id(gradient.host)
+        key = id(gradient.pair)
         if unit is not self._unit or key in self._waiting:
             self.leave()
         if not self._waiting:
@@ -114,21 +114,21 @@ class LeavingGradients:
         staying: list[Gradient] = []
         staged: list[Gradient] = []
         for each in group:
-            (staying if each.is_first and each.grad.dtype is each.host.grad_dtype else staged).append(each)
+            (staying if each.is_first and each.grad.dtype is each.pair.grad_dtype else staged).append(each)
         while staged and sum(each.is_staged for each in self._left) >= MAX_STAGED:
             self._left.popleft().fold.result()
-        memory = self._sums.new([each.host for each in staying], [each.grad.dtype for each in staying])
+        memory = self._sums.new([each.pair for each in staying], [each.grad.dtype for each in staying])
         if staged:
-            memory += self._allocate_all([(each.host.compute, each.grad.dtype) for each in staged], TensorRole.STAGING)
+            memory += self._allocate_all([(each.pair.compute, each.grad.dtype) for each in staged], TensorRole.STAGING)
         leaving = staying + staged
         landed = [
-            Landed(each.host, there, each.key, stays=index < len(staying))
+            Landed(each.pair, there, each.key, stays=index < len(staying))
             for index, (each, there) in enumerate(zip(leaving, memory, strict=True))
         ]
         transfer = self._start([(each.grad, there) for each, there in zip(leaving, memory, strict=True)])
         fold = partial(self._fold, transfer, landed)
         started = _OwnFold(transfer, fold) if self._worker is None else self._worker.submit(fold)
-        self._left.append(Group(frozenset(id(each.host) for each in group), bool(staged), started))
+        self._left.append(Group(frozenset(id(each.pair) for each in group), bool(staged), started))
         while self._left and self._left[0].fold.done():
             self._left.popleft().fold.result()
 
@@ -148,15 +148,15 @@ class LeavingGradients:
         transfer.wait_host()
         self._sums.fold(landed)
 
-    def claim(self, hosts: Collection[int]) -> list[Group]:
+    def claim(self, pairs: Collection[int]) -> list[Group]:
         """Return the groups that hold gradients of these; those that hold no others are the caller's to wait for.
 
         Args:
-            hosts: ids of host parameters.
+            pairs: their ids.
         """
         self.leave()
-        claimed = [group for group in self._left if not group.hosts.isdisjoint(hosts)]
-        self._left = deque(group for group in self._left if not group.hosts.issubset(hosts))
+        claimed = [group for group in self._left if not group.pairs.isdisjoint(pairs)]
+        self._left = deque(group for group in self._left if not group.pairs.issubset(pairs))
         return claimed
 
     def settle(self) -> None:

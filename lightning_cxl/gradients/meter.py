@@ -74,10 +74,10 @@ class GradientMeter:
         """Set `destination` to `source` and measure it; float32 takes any floating point dtype."""
         self.copy_all([(source, destination)])
 
-    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Set the second of each pair to the first and measure it, in one sweep; see `copy`."""
+    def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set the second tensor of each copy to the first and measure it, in one sweep; see `copy`."""
         rows, written = array("Q"), []
-        for source, destination in pairs:
+        for source, destination in copies:
             same_or_wider = destination.dtype in (source.dtype, torch.float32)
             if same_or_wider and _kernel_can_move(source, destination):
                 rows.extend(_row(source, destination))

@@ -59,7 +59,7 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.arrived import ArrivedGradients
 from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.gradients.sums import GradientSums
-from lightning_cxl.optim.masters import HostParameter
+from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.torch_private import at_end_of_backward, backward_id
 from lightning_cxl.transfer.engine import TransferEngine
@@ -80,7 +80,7 @@ class BackwardUpdates(Protocol):
     def begin_backward(self) -> None:
         """Learn that a backward begins."""
 
-    def resident_has_come(self, host: HostParameter) -> None:
+    def resident_has_come(self, pair: WeightPair) -> None:
         """Learn that the gradient of a parameter that does not stream has left the device."""
 
     def unit_is_over(self, unit: Any) -> None:
@@ -126,124 +126,124 @@ class GradientSink:
         self._is_last_backward = False  # of a step: its optimizer has asked for it
         self.num_received = 0
         """Gradients so far: makes every stochastic rounding another one."""
-        self._watched: dict[int, tuple[HostParameter, GradientHooks]] = {}  # by id of the compute parameter
-        self._units: dict[int, list[HostParameter]] = {}  # what is watched of each unit, by the unit's id
+        self._watched: dict[int, tuple[WeightPair, GradientHooks]] = {}  # by id of the compute parameter
+        self._units: dict[int, list[WeightPair]] = {}  # what is watched of each unit, by the unit's id
         # of shared parameters that stay on the host: gradients so far, while autograd delivers the next
         self._aside: dict[int, torch.Tensor] = {}
         self._backward: int | None = None  # that `finish` will be called for
 
-    def watch(self, hosts: list[HostParameter]) -> None:
+    def watch(self, pairs: list[WeightPair]) -> None:
         """Receive the gradients of these parameters from now on (each is watched once).
 
         Raises:
             TierFullError: there is no room for their gradients; found out here, before any backward.
         """
-        new = [host for host in hosts if id(host.compute) not in self._watched]
+        new = [pair for pair in pairs if id(pair.compute) not in self._watched]
         reserved = [
-            self._sums.new(group, [host.grad_dtype for host in group])
-            for group in self._by_unit(host for host in new if host.compute.requires_grad)
+            self._sums.new(group, [pair.grad_dtype for pair in group])
+            for group in self._by_unit(pair for pair in new if pair.compute.requires_grad)
         ]
-        for host in new:
-            half = host.master.dtype in _HALF or host.grad_dtype in _HALF
+        for pair in new:
+            half = pair.master.dtype in _HALF or pair.grad_dtype in _HALF
             if half:
-                cast(Any, host.master).grad_dtype = None
-            if self._leaves(host):
-                receive, before = partial(self._receive, host), partial(self._take_away, host)
-                hooks = GradientHooks(host.compute, receive, before, stays=False)
-            elif host.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
-                taking = partial(self._set_aside, host) if half else None
-                hooks = GradientHooks(host.compute, partial(self._receive_shared, host), taking, stays=True)
+                cast(Any, pair.master).grad_dtype = None
+            if self._leaves(pair):
+                receive, before = partial(self._receive, pair), partial(self._take_away, pair)
+                hooks = GradientHooks(pair.compute, receive, before, stays=False)
+            elif pair.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
+                taking = partial(self._set_aside, pair) if half else None
+                hooks = GradientHooks(pair.compute, partial(self._receive_shared, pair), taking, stays=True)
             else:
-                hooks = GradientHooks(host.compute, partial(self._receive_separate, host), stays=False)
-            self._watched[id(host.compute)] = (host, hooks)
-            self._units.setdefault(id(self._unit_of(host)), []).append(host)
+                hooks = GradientHooks(pair.compute, partial(self._receive_separate, pair), stays=False)
+            self._watched[id(pair.compute)] = (pair, hooks)
+            self._units.setdefault(id(self._unit_of(pair)), []).append(pair)
         del reserved  # back to the pool, which keeps the pages for the first backward
 
-    def _unit_of(self, host: HostParameter) -> object:
-        return self._streamed.get(id(host.compute))
+    def _unit_of(self, pair: WeightPair) -> object:
+        return self._streamed.get(id(pair.compute))
 
-    def _by_unit(self, hosts: Iterable[HostParameter]) -> list[list[HostParameter]]:
-        """Return hosts in groups as their gradients leave, without those that have no room reserved."""
-        groups: dict[int, list[HostParameter]] = {}
-        for host in hosts:
-            unit = self._unit_of(host)
+    def _by_unit(self, pairs: Iterable[WeightPair]) -> list[list[WeightPair]]:
+        """Return pairs in groups as their gradients leave, without those that have no room reserved."""
+        groups: dict[int, list[WeightPair]] = {}
+        for pair in pairs:
+            unit = self._unit_of(pair)
             if unit is None:
-                groups[id(host)] = [host]
+                groups[id(pair)] = [pair]
             elif self._reserves_streamed:
-                groups.setdefault(id(unit), []).append(host)
+                groups.setdefault(id(unit), []).append(pair)
         return list(groups.values())
 
     def _num_trained(self, unit: object) -> int:
-        return sum(host.compute.requires_grad for host in self._units[id(unit)])
+        return sum(pair.compute.requires_grad for pair in self._units[id(unit)])
 
-    def _leaves(self, host: HostParameter) -> bool:
+    def _leaves(self, pair: WeightPair) -> bool:
         """Whether gradients come from the device."""
-        return id(host.compute) in self._streamed or not (host.is_shared or self._engine.computes_on_host)
+        return id(pair.compute) in self._streamed or not (pair.is_shared or self._engine.computes_on_host)
 
-    def _set_aside(self, host: HostParameter) -> None:
+    def _set_aside(self, pair: WeightPair) -> None:
         """Keep the gradient so far from autograd's own addition; it comes back when the new one has been added."""
-        self._aside.pop(id(host), None)  # of a backward that failed: the user may have zeroed gradients since
-        grad = host.master.grad
+        self._aside.pop(id(pair), None)  # of a backward that failed: the user may have zeroed gradients since
+        grad = pair.master.grad
         if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
-            self._aside[id(host)], host.master.grad = grad, None
+            self._aside[id(pair)], pair.master.grad = grad, None
 
-    def _receive_shared(self, host: HostParameter) -> None:
-        grad, before, key = host.compute.grad, self._aside.pop(id(host), None), self._next_key()
+    def _receive_shared(self, pair: WeightPair) -> None:
+        grad, before, key = pair.compute.grad, self._aside.pop(id(pair), None), self._next_key()
         if grad is None or grad.layout is not torch.strided or grad.requires_grad:
             # nothing, sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
             if before is not None:
                 with torch.enable_grad():
-                    host.compute.grad = before if grad is None else before + grad
+                    pair.compute.grad = before if grad is None else before + grad
             return
         if before is not None:
-            host.compute.grad = self._sums.add(host, before, grad, key)
-        elif not self._sums.is_ours(host, grad):  # else autograd added it in place
-            host.compute.grad = self._sums.first(host, grad, grad.dtype)
+            pair.compute.grad = self._sums.add(pair, before, grad, key)
+        elif not self._sums.is_ours(pair, grad):  # else autograd added it in place
+            pair.compute.grad = self._sums.first(pair, grad, grad.dtype)
 
-    def _receive_separate(self, host: HostParameter) -> None:
-        grad = _taken_from(host.compute)
-        if grad is None or not host.master.requires_grad:
+    def _receive_separate(self, pair: WeightPair) -> None:
+        grad = _taken_from(pair.compute)
+        if grad is None or not pair.master.requires_grad:
             return
-        before, key = host.master.grad, self._next_key()
+        before, key = pair.master.grad, self._next_key()
         if before is None:
-            host.master.grad = self._sums.first(host, grad, host.grad_dtype)
+            pair.master.grad = self._sums.first(pair, grad, pair.grad_dtype)
         else:
-            host.master.grad = self._sums.add(host, before, grad, key)
+            pair.master.grad = self._sums.add(pair, before, grad, key)
 
-    def _take_away(self, host: HostParameter) -> None:
-        if self._arrived.take_away(host):
+    def _take_away(self, pair: WeightPair) -> None:
+        if self._arrived.take_away(pair):
             self.finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
 
-    def _receive(self, host: HostParameter) -> None:
-        grad = _taken_from(host.compute)
-        if grad is None or not (host.is_shared or host.master.requires_grad):
+    def _receive(self, pair: WeightPair) -> None:
+        grad = _taken_from(pair.compute)
+        if grad is None or not (pair.is_shared or pair.master.requires_grad):
             return
-        self._check(host, grad)
+        self._check(pair, grad)
         self.finish_at_the_end()
-        self._take_away(host)
-        unit = self._unit_of(host)
+        self._take_away(pair)
+        unit = self._unit_of(pair)
         unit_size = 1 if unit is None else self._num_trained(unit)
-        self._arrived.add(host, grad, self._next_key(), unit, unit_size)
+        self._arrived.add(pair, grad, self._next_key(), unit, unit_size)
         if unit is None:
-            self._updates.resident_has_come(host)
+            self._updates.resident_has_come(pair)
 
-    def _check(self, host: HostParameter, grad: torch.Tensor) -> None:
+    def _check(self, pair: WeightPair, grad: torch.Tensor) -> None:
         if grad.device != self._engine.device:
             where = (
-                f"`{host.name}` got a gradient on `{grad.device}`, and the model computes on `{self._engine.device}`"
+                f"`{pair.name}` got a gradient on `{grad.device}`, and the model computes on `{self._engine.device}`"
             )
-            if id(host.compute) in self._streamed:
+            if id(pair.compute) in self._streamed:
                 raise UnsupportedError(
                     f"{where}: it was used outside of its unit's forward, where it is on the host. Move that use, such "
                     "as a penalty on weights, into the unit's forward, use weight decay, or set `stream_weights=False`"
                 )
             raise UnsupportedError(
-                f"{where}: the parameter is on `{host.compute.device}`, so it does not belong to the model, or was "
+                f"{where}: the parameter is on `{pair.compute.device}`, so it does not belong to the model, or was "
                 "moved. Register it in the module, and leave it where it is"
             )
-        if self._arrived.was_given(host):
+        if self._arrived.was_given(pair):
             raise UnsupportedError(
-                f"`{host.name}` got a gradient after its update had begun: it is used outside of its unit, or the step "
+                f"`{pair.name}` got a gradient after its update had begun: it is used outside of its unit, or the step "
                 "runs several backwards. Set `overlap_step=False`, or override `on_after_backward`, so that updates "
                 "wait for the end of the backward"
             )
@@ -319,20 +319,20 @@ class GradientSink:
         self._homes.bring_home()
         self._arrived.complete()
         for parameter in parameters:
-            host, _ = self._watched.get(id(parameter), (None, None))
-            if host is not None and not host.is_shared:
-                host.master.grad = None
+            pair, _ = self._watched.get(id(parameter), (None, None))
+            if pair is not None and not pair.is_shared:
+                pair.master.grad = None
 
     def close(self) -> None:
         """Stop receiving and drop the gradients that live in our memory."""
-        for host, hooks in self._watched.values():
+        for pair, hooks in self._watched.values():
             hooks.remove()
-            grad = host.master.grad
-            is_part = id(host) in self._aside or host in self._arrived  # the rest of a backward that failed
-            if grad is not None and (is_part or self._sums.is_ours(host, grad)):
-                host.master.grad = grad = None
-            if host.master.grad_dtype is None and (grad is None or grad.dtype is host.master.dtype):
-                host.master.grad_dtype = host.master.dtype
+            grad = pair.master.grad
+            is_part = id(pair) in self._aside or pair in self._arrived  # the rest of a backward that failed
+            if grad is not None and (is_part or self._sums.is_ours(pair, grad)):
+                pair.master.grad = grad = None
+            if pair.master.grad_dtype is None and (grad is None or grad.dtype is pair.master.dtype):
+                pair.master.grad_dtype = pair.master.dtype
         self._arrived.close()
         for state in (self._watched, self._units, self._aside):
             state.clear()

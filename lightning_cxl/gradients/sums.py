@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl.gradients.meter import Addition, GradientMeter
-from lightning_cxl.optim.masters import HostParameter
+from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.placement.placement import TensorRole
 
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
@@ -19,7 +19,7 @@ _HALF = (torch.bfloat16, torch.float16)
 class Landed(NamedTuple):
     """A gradient that is on the host now."""
 
-    host: HostParameter
+    pair: WeightPair
     grad: torch.Tensor
     key: int
     """Of stochastic rounding."""
@@ -41,32 +41,32 @@ class GradientSums:
         self._meter = meter
         self._half_sums = half_sums
         self.so_far: dict[int, torch.Tensor] = {}
-        """By id of the host parameter, while its ``master.grad`` is None because more is on its way."""
-        self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # by id of the host parameter
+        """By id of the pair, while its ``master.grad`` is None because more is on its way."""
+        self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # by id of the pair
 
-    def is_ours(self, host: HostParameter, grad: torch.Tensor) -> bool:
-        """Return whether `grad` is the very tensor that was given out last for the gradient of `host`."""
-        own = self._own.get(id(host))
+    def is_ours(self, pair: WeightPair, grad: torch.Tensor) -> bool:
+        """Return whether `grad` is the very tensor that was given out last for the gradient of `pair`."""
+        own = self._own.get(id(pair))
         return own is not None and own() is grad
 
-    def new(self, hosts: Sequence[HostParameter], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    def new(self, pairs: Sequence[WeightPair], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return memory where gradients stay."""
         memory: dict[int, torch.Tensor] = {}
         for role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
-            wanted = [(h, d) for h, d in zip(hosts, dtypes, strict=True) if _role_of(h) is role]
+            wanted = [(h, d) for h, d in zip(pairs, dtypes, strict=True) if _role_of(h) is role]
             if wanted:
-                given = self._allocate_all([(host.compute, dtype) for host, dtype in wanted], role)
-                memory.update({id(host): tensor for (host, _), tensor in zip(wanted, given, strict=True)})
+                given = self._allocate_all([(pair.compute, dtype) for pair, dtype in wanted], role)
+                memory.update({id(pair): tensor for (pair, _), tensor in zip(wanted, given, strict=True)})
         self._own.update({key: weakref.ref(tensor) for key, tensor in memory.items()})
-        return [memory[id(host)] for host in hosts]
+        return [memory[id(pair)] for pair in pairs]
 
-    def first(self, host: HostParameter, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def first(self, pair: WeightPair, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the first gradient of a step, moved into memory of ours."""
-        return self._moved([host], [grad], [dtype])[0]
+        return self._moved([pair], [grad], [dtype])[0]
 
-    def add(self, host: HostParameter, before: torch.Tensor, grad: torch.Tensor, key: int) -> torch.Tensor:
+    def add(self, pair: WeightPair, before: torch.Tensor, grad: torch.Tensor, key: int) -> torch.Tensor:
         """Return `before` plus `grad`, in the memory of `before` or in wider memory."""
-        return self._added([Landed(host, grad, key, stays=False)], [before])[0]
+        return self._added([Landed(pair, grad, key, stays=False)], [before])[0]
 
     @torch.no_grad()
     def fold(self, landed: Sequence[Landed]) -> None:
@@ -74,23 +74,23 @@ class GradientSums:
         news: list[Landed] = []
         later: list[Landed] = []
         for each in landed:
-            (later if id(each.host) in self.so_far else news).append(each)
+            (later if id(each.pair) in self.so_far else news).append(each)
         staying = [each for each in news if each.stays]
         self._meter.sums([each.grad for each in staying])
-        self.so_far.update({id(each.host): each.grad for each in staying})
+        self.so_far.update({id(each.pair): each.grad for each in staying})
         moving = [each for each in news if not each.stays]
         if moving:
-            hosts = [each.host for each in moving]
-            moved = self._moved(hosts, [each.grad for each in moving], [host.grad_dtype for host in hosts])
-            self.so_far.update({id(host): grad for host, grad in zip(hosts, moved, strict=True)})
+            pairs = [each.pair for each in moving]
+            moved = self._moved(pairs, [each.grad for each in moving], [pair.grad_dtype for pair in pairs])
+            self.so_far.update({id(pair): grad for pair, grad in zip(pairs, moved, strict=True)})
         if later:
-            sums = self._added(later, [self.so_far[id(each.host)] for each in later])
-            self.so_far.update({id(each.host): total for each, total in zip(later, sums, strict=True)})
+            sums = self._added(later, [self.so_far[id(each.pair)] for each in later])
+            self.so_far.update({id(each.pair): total for each, total in zip(later, sums, strict=True)})
 
     def _moved(
-        self, hosts: Sequence[HostParameter], grads: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+        self, pairs: Sequence[WeightPair], grads: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
     ) -> list[torch.Tensor]:
-        memory = self.new(hosts, dtypes)
+        memory = self.new(pairs, dtypes)
         self._meter.copy_all(list(zip(grads, memory, strict=True)))
         return memory
 
@@ -98,8 +98,8 @@ class GradientSums:
         sums = dict(enumerate(before))
         widened = [index for index, grad in sums.items() if grad.dtype in _HALF and not self._keeps_half(grad)]
         if widened:
-            hosts, grads = [landed[index].host for index in widened], [before[index] for index in widened]
-            sums.update(zip(widened, self._moved(hosts, grads, [torch.float32] * len(widened)), strict=True))
+            pairs, grads = [landed[index].pair for index in widened], [before[index] for index in widened]
+            sums.update(zip(widened, self._moved(pairs, grads, [torch.float32] * len(widened)), strict=True))
         totals = [sums[index] for index in range(len(landed))]
         self._meter.accumulate_all(
             [Addition(each.grad, total, each.key) for each, total in zip(landed, totals, strict=True)]
@@ -110,5 +110,5 @@ class GradientSums:
         return self._half_sums and grad.dtype is torch.bfloat16
 
 
-def _role_of(host: HostParameter) -> TensorRole:
-    return TensorRole.COMPUTE_GRADS if host.is_shared else TensorRole.MASTER_GRADS
+def _role_of(pair: WeightPair) -> TensorRole:
+    return TensorRole.COMPUTE_GRADS if pair.is_shared else TensorRole.MASTER_GRADS

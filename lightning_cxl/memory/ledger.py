@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_cxl.memory.resource import Buffer, Span, cut_spans
 from lightning_cxl.placement.placement import TensorRole
 
-Split = tuple[tuple[str, float], ...]
+SplitKey = tuple[tuple[str, float], ...]
 """Tiers and their shares of a buffer; equal splits are equal tuples."""
 
 
@@ -29,7 +29,7 @@ class _Entry:
     spans: tuple[Span, ...]
     tiers: tuple[tuple[str, int], ...]  # bytes by tier
     role: TensorRole
-    split: Split | None
+    split: SplitKey | None
 
 
 class Counted:
@@ -66,7 +66,7 @@ class Ledger:
         self._tiers: dict[str, _Count] = {}
         self._roles: dict[tuple[TensorRole, str], _Count] = {}
 
-    def record(self, inner: Buffer, role: TensorRole, split: Split | None) -> Buffer:
+    def record(self, inner: Buffer, role: TensorRole, split: SplitKey | None) -> Buffer:
         """Count `inner` and return the buffer to hand out in its place.
 
         Args:
@@ -122,7 +122,7 @@ class Ledger:
         if size < nbytes:
             yield None, nbytes - size
 
-    def split_at(self, address: int) -> Split | None:
+    def split_at(self, address: int) -> SplitKey | None:
         """Return how the living buffer that has `address` was meant to be divided; None when there is none."""
         entry = self._find(address)[1]
         return None if entry is None else entry.split

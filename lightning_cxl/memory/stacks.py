@@ -13,7 +13,7 @@ import torch
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError
 from lightning_cxl.machine.topology import Tier, Topology
 from lightning_cxl.memory.adaptors import BudgetFullError
-from lightning_cxl.memory.ledger import Counted, Ledger, Split
+from lightning_cxl.memory.ledger import Counted, Ledger, SplitKey
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.split_stacks import Pinner, SplitStacks, make_pinner
 from lightning_cxl.memory.striped import stripe_bytes_for
@@ -202,7 +202,7 @@ class HostMemory:
         self._pid = os.getpid()
         self._ledger = Ledger()
         self._pages: dict[str, TierPages] = {}
-        self._stacks: dict[Split, SplitStacks] = {}
+        self._stacks: dict[SplitKey, SplitStacks] = {}
         self._lock = threading.Lock()
         self._all_pages()
 
@@ -218,12 +218,12 @@ class HostMemory:
                 self._pages = {**self._pages, **made}  # others may be reading the old one
         return self._pages
 
-    def _split(self, placement: Placement) -> Split:
+    def _split(self, placement: Placement) -> SplitKey:
         """Return tiers and shares in a form that is equal for splits that are."""
         shares = {name: round(share, _SHARE_DIGITS) for name, share in placement.split().items()}
         return tuple((name, shares[name]) for name in self.topology.names if shares.get(name))
 
-    def _attempts(self, wanted: Split, placement: Placement) -> Iterator[tuple[Split, set[str] | None]]:
+    def _attempts(self, wanted: SplitKey, placement: Placement) -> Iterator[tuple[SplitKey, set[str] | None]]:
         """Yield what to try in turn: a split, and where its tiers may lend each other room, a set for the full ones."""
         yield wanted, None
         if self._on_tier_full == "error":
@@ -234,7 +234,7 @@ class HostMemory:
             if name not in dict(wanted):
                 yield ((name, 1.0),), None
 
-    def _stacks_of(self, split: Split) -> SplitStacks:
+    def _stacks_of(self, split: SplitKey) -> SplitStacks:
         with self._lock:
             if split not in self._stacks:
                 pages = {name: self._pages[name] for name, _ in split}
@@ -260,7 +260,7 @@ class HostMemory:
         return self._pages[name].free_bytes(used, self._held(self._neighbours([name])))
 
     def _allocate_on(
-        self, split: Split, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str] | None
+        self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str] | None
     ) -> Buffer:
         stacks = self._stacks_of(split)
 
@@ -277,7 +277,7 @@ class HostMemory:
                 raise
             return attempt()
 
-    def _reclaim(self, split: Split, nbytes: int, *, lending: bool) -> bool:
+    def _reclaim(self, split: SplitKey, nbytes: int, *, lending: bool) -> bool:
         """Give back what stacks keep unused on tiers that had no room; return whether there was anything.
 
         So may those of a tier on the same nodes, which is no help where a budget is exhausted.
@@ -291,7 +291,7 @@ class HostMemory:
                 stacks.trim()
         return self._held(tiers) < before
 
-    def _warn_spill(self, buffer: Buffer, role: TensorRole, wanted: Split, full: Iterable[str]) -> None:
+    def _warn_spill(self, buffer: Buffer, role: TensorRole, wanted: SplitKey, full: Iterable[str]) -> None:
         names = [name for name in full if (role, name) not in self._warned]
         if not names:
             return

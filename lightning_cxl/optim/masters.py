@@ -25,8 +25,8 @@ AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
 """Returns an uninitialised host tensor like a compute parameter, placed by the policy for that role."""
 
 
-class HostParameter:
-    """One trainable parameter as the host sees it.
+class WeightPair:
+    """The compute and the master weights of one trained parameter, and in which precision its gradient is kept.
 
     Args:
         name: in the model.
@@ -64,41 +64,41 @@ class MasterWeights:
         self._allocate = allocate
         self._engine = HostEngine() if engine is None else engine
         self._written: list[Transfer] = []  # not known to be done
-        self._by_id: dict[int, HostParameter] = {}  # id of the compute and of the master parameter
+        self._by_id: dict[int, WeightPair] = {}  # id of the compute and of the master parameter
         self.kernel_weights: dict[Parameter, torch.Tensor] = {}
         """16-bit compute weights on the host that a kernel may write itself, by float32 master."""
 
-    def __iter__(self) -> Iterator[HostParameter]:
+    def __iter__(self) -> Iterator[WeightPair]:
         """Every adopted parameter once, in order of adoption."""
-        return iter({id(host): host for host in self._by_id.values()}.values())
+        return iter({id(pair): pair for pair in self._by_id.values()}.values())
 
     @property
     def has_separate(self) -> bool:
         """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
-        return any(not host.is_shared for host in self)
+        return any(not pair.is_shared for pair in self)
 
-    def find(self, parameter: torch.Tensor) -> HostParameter | None:
+    def find(self, parameter: torch.Tensor) -> WeightPair | None:
         """Return the record of a compute or master parameter, or None when no optimizer owns it."""
         return self._by_id.get(id(parameter))
 
-    def adopt(self, parameter: Parameter, form: MasterForm | None) -> HostParameter:
+    def adopt(self, parameter: Parameter, form: MasterForm | None) -> WeightPair:
         """Return the record of `parameter`, making its master if it needs one of its own.
 
         Args:
             parameter: of the model.
             form: of the master of a 16-bit parameter that `CPUAdam` updates; None for another optimizer.
         """
-        host = self._by_id.get(id(parameter))
-        if host is None:
+        pair = self._by_id.get(id(parameter))
+        if pair is None:
             name = self._names.get(id(parameter)) or f"unnamed.{len(self._by_id)}"  # not registered in the model
             dtype = master_dtype(parameter, form)
-            host = HostParameter(
+            pair = WeightPair(
                 name, parameter, self._make_master(parameter, dtype), dtype if form is None else parameter.dtype
             )
-            self._by_id[id(parameter)] = self._by_id[id(host.master)] = host
-            if not host.is_shared and parameter.dtype != dtype and is_flat_like(parameter.detach(), host.master):
-                self.kernel_weights[host.master] = parameter.detach()
-        return host
+            self._by_id[id(parameter)] = self._by_id[id(pair.master)] = pair
+            if not pair.is_shared and parameter.dtype != dtype and is_flat_like(parameter.detach(), pair.master):
+                self.kernel_weights[pair.master] = parameter.detach()
+        return pair
 
     def _make_master(self, compute: Parameter, dtype: torch.dtype) -> Parameter:
         if not needs_master(compute, dtype, on_host=is_on_host(compute)):
@@ -115,12 +115,12 @@ class MasterWeights:
         Elements that still equal the rounded master keep the master's precision. Writes through ``.data`` leave no
         trace in torch's version counter and are not seen.
         """
-        for host in self:
-            if host.is_shared or host.version == host.compute._version:
+        for pair in self:
+            if pair.is_shared or pair.version == pair.compute._version:
                 continue
-            compute = host.compute.detach().to(host.master.device)
-            host.master.copy_(torch.where(_agree(host.master, compute), host.master, compute.to(host.master.dtype)))
-            host.version = host.compute._version
+            compute = pair.compute.detach().to(pair.master.device)
+            pair.master.copy_(torch.where(_agree(pair.master, compute), pair.master, compute.to(pair.master.dtype)))
+            pair.version = pair.compute._version
 
     @torch.no_grad()
     def write_back(self, masters: Iterable[torch.Tensor], *, kernel_wrote: bool = False) -> None:
@@ -133,20 +133,20 @@ class MasterWeights:
             kernel_wrote: a kernel has written `kernel_weights` already.
         """
         for master in masters:
-            host = self.find(master)
-            if host is None or host.is_shared:
+            pair = self.find(master)
+            if pair is None or pair.is_shared:
                 continue
-            if not (kernel_wrote and host.master in self.kernel_weights):
-                self._write(host)
-            host.version = host.compute._version
+            if not (kernel_wrote and pair.master in self.kernel_weights):
+                self._write(pair)
+            pair.version = pair.compute._version
 
-    def _write(self, host: HostParameter) -> None:
-        source, target = host.master.detach(), host.compute.detach()
+    def _write(self, pair: WeightPair) -> None:
+        source, target = pair.master.detach(), pair.compute.detach()
         if is_on_host(target):
             target.copy_(source)
             return
         if source.dtype is not target.dtype:  # in pinned memory, where torch would take pageable memory
-            source = self._allocate(host.compute, TensorRole.STAGING, target.dtype).copy_(source)
+            source = self._allocate(pair.compute, TensorRole.STAGING, target.dtype).copy_(source)
         transfer = self._engine.h2d(source, target)
         transfer.wait()
         self._written.append(transfer)
@@ -159,20 +159,20 @@ class MasterWeights:
 
     def compute_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the compute parameter of a master, and anything else as it is."""
-        host = self.find(parameter)
-        return parameter if host is None else host.compute
+        pair = self.find(parameter)
+        return parameter if pair is None else pair.compute
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the model's name of a parameter, a made-up one where it is not registered in the model."""
-        host = self.find(parameter)
-        return self._names.get(id(parameter), "unnamed") if host is None else host.name
+        pair = self.find(parameter)
+        return self._names.get(id(parameter), "unnamed") if pair is None else pair.name
 
     def named_masters(self) -> dict[str, torch.Tensor]:
         """Return the masters that are more than compute weights or copies of them, by name: a checkpoint needs them."""
         return {
-            host.name: host.master.detach()
-            for host in self
-            if not host.is_shared and host.master.dtype is not torch.bfloat16
+            pair.name: pair.master.detach()
+            for pair in self
+            if not pair.is_shared and pair.master.dtype is not torch.bfloat16
         }
 
 

@@ -268,23 +268,23 @@ def restore_masters(
     """
     masters.absorb_changes()
     states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
-    for host in masters:
-        value = (saved or {}).get(host.name)
+    for pair in masters:
+        value = (saved or {}).get(pair.name)
         if value is None:
             continue
-        if value.shape != host.master.shape:
+        if value.shape != pair.master.shape:
             raise CheckpointError(
-                f"the checkpoint's master weight `{host.name}` has shape {tuple(value.shape)}, "
-                f"the model's {tuple(host.master.shape)}"
+                f"the checkpoint's master weight `{pair.name}` has shape {tuple(value.shape)}, "
+                f"the model's {tuple(pair.master.shape)}"
             )
         with torch.no_grad():
-            remainder = states.get(id(host.master), {}).get(REMAINDER)
+            remainder = states.get(id(pair.master), {}).get(REMAINDER)
             if remainder is not None:
                 upper, lower = split(value.float().contiguous())
-                host.master.copy_(upper)
+                pair.master.copy_(upper)
                 remainder.copy_(lower)
-            elif not host.is_shared:
-                host.master.copy_(value)
+            elif not pair.is_shared:
+                pair.master.copy_(value)
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -25,7 +25,7 @@ from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.gradients.sink import GradientSink
 from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.host_step import HostStep, StateMemory, evaluates_first
@@ -115,21 +115,21 @@ class Adoption:
         self._grads.someone_looks()
 
     def _knows(self, parameters: list[torch.Tensor]) -> bool:
-        hosts = map(self._masters.find, parameters)
-        return all(host is not None and host.master is p for host, p in zip(hosts, parameters, strict=True))
+        pairs = map(self._masters.find, parameters)
+        return all(pair is not None and pair.master is p for pair, p in zip(pairs, parameters, strict=True))
 
     def _take_in(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         """Put masters in the place of the model's parameters, and receive their gradients."""
-        hosts: list[HostParameter] = []
+        pairs: list[WeightPair] = []
         for group in groups:
-            own = self._hosts_of(optimizer, group["params"])
-            group["params"][:] = [host.master for host in own]  # in place: LBFGS has a reference of its own
-            hosts += own
-        for host in hosts:
-            _rekey(optimizer, host.compute, host.master)
-        self._grads.watch(hosts)
+            own = self._pairs_of(optimizer, group["params"])
+            group["params"][:] = [pair.master for pair in own]  # in place: LBFGS has a reference of its own
+            pairs += own
+        for pair in pairs:
+            _rekey(optimizer, pair.compute, pair.master)
+        self._grads.watch(pairs)
 
-    def _hosts_of(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> list[HostParameter]:
+    def _pairs_of(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> list[WeightPair]:
         return [self._masters.adopt(p, self._precisions.form_for(optimizer, p)) for p in parameters]
 
     def release(self) -> None:
@@ -155,20 +155,20 @@ class Adoption:
                 original.state, original.param_groups = current.state, current.param_groups
 
     def _give_back(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
-        host = self._masters.find(parameter)
-        if host is None:
+        pair = self._masters.find(parameter)
+        if pair is None:
             return parameter
-        _rekey(optimizer, host.master, host.compute)
-        return host.compute
+        _rekey(optimizer, pair.master, pair.compute)
+        return pair.compute
 
     def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
         entries: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-        hosts = self._hosts_of(optimizer, parameters)
-        self._grads.watch(hosts)
+        pairs = self._pairs_of(optimizer, parameters)
+        self._grads.watch(pairs)
         masters = [
-            (entry[0], host.master) if isinstance(entry, tuple) else host.master  # (name, parameter) pairs stay pairs
-            for entry, host in zip(entries, hosts, strict=True)
+            (entry[0], pair.master) if isinstance(entry, tuple) else pair.master  # (name, parameter) stays a tuple
+            for entry, pair in zip(entries, pairs, strict=True)
         ]
         return {**group, "params": masters}
 
@@ -207,7 +207,7 @@ class _Sensitive:
 
     def __reduce__(self) -> tuple[type[dict[torch.Tensor, None]], tuple[dict[torch.Tensor, None]]]:
         # a copied optimizer has most of its state already, and makes that of parameters that were frozen so far
-        return dict, ({host.master: None for host in self._masters if self._is_sensitive(host.compute)},)
+        return dict, ({pair.master: None for pair in self._masters if self._is_sensitive(pair.compute)},)
 
 
 def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:

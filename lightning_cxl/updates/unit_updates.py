@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from lightning_cxl.gradients.arrived import ArrivedGradients
 from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.torch_private import step_hooks
@@ -79,7 +79,7 @@ class UnitUpdates(WholeUpdates):
         self._step: AdamStep | None = None  # of that closure, once a unit has been updated
         self._started: deque[Future[None]] = deque()
         self._is_last_backward = False  # of that closure
-        self._residents: list[tuple[HostParameter, Future[None]]] = []  # updated, but the device has old weights
+        self._residents: list[tuple[WeightPair, Future[None]]] = []  # updated, but the device has old weights
 
     def begin(self, optimizer: Optimizer) -> None:
         """Learn that a step of `optimizer` begins, before its closure is evaluated."""
@@ -106,7 +106,7 @@ class UnitUpdates(WholeUpdates):
         """Write back the masters whose updates run or ran; return the first error of those that failed."""
         updated, self._residents = self._residents, []
         errors = [update.exception() for _, update in updated]  # waits for each
-        self._masters.write_back([host.master for (host, _), error in zip(updated, errors, strict=True) if not error])
+        self._masters.write_back([pair.master for (pair, _), error in zip(updated, errors, strict=True) if not error])
         return next(filter(None, errors), None)
 
     def unit_is_over(self, unit: UnitWeights) -> None:
@@ -114,33 +114,33 @@ class UnitUpdates(WholeUpdates):
         if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
             return
         found = [self._masters.find(place.parameter) for place in unit.places]
-        hosts = self._arrived.hand_over(host for host in found if host is not None and self._is_for_worker(host))
-        if not hosts:
+        pairs = self._arrived.hand_over(pair for pair in found if pair is not None and self._is_for_worker(pair))
+        if not pairs:
             return
-        written: list[torch.Tensor] = [host.compute for host in hosts]
-        self.start(unit, written, self._updating(self._optimizer, hosts))
-        self._masters.write_back([host.master for host in hosts], kernel_wrote=True)
+        written: list[torch.Tensor] = [pair.compute for pair in pairs]
+        self.start(unit, written, self._updating(self._optimizer, pairs))
+        self._masters.write_back([pair.master for pair in pairs], kernel_wrote=True)
         while len(self._started) > MAX_UNITS_IN_FLIGHT:
             wait([self._started.popleft()])  # an error is raised by the unit
 
-    def resident_has_come(self, host: HostParameter) -> None:
+    def resident_has_come(self, pair: WeightPair) -> None:
         """Start the update of a master whose compute weights stay on the device, if it may start now.
 
         They get the new values at the end of the step: a recompute may read them until then.
         """
-        if self._optimizer is None or not self._is_last_backward or host.version != host.compute._version:
+        if self._optimizer is None or not self._is_last_backward or pair.version != pair.compute._version:
             return
-        self._arrived.hand_over([host])  # a gradient that has landed was computed with what the master was copied to
+        self._arrived.hand_over([pair])  # a gradient that has landed was computed with what the master was copied to
         update: Future[None] = Future()
-        torch.autograd.graph.increment_version([host.master])
-        self._residents.append((host, update))
-        self._worker.submit(_run, self._updating(self._optimizer, [host]), update)
+        torch.autograd.graph.increment_version([pair.master])
+        self._residents.append((pair, update))
+        self._worker.submit(_run, self._updating(self._optimizer, [pair]), update)
 
-    def _updating(self, optimizer: CPUAdam, hosts: list[HostParameter]) -> Callable[[], None]:
+    def _updating(self, optimizer: CPUAdam, pairs: list[WeightPair]) -> Callable[[], None]:
         """Return the job that updates parameters whose gradients have been handed over."""
         if self._step is None:
             self._step = optimizer.begin_step()
-        return partial(self._update_arrived, self._step, hosts, optimizer.grad_scale)
+        return partial(self._update_arrived, self._step, pairs, optimizer.grad_scale)
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
         """Update the parameters that have gradients: those of units on the worker, the rest now."""
@@ -159,9 +159,9 @@ class UnitUpdates(WholeUpdates):
         parts: dict[int, list[Work]] = {}
         now: list[Work] = []
         for each in work:
-            host = self._masters.find(each.update.parameter)
-            unit = None if host is None else self._unit_of.get(id(host.compute))
-            if host is not None and unit is not None and self._is_for_worker(host):
+            pair = self._masters.find(each.update.parameter)
+            unit = None if pair is None else self._unit_of.get(id(pair.compute))
+            if pair is not None and unit is not None and self._is_for_worker(pair):
                 parts.setdefault(id(unit), []).append(each)
             else:
                 now.append(each)
@@ -216,9 +216,9 @@ class UnitUpdates(WholeUpdates):
         if error is not None:
             raise error
 
-    def _is_for_worker(self, host: HostParameter) -> bool:
+    def _is_for_worker(self, pair: WeightPair) -> bool:
         """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
-        return host.is_shared or host.master in self._masters.kernel_weights
+        return pair.is_shared or pair.master in self._masters.kernel_weights
 
     def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
         """Let a job that writes the homes of `unit` run on the worker.
@@ -241,8 +241,8 @@ class UnitUpdates(WholeUpdates):
         self._streamer.fetch_ahead()
 
     @torch.no_grad()
-    def _update_arrived(self, step: AdamStep, hosts: list[HostParameter], scale: float) -> None:
-        grads: dict[torch.Tensor, torch.Tensor] = {host.master: self._arrived.take(host) for host in hosts}
+    def _update_arrived(self, step: AdamStep, pairs: list[WeightPair], scale: float) -> None:
+        grads: dict[torch.Tensor, torch.Tensor] = {pair.master: self._arrived.take(pair) for pair in pairs}
         step.apply(step.collect(grads), scale)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.masters import HostParameter, MasterWeights
+from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.streaming.unit_weights import UnitWeights
 
 
@@ -28,7 +28,7 @@ class WholeUpdates:
     def begin_backward(self) -> None:
         """Learn that a backward begins."""
 
-    def resident_has_come(self, host: HostParameter) -> None:
+    def resident_has_come(self, pair: WeightPair) -> None:
         """Learn that the gradient of a parameter that does not stream has left the device."""
 
     def unit_is_over(self, unit: UnitWeights) -> None:

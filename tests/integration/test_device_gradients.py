@@ -134,7 +134,7 @@ def test_a_parameter_that_the_model_does_not_have_is_refused_in_words():
 
 
 def of_units(landed):
-    return [each.host.name.split(".")[2] for each in landed if ".blocks." in each.host.name]
+    return [each.pair.name.split(".")[2] for each in landed if ".blocks." in each.pair.name]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -425,9 +425,9 @@ def test_masters_that_are_copied_to_the_device_are_page_locked():
         def on_train_end(self):
             masters = self.trainer.strategy.run.masters
             self.pinned = {
-                host.name: host.master.is_pinned()
-                for host in masters
-                if not host.is_shared and "unused" not in host.name
+                pair.name: pair.master.is_pinned()
+                for pair in masters
+                if not pair.is_shared and "unused" not in pair.name
             }
 
     module, _ = fit(offload(), task=Looks)

@@ -20,10 +20,10 @@ class Masters(Task):
         masters = self.trainer.strategy.run.masters
         states = {p: s for o in self.trainer.optimizers for p, s in o.state.items()}
         self.masters = {}
-        for host in masters:
-            remainder = states.get(host.master, {}).get("remainder")
-            value = host.master.detach()
-            self.masters[host.name] = value.float() if remainder is None else join(value, remainder)
+        for pair in masters:
+            remainder = states.get(pair.master, {}).get("remainder")
+            value = pair.master.detach()
+            self.masters[pair.name] = value.float() if remainder is None else join(value, remainder)
 
 
 def no_dropout(**options):
@@ -149,8 +149,8 @@ class Several(Masters):
     def seen(self):
         """The parameters whose gradients the model itself has."""
         masters = self.trainer.strategy.run.masters
-        hosts = [masters.find(p) for name, p in self.named_parameters() if "unused" not in name]
-        return [host.compute for host in hosts if host.is_shared]
+        pairs = [masters.find(p) for name, p in self.named_parameters() if "unused" not in name]
+        return [pair.compute for pair in pairs if pair.is_shared]
 
 
 @pytest.mark.parametrize(("second", "shared"), every_value([torch.optim.SGD, torch.optim.AdamW], [True, False]))
@@ -163,7 +163,7 @@ def test_two_optimizers_with_and_without_common_parameters(second, shared):
 def test_which_parameters_are_split_beside_another_optimizer():
     class Look(Several):
         def on_train_start(self):
-            self.forms = {host.name: host.is_shared for host in self.trainer.strategy.run.masters}
+            self.forms = {pair.name: pair.is_shared for pair in self.trainer.strategy.run.masters}
 
     module, _ = fit({}, task=Look, steps=2)
     assert not module.forms.pop("model.head.weight"), "SGD needs a float32 master"

@@ -221,7 +221,7 @@ def test_the_real_error_of_a_gradient_is_raised(monkeypatch):
     fold = GradientSums.fold
 
     def fails(self, landed):
-        if any("blocks.1" in each.host.name for each in landed):
+        if any("blocks.1" in each.pair.name for each in landed):
             raise RuntimeError("the real reason")
         time.sleep(0.002)
         fold(self, landed)

@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant(
         "a gradient after its update is an error",
         _GRADS,
-        "        if self._arrived.was_given(host):\n",
+        "        if self._arrived.was_given(pair):\n",
         "        if False:\n",
         T_GRADS,
     ),

@@ -38,7 +38,7 @@ class Sink:
             return [allocate(parameter, role, dtype) for parameter, dtype in wanted]
 
         masters = MasterWeights({}, allocate)
-        self.hosts = [masters.adopt(p, form) for p in self.params]
+        self.pairs = [masters.adopt(p, form) for p in self.params]
         self.asked.clear()
         self.meter = GradientMeter()
         self.sums, engine = (
@@ -47,7 +47,7 @@ class Sink:
         )
         arrived = ArrivedGradients(LeavingGradients(engine, allocate_all, self.sums, None), self.sums)
         self.sink = GradientSink(engine, self.sums, arrived, WholeUpdates([], masters), NothingStreams(), {})
-        self.sink.watch(self.hosts)
+        self.sink.watch(self.pairs)
 
     def backward(self, step):
         """Run one backward; returns the gradients autograd made."""
@@ -64,7 +64,7 @@ def test_sums_are_float32_from_the_second_gradient_on(dtype):
     form = "split" if dtype is torch.bfloat16 else "fp32"
     sink = Sink((40, 3), (), dtype=dtype, form=form)
     total = [g.float() for g in sink.backward(0)]
-    targets = [host.master for host in sink.hosts]
+    targets = [pair.master for pair in sink.pairs]
     assert [p.grad.dtype for p in targets] == [dtype, dtype]
     for step in (1, 2, 3):
         total = [t + g.float() for t, g in zip(total, sink.backward(step), strict=True)]
@@ -125,25 +125,25 @@ def test_float32_parameters_are_added_by_autograd_itself():
 def test_a_gradient_at_the_address_of_an_old_one_of_ours_is_not_taken_for_it():
     """The allocator may give memory that was only reserved, or has been given back, to autograd."""
     sink = Sink((7,), dtype=torch.float32)
-    (host,) = sink.hosts
+    (pair,) = sink.pairs
     for step in range(2):
-        ours = sink.sums.new([host], [torch.float32])[0] if step == 0 else host.master.grad
+        ours = sink.sums.new([pair], [torch.float32])[0] if step == 0 else pair.master.grad
         same_memory = ours.detach()
         del ours
-        host.master.grad = None
+        pair.master.grad = None
         sink.asked.clear()
-        host.compute.grad = same_memory
-        sink.sink._receive_shared(host)
+        pair.compute.grad = same_memory
+        sink.sink._receive_shared(pair)
         assert sink.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)]
-        assert host.master.grad is not same_memory and host.master.grad.data_ptr() != same_memory.data_ptr()
+        assert pair.master.grad is not same_memory and pair.master.grad.data_ptr() != same_memory.data_ptr()
 
 
 def test_another_optimizers_gradients_are_float32():
     sink = Sink((7,), form=None)
     made = sink.backward(0)[0]
-    host = sink.hosts[0]
-    assert not host.is_shared and host.compute.grad is None
-    assert host.master.grad.dtype == torch.float32 and torch.equal(host.master.grad, made.float())
+    pair = sink.pairs[0]
+    assert not pair.is_shared and pair.compute.grad is None
+    assert pair.master.grad.dtype == torch.float32 and torch.equal(pair.master.grad, made.float())
 
 
 def test_the_user_may_take_replace_and_drop_gradients():
@@ -188,7 +188,7 @@ def test_a_backward_that_fails_adds_nothing_to_a_later_one():
     (p,) = sink.params
     sink.backward(0)
     for clears in (False, True):
-        sink.sink._set_aside(sink.hosts[0])  # autograd is about to add, and fails
+        sink.sink._set_aside(sink.pairs[0])  # autograd is about to add, and fails
         assert p.grad is None, "what `zero_grad` leaves, too"
         if clears:
             sink.sink.start_backward()
@@ -208,7 +208,7 @@ def test_hooks_the_user_had_before_see_the_sum():
 def test_close_gives_up_what_a_failed_backward_left():
     sink = Sink((5,))
     sink.backward(0)
-    sink.sink._set_aside(sink.hosts[0])
+    sink.sink._set_aside(sink.pairs[0])
     sink.params[0].grad = torch.ones_like(sink.params[0])  # autograd's, alone
     sink.sink.close()
     assert sink.params[0].grad is None and sink.params[0].grad_dtype == torch.bfloat16

@@ -5,16 +5,16 @@ from torch.nn import Parameter
 
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.sums import GradientSums
-from lightning_cxl.optim.masters import HostParameter
+from lightning_cxl.optim.masters import WeightPair
 
 
 def test_only_the_very_tensor_that_was_given_out_is_ours_not_what_lies_at_its_address():
     memory = torch.zeros(4)
     sums = GradientSums(lambda wanted, role: [memory.view(4) for _ in wanted], GradientMeter(1))
     parameter = Parameter(torch.zeros(4))
-    host = HostParameter("p", parameter, parameter, torch.float32)
-    assert not sums.is_ours(host, memory)
-    (own,) = sums.new([host], [torch.float32])
-    assert sums.is_ours(host, own) and not sums.is_ours(host, memory.view(4))
+    pair = WeightPair("p", parameter, parameter, torch.float32)
+    assert not sums.is_ours(pair, memory)
+    (own,) = sums.new([pair], [torch.float32])
+    assert sums.is_ours(pair, own) and not sums.is_ours(pair, memory.view(4))
     del own
-    assert not sums.is_ours(host, memory.view(4))
+    assert not sums.is_ours(pair, memory.view(4))

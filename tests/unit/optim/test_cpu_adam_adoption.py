@@ -109,8 +109,8 @@ def test_a_copy_of_an_adopted_optimizer_knows_whose_state_stays_float32():
     """As keys of its own parameters: what decides in the original belongs to the model that is adopted."""
     embedding, other = (torch.nn.Parameter(torch.randn(96, 64).half()) for _ in range(2))
     masters = MasterWeights({}, lambda compute, role, dtype: torch.empty(compute.shape, dtype=dtype))
-    hosts = [masters.adopt(parameter, "fp32") for parameter in (embedding, other)]
-    params = [host.master.requires_grad_(False) for host in hosts]
+    pairs = [masters.adopt(parameter, "fp32") for parameter in (embedding, other)]
+    params = [pair.master.requires_grad_(False) for pair in pairs]
     adam = CPUAdam(params, state="8bit", fp32_state=_Sensitive(masters, {embedding: None}.__contains__))
     for twin in (copy.deepcopy(adam), pickle.loads(pickle.dumps(adam)), adam):
         for parameter in twin.param_groups[0]["params"]:
