@@ -24,7 +24,7 @@ cdef extern from "adam_isa.h" nogil:
         int64_t numel
         int64_t row
         int64_t formats
-        int64_t home
+        int64_t team
         int64_t first
     cdef enum:
         ADAM_WEIGHTS_FP32
@@ -41,10 +41,10 @@ cdef extern from "adam_threads.h" nogil:
     cdef enum:
         ADAM_CHUNK
     int adam_run(const adam_span* spans, int64_t num_spans, const adam_scalars* scalars, int num_threads,
-                 adam_isa isa, const int64_t* cpus, int64_t num_cpus, int64_t num_homes) noexcept
+                 adam_isa isa, const int64_t* cpus, int64_t num_cpus, int64_t num_teams) noexcept
 
 cdef enum:
-    HOMES = 1024
+    TEAMS = 1024
     CPUS = 1024  # CPU_SETSIZE
     FIELDS = sizeof(adam_span) // sizeof(int64_t)
     SCALARS = sizeof(adam_scalars) // sizeof(float)
@@ -68,13 +68,13 @@ def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads,
         spans: ``SPAN_FIELDS`` numbers per span, the fields of ``struct adam_span`` in order: the addresses of weights,
             compute weights, remainders, gradients, momentum, variance and of the scales of the last two (0 where the
             format has none), the random key, the number of elements, the row of `scalars`, the formats
-            (`lightning_cxl.optim.number_formats.pack`), the home, 0 or more, and the number of the first element in its
+            (`lightning_cxl.optim.number_formats.pack`), the team, 0 or more, and the number of the first element in its
             tensor, a multiple of ``CHUNK``. Spans must not overlap.
         scalars: ``SCALAR_FIELDS`` numbers per row, the fields of ``struct adam_scalars`` in order.
         num_threads: at least 1. The result does not depend on it.
         isa: one of `_cpu.supported_isas()`. The result does not depend on it.
-        cpus: pairs of home and CPU. Threads are divided over the homes by their share of the work; each runs on the
-            CPUs of its home that it may use, and takes the spans of other homes when its own are done. None: threads
+        cpus: pairs of team and CPU. Threads are divided over the teams by their share of the work; each runs on the
+            CPUs of its team that it may use, and takes the spans of other teams when its own are done. None: threads
             run anywhere.
 
     Raises:
@@ -84,7 +84,7 @@ def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads,
 
     Threading: releases the GIL; spans must not overlap between concurrent calls.
     """
-    cdef int64_t num_spans = spans.shape[0] // FIELDS, num_homes, num_cpus = 0
+    cdef int64_t num_spans = spans.shape[0] // FIELDS, num_teams, num_cpus = 0
     cdef int failed
     if spans.shape[0] % FIELDS or scalars.shape[0] % SCALARS:
         raise ValueError(
@@ -97,13 +97,13 @@ def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads,
     if num_spans == 0:
         return
     cdef const adam_span* table = <const adam_span*> &spans[0]
-    num_homes = _check(table, num_spans, scalars.shape[0] // SCALARS)
+    num_teams = _check(table, num_spans, scalars.shape[0] // SCALARS)
     if cpus is not None:
         num_cpus = cpus.shape[0] // 2
-        num_homes = max(num_homes, _check_cpus(cpus))
+        num_teams = max(num_teams, _check_cpus(cpus))
     with nogil:
         failed = adam_run(table, num_spans, <const adam_scalars*> &scalars[0], num_threads, code,
-                          &cpus[0] if num_cpus else NULL, num_cpus, num_homes)
+                          &cpus[0] if num_cpus else NULL, num_cpus, num_teams)
     if failed:
         raise MemoryError(f"cannot allocate the index of {num_spans} spans")
 
@@ -179,8 +179,8 @@ cdef adam_isa _isa_code(str isa) except *:
 
 
 cdef int64_t _check(const adam_span* spans, int64_t num_spans, int64_t num_rows) except -1:
-    """Return the number of homes."""
-    cdef int64_t i, weights, homes = 0
+    """Return the number of teams."""
+    cdef int64_t i, weights, teams = 0
     cdef const adam_span* span
     cdef bint missing
     for i in range(num_spans):
@@ -190,8 +190,8 @@ cdef int64_t _check(const adam_span* spans, int64_t num_spans, int64_t num_rows)
         weights = span.formats >> 2 & 3
         if span.formats < 0 or span.formats & 3 == 3 or span.formats >> 4 > ADAM_STATE_8BIT:
             raise ValueError(f"span {i} has unknown formats {span.formats}")
-        if span.numel < 0 or not 0 <= span.home < HOMES:
-            raise ValueError(f"span {i} has {span.numel} elements and home {span.home} of at most {HOMES} homes")
+        if span.numel < 0 or not 0 <= span.team < TEAMS:
+            raise ValueError(f"span {i} has {span.numel} elements and team {span.team} of at most {TEAMS} teams")
         if span.first < 0 or span.first % ADAM_CHUNK:
             raise ValueError(f"span {i} begins at element {span.first}: it must be a multiple of {ADAM_CHUNK}")
         missing = not span.grads or not span.momentum or not span.variance
@@ -201,21 +201,21 @@ cdef int64_t _check(const adam_span* spans, int64_t num_spans, int64_t num_rows)
             missing |= not span.momentum_scale or not span.variance_scale
         if span.numel and missing:
             raise ValueError(f"span {i} of {span.numel} elements has a null address")
-        homes = max(homes, span.home + 1)
-    return homes
+        teams = max(teams, span.team + 1)
+    return teams
 
 
 cdef int64_t _check_cpus(const int64_t[::1] cpus) except -1:
-    """Return the number of homes."""
+    """Return the number of teams."""
     cdef Py_ssize_t i
-    cdef int64_t homes = 0
+    cdef int64_t teams = 0
     if cpus.shape[0] % 2:
-        raise ValueError(f"cpus must be pairs of home and CPU, got {cpus.shape[0]} numbers")
+        raise ValueError(f"cpus must be pairs of team and CPU, got {cpus.shape[0]} numbers")
     for i in range(0, cpus.shape[0], 2):
-        if not 0 <= cpus[i] < HOMES or not 0 <= cpus[i + 1] < CPUS:
-            raise ValueError(f"CPU {cpus[i + 1]} of home {cpus[i]}: at most {HOMES} homes and {CPUS} CPUs")
-        homes = max(homes, cpus[i] + 1)
-    return homes
+        if not 0 <= cpus[i] < TEAMS or not 0 <= cpus[i + 1] < CPUS:
+            raise ValueError(f"CPU {cpus[i + 1]} of team {cpus[i]}: at most {TEAMS} teams and {CPUS} CPUs")
+        teams = max(teams, cpus[i] + 1)
+    return teams
 
 
 cdef int _check_blocks(Py_ssize_t values, Py_ssize_t codes, Py_ssize_t scales) except -1:

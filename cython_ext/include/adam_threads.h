@@ -1,7 +1,7 @@
 /* Divides a table of spans over threads.
  *
- * The spans of one home are laid end to end, each home's line is cut into chunks, and the threads take chunk after
- * chunk: first those of their own home, then what is left of others. Handed out as threads become free, because memory
+ * The spans of one team are laid end to end, each team's line is cut into chunks, and the threads take chunk after
+ * chunk: first those of their own team, then what is left of others. Handed out as threads become free, because memory
  * of different kinds takes different time. A chunk is a whole number of blocks and cache lines of every span.
  *
  * Chunks are not handed out in the order of addresses: state may be striped over tiers, in stripes of 2 MiB and more, so
@@ -21,7 +21,7 @@
 
 enum { ADAM_CHUNK = 65536, ADAM_ALIGN = BLOCKWISE_SIZE };
 
-/* The line of one home. */
+/* The line of one team. */
 struct adam_line {
     int64_t first, last;  /* its spans, as places in `order` */
     int64_t num_chunks;
@@ -34,7 +34,7 @@ struct adam_line {
 struct adam_job {
     const struct adam_span *spans;
     const struct adam_scalars *scalars;
-    int64_t *order;  /* spans by home */
+    int64_t *order;  /* spans by team */
     int64_t *starts; /* of the span at the same place in `order`, in elements from the start of its line */
     struct adam_line *lines;
     int64_t num_lines;
@@ -44,12 +44,12 @@ struct adam_job {
 static void adam_lay_out(struct adam_job *job, const int64_t num_spans)
 {
     int64_t place = 0;
-    for (int64_t home = 0; home < job->num_lines; home++) {
-        struct adam_line *line = &job->lines[home];
+    for (int64_t team = 0; team < job->num_lines; team++) {
+        struct adam_line *line = &job->lines[team];
         int64_t end = 0;
         line->first = place;
         for (int64_t i = 0; i < num_spans; i++) {
-            if (job->spans[i].home != home)
+            if (job->spans[i].team != team)
                 continue;
             job->order[place] = i;
             job->starts[place++] = end;
@@ -116,20 +116,20 @@ static void adam_chunk(const struct adam_job *job, const struct adam_line *line,
 static void adam_work(void *argument, const int thread)
 {
     struct adam_job *job = argument;
-    int64_t home = 0;
-    for (int before = 0; home < job->num_lines - 1; home++) {
-        before += job->lines[home].num_threads;
+    int64_t team = 0;
+    for (int before = 0; team < job->num_lines - 1; team++) {
+        before += job->lines[team].num_threads;
         if (thread < before)
             break;
     }
     cpu_set_t old, own;
     int moved = 0; /* else it runs where it is: slower, not wrong */
-    if (CPU_COUNT(&job->lines[home].cpus) > 0 && sched_getaffinity(0, sizeof old, &old) == 0) {
-        CPU_AND(&own, &old, &job->lines[home].cpus); /* whoever confined this thread did not mean CPUs outside */
+    if (CPU_COUNT(&job->lines[team].cpus) > 0 && sched_getaffinity(0, sizeof old, &old) == 0) {
+        CPU_AND(&own, &old, &job->lines[team].cpus); /* whoever confined this thread did not mean CPUs outside */
         moved = CPU_COUNT(&own) > 0 && sched_setaffinity(0, sizeof own, &own) == 0;
     }
     for (int64_t i = 0; i < job->num_lines; i++) {
-        struct adam_line *line = &job->lines[(home + i) % job->num_lines];
+        struct adam_line *line = &job->lines[(team + i) % job->num_lines];
         int64_t turn;
         while ((turn = cxl_take(&line->next_turn)) < line->num_chunks)
             adam_chunk(job, line, turn * line->stride % line->num_chunks);
@@ -138,13 +138,13 @@ static void adam_work(void *argument, const int thread)
         sched_setaffinity(0, sizeof old, &old);
 }
 
-/* Update all spans; `cpus` has pairs of home and CPU. Returns 0, or -1 without memory for the index. */
+/* Update all spans; `cpus` has pairs of team and CPU. Returns 0, or -1 without memory for the index. */
 static int adam_run(
     const struct adam_span *spans, const int64_t num_spans, const struct adam_scalars *scalars, int num_threads,
-    const enum adam_isa isa, const int64_t *cpus, const int64_t num_cpus, const int64_t num_homes)
+    const enum adam_isa isa, const int64_t *cpus, const int64_t num_cpus, const int64_t num_teams)
 {
-    struct adam_job job = {.spans = spans, .scalars = scalars, .num_lines = num_homes, .isa = isa};
-    job.lines = calloc((size_t)num_homes, sizeof *job.lines);
+    struct adam_job job = {.spans = spans, .scalars = scalars, .num_lines = num_teams, .isa = isa};
+    job.lines = calloc((size_t)num_teams, sizeof *job.lines);
     job.order = malloc((size_t)num_spans * 2 * sizeof *job.order);
     if (!job.lines || !job.order) {
         free(job.lines);

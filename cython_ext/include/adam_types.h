@@ -64,7 +64,7 @@ struct adam_span {
     int64_t numel;
     int64_t row;     /* of the scalars */
     int64_t formats; /* ADAM_FORMATS */
-    int64_t home;    /* group of threads that takes it first */
+    int64_t team;    /* group of threads that takes it first */
     int64_t first;   /* number of its first element, for the random bits: a tensor may be cut into spans */
 };
 

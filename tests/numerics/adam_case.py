@@ -20,7 +20,7 @@ from tests.numerics.reference.adam import StateScales, adam_update
 
 ISAS = _cpu.supported_isas()
 TENSORS = ("weights", "compute", "rest", "grads", "momentum", "variance", "momentum_scale", "variance_scale")
-FIELDS = (*TENSORS, "key", "numel", "row", "formats", "home", "first")
+FIELDS = (*TENSORS, "key", "numel", "row", "formats", "team", "first")
 """Of a row of the table."""
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-39, -1e-39, 1.1754944e-38, 1.0, -1.0, 3.4028235e38, -3.4028235e38]
 SPECIAL += [1e-20, 1e19, -1e30, float("inf"), float("-inf"), float("nan")]
@@ -130,9 +130,9 @@ class Case:
             parts[name] = None if tensor is None else tensor[start // size : -(-stop // size)]
         return Case(self.formats, self.key, parts)
 
-    def span(self, row: int = 0, home: int = 0, first: int = 0) -> list[int]:
+    def span(self, row: int = 0, team: int = 0, first: int = 0) -> list[int]:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors.values()]
-        return [*addresses, self.key, self.numel, row, self.formats.code, home, first]
+        return [*addresses, self.key, self.numel, row, self.formats.code, team, first]
 
     def run(self, scalars: AdamScalars, isa: str = ISAS[-1], num_threads: int = 1) -> Case:
         update([self.span()], [scalars], isa, num_threads)

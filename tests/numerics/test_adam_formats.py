@@ -156,7 +156,7 @@ def test_rounding_depends_on_key_and_element_only():
                     assert torch.equal(ours[name], expected[name]), (isa, num_threads, lead)
             parts = start.clone()
             cuts = [(0, 65536), (65536, 3 * 65536), (3 * 65536, size)]
-            table = [parts.part(*cut).span(home=home, first=cut[0]) for home, cut in enumerate(cuts)]
+            table = [parts.part(*cut).span(team=team, first=cut[0]) for team, cut in enumerate(cuts)]
             update(table, [scalars_at()], isa, num_threads)
             parts.assert_same(expected, (isa, num_threads))
     # both halves of the key count, and so does the element

@@ -1,4 +1,4 @@
-"""Threads, homes and CPUs of the Adam kernel: they change where work is done and never what comes out."""
+"""Threads, teams and CPUs of the Adam kernel: they change where work is done and never what comes out."""
 
 import os
 import threading
@@ -17,19 +17,19 @@ from tests.numerics.adam_case import COMBINATIONS, ISAS, Case, examples, scalars
 
 CPUS = sorted(os.sched_getaffinity(0))
 SIZES = st.integers(0, 70_000) | st.integers(0, 70) | st.sampled_from([255, 256, 257, 65535, 65536, 65537, 131_072])
-HOMES = st.integers(0, 3) | st.just(1023)
+TEAMS = st.integers(0, 3) | st.just(1023)
 
 
 @examples(60)
 @given(
-    spans=st.lists(st.tuples(SIZES, st.sampled_from(COMBINATIONS), HOMES), min_size=1, max_size=12),
+    spans=st.lists(st.tuples(SIZES, st.sampled_from(COMBINATIONS), TEAMS), min_size=1, max_size=12),
     seed=seeds,
     num_threads=st.integers(1, 9),
     rows=st.lists(step_scalars, min_size=1, max_size=3),
-    cpus=st.none() | st.lists(st.tuples(HOMES, st.sampled_from([*CPUS, 1023])), max_size=6),
+    cpus=st.none() | st.lists(st.tuples(TEAMS, st.sampled_from([*CPUS, 1023])), max_size=6),
 )
 def test_many_spans_of_mixed_formats_equal_one_call_each(spans, seed, num_threads, rows, cpus):
-    """For any division into homes, with or without spans or CPUs, and CPUs that may not be there."""
+    """For any division into teams, with or without spans or CPUs, and CPUs that may not be there."""
     ours = [Case.random(size, combination, seed + index) for index, (size, combination, _) in enumerate(spans)]
     expected = [case.clone().run(rows[index % len(rows)]) for index, case in enumerate(ours)]
     table = [case.span(index % len(rows), spans[index][2]) for index, case in enumerate(ours)]
@@ -44,7 +44,7 @@ def test_thousands_of_small_spans():
     ours = [Case.random(index % 23, COMBINATIONS[index % 36], index) for index in range(2000)]
     expected = [case.defined(scalars_at()) if index % 50 == 0 else None for index, case in enumerate(ours)]
     singly = [case.clone().run(scalars_at()) for case in ours]
-    update([case.span(home=index % 3) for index, case in enumerate(ours)], [scalars_at()], num_threads=4)
+    update([case.span(team=index % 3) for index, case in enumerate(ours)], [scalars_at()], num_threads=4)
     for case, other, defined in zip(ours, singly, expected, strict=True):
         case.assert_same(other)
         if defined:
@@ -182,19 +182,19 @@ def watch(table: list[list[int]], cpus: list[int], wanted: set[int]) -> Counter[
 @pytest.mark.alone
 @pytest.mark.skipif(len(CPUS) < 2, reason="this process may use one CPU only")
 @pytest.mark.parametrize(
-    ("sizes", "cpu_of_home", "wanted"),
+    ("sizes", "cpu_of_team", "wanted"),
     [
         ((4_000_000, 4_000_000), (CPUS[0], CPUS[-1]), {CPUS[0], CPUS[-1]}),
         ((4_000_000, 4_000_000), (CPUS[-1], CPUS[-1]), {CPUS[-1]}),
-        ((256, 8_000_000), (CPUS[0], CPUS[-1]), {CPUS[-1]}),  # home 0 has less work than one thread's share
+        ((256, 8_000_000), (CPUS[0], CPUS[-1]), {CPUS[-1]}),  # team 0 has less work than one thread's share
     ],
-    ids=["a CPU each", "one CPU for both", "all work in one home"],
+    ids=["a CPU each", "one CPU for both", "all work in one team"],
 )
-def test_threads_run_on_the_cpus_of_their_home_and_move_back(sizes, cpu_of_home, wanted):
+def test_threads_run_on_the_cpus_of_their_team_and_move_back(sizes, cpu_of_team, wanted):
     """Seen from outside while updates run: the kernel's threads are pinned to these CPUs and are on them."""
     cases = [Case.random(size) for size in sizes]
-    table = [case.span(home=home) for home, case in enumerate(cases)]
-    cpus = [number for pair in enumerate(cpu_of_home) for number in pair]
+    table = [case.span(team=team) for team, case in enumerate(cases)]
+    cpus = [number for pair in enumerate(cpu_of_team) for number in pair]
     before = affinities()
     update(table, [scalars_at()], num_threads=2, cpus=cpus)
     assert_moved_back(before)
@@ -208,12 +208,12 @@ def test_threads_run_on_the_cpus_of_their_home_and_move_back(sizes, cpu_of_home,
 
 @pytest.mark.alone
 @pytest.mark.skipif(len(CPUS) < 2, reason="this process may use one CPU only")
-@pytest.mark.parametrize("home_cpus", [CPUS[-1:], CPUS], ids=["none in common", "one in common"])
-def test_threads_stay_within_the_cpus_of_whoever_calls(home_cpus):
-    """A caller confined to one CPU: its threads never get others, whatever the CPUs of their home."""
+@pytest.mark.parametrize("team_cpus", [CPUS[-1:], CPUS], ids=["none in common", "one in common"])
+def test_threads_stay_within_the_cpus_of_whoever_calls(team_cpus):
+    """A caller confined to one CPU: its threads never get others, whatever the CPUs of their team."""
     mine, case = {CPUS[0]}, Case.random(4_000_000)
     table = [case.span()]
-    cpus = [number for cpu in home_cpus for number in (0, cpu)]
+    cpus = [number for cpu in team_cpus for number in (0, cpu)]
     before = affinities()
     finished, ready = threading.Event(), threading.Event()
 
