@@ -9,9 +9,9 @@ The way of one gradient, file by file. Each object calls the next one; `run/` bu
 2. `GradientSink` (`gradients/sink.py`) decides by where the parameter and its master are (see
    [Note: Compute and master weights]). On the host it adds the gradient up at once (`gradients/sums.py`):
 
-   * shared, always on the host: the gradient moves into memory of ours, which becomes ``p.grad``. Autograd itself adds
-     later ones to it in float32; in 16 bits we do (*set aside*).
-   * separate master, the host computes: it is moved or added at once, and becomes ``master.grad``.
+   * shared, always on the host: the gradient moves into memory of ours, which becomes ``p.grad``, unless it lies on its
+     tier already (*in place*). Autograd itself adds later ones to it in float32; in 16 bits we do (*set aside*).
+   * separate master, the host computes: it is kept, moved or added at once, and becomes ``master.grad``.
 
 3. From a device (streamed weights, or the master of what is on the device) it goes to `ArrivedGradients`
    (`gradients/arrived.py`), which keeps account of it until somebody gets it.
@@ -29,6 +29,8 @@ Details:
 
 * Whether a step is accumulating, ``.grad`` of the master alone says: None means that the next gradient is the first. So
   ``zero_grad``, ``p.grad = None`` and user code that edits gradients keep their meaning.
+* In place: where all memory is of the tier that a gradient belongs on, it stays where autograd has made it, and is only
+  counted. A view of a larger tensor moves, because it would keep that one alive.
 * Set aside: 16-bit sums by autograd would be rounded to nearest every time and lose small gradients. So a hook before
   the accumulation takes ``p.grad`` away, autograd delivers the new one alone, and we add it in float32.
 * Leave: the parameter shows its home again before the copy is done; ``.grad`` so far is taken away meanwhile, as it is
@@ -141,7 +143,7 @@ class GradientSink:
         new = [pair for pair in pairs if id(pair.compute) not in self._watched]
         reserved = [
             self._sums.new(group, [pair.grad_dtype for pair in group])
-            for group in self._by_unit(pair for pair in new if pair.compute.requires_grad)
+            for group in self._by_unit(pair for pair in new if pair.compute.requires_grad and self._moves(pair))
         ]
         for pair in new:
             half = pair.master.dtype in _HALF or pair.grad_dtype in _HALF
@@ -179,6 +181,10 @@ class GradientSink:
     def _leaves(self, pair: WeightPair) -> bool:
         """Whether gradients come from the device."""
         return id(pair.compute) in self._streamed or not (pair.is_shared or self._engine.computes_on_host)
+
+    def _moves(self, pair: WeightPair) -> bool:
+        """Whether the first gradient of a step moves into memory of ours."""
+        return self._leaves(pair) or not self._sums.stays(pair)
 
     def _set_aside(self, pair: WeightPair) -> None:
         """Keep the gradient so far from autograd's own addition; it comes back when the new one has been added."""

@@ -2,18 +2,30 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import Parameter
 
 from lightning_cxl.gradients.meter import Addition, GradientMeter
 from lightning_cxl.optim.masters import WeightPair
+from lightning_cxl.optim.tensor_checks import is_flat_like
 from lightning_cxl.placement.placement import TensorRole
 
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
 """Returns uninitialised host tensors like compute parameters, those of one placement in one piece of memory."""
 _HALF = (torch.bfloat16, torch.float16)
+
+
+class InPlace(Protocol):
+    """Knows which gradients of the host need not move: autograd has made them on their tier."""
+
+    def gradient_stays(self, parameter: torch.Tensor, role: TensorRole) -> bool:
+        """Whether a gradient like a compute parameter stays."""
+
+    def gradient_in_place(self, parameter: torch.Tensor, grad: torch.Tensor, role: TensorRole) -> object | None:
+        """Count a gradient that stays, until what is returned dies; None if it has to move."""
 
 
 class Landed(NamedTuple):
@@ -33,11 +45,20 @@ class GradientSums:
     Args:
         allocate_all: gives the memory.
         meter: copies, adds and measures.
+        in_place: tells which gradients are kept in the memory that autograd took; None: all are moved.
         half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
     """
 
-    def __init__(self, allocate_all: AllocateAll, meter: GradientMeter, *, half_sums: bool = False) -> None:
+    def __init__(
+        self,
+        allocate_all: AllocateAll,
+        meter: GradientMeter,
+        in_place: InPlace | None = None,
+        *,
+        half_sums: bool = False,
+    ) -> None:
         self._allocate_all = allocate_all
+        self._in_place = in_place
         self._meter = meter
         self._half_sums = half_sums
         self.so_far: dict[int, torch.Tensor] = {}
@@ -45,9 +66,14 @@ class GradientSums:
         self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # by id of the pair
 
     def is_ours(self, pair: WeightPair, grad: torch.Tensor) -> bool:
-        """Return whether `grad` is the very tensor that was given out last for the gradient of `pair`."""
+        """Return whether `grad` is the very tensor that was given out, or kept, last for the gradient of `pair`."""
         own = self._own.get(id(pair))
         return own is not None and own() is grad
+
+    def stays(self, pair: WeightPair) -> bool:
+        """Return whether the first gradient of a step, where autograd makes it on the host, needs no other memory."""
+        same_type = pair.is_shared or pair.grad_dtype is pair.compute.dtype
+        return same_type and self._in_place is not None and self._in_place.gradient_stays(pair.compute, _role_of(pair))
 
     def new(self, pairs: Sequence[WeightPair], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return memory where gradients stay."""
@@ -61,8 +87,20 @@ class GradientSums:
         return [memory[id(pair)] for pair in pairs]
 
     def first(self, pair: WeightPair, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first gradient of a step, moved into memory of ours."""
-        return self._moved([pair], [grad], [dtype])[0]
+        """Return the first gradient of a step, which autograd has made on the host: kept, or moved into our memory."""
+        counted = None
+        if (
+            self._in_place is not None
+            and grad.dtype is dtype
+            and _has_own_memory(grad)
+            and is_flat_like(grad, pair.compute)
+        ):
+            counted = self._in_place.gradient_in_place(pair.compute, grad, _role_of(pair))
+        if counted is None:
+            return self._moved([pair], [grad], [dtype])[0]
+        self._own[id(pair)] = weakref.ref(grad, partial(_let_go, counted))  # it counts as long as the gradient lives
+        self._meter.sums([grad])
+        return grad
 
     def add(self, pair: WeightPair, before: torch.Tensor, grad: torch.Tensor, key: int) -> torch.Tensor:
         """Return `before` plus `grad`, in the memory of `before` or in wider memory."""
@@ -108,6 +146,15 @@ class GradientSums:
 
     def _keeps_half(self, grad: torch.Tensor) -> bool:
         return self._half_sums and grad.dtype is torch.bfloat16
+
+
+def _let_go(_counted: object, _reference: object) -> None:
+    """Drop what a weak reference has kept: its tensor is gone."""
+
+
+def _has_own_memory(grad: torch.Tensor) -> bool:
+    """Return whether nothing but the gradient is in its storage: no larger tensor that it is a view of."""
+    return grad.untyped_storage().nbytes() == grad.nbytes
 
 
 def _role_of(pair: WeightPair) -> TensorRole:

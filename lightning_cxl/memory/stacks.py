@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError
-from lightning_cxl.machine.topology import Tier, Topology
+from lightning_cxl.machine.topology import Tier, TierKind, Topology
 from lightning_cxl.memory.adaptors import BudgetFullError
 from lightning_cxl.memory.ledger import Counted, Ledger, SplitKey
 from lightning_cxl.memory.resource import Buffer
@@ -122,17 +122,25 @@ class HostMemory:
         They are part of ``roles`` in `stats`, not of ``tiers``: nothing is held from the OS for them.
 
         Returns:
-            None where that is not known: a node of this machine is not of the one tier that `placement` asks for first.
-            Also where it asks for page-locked memory, where the tier has a budget, and where the memory is this one's.
+            None where that is not known (`is_everywhere`), and where the memory is this one's.
+        """
+        if not self.is_everywhere(placement) or self.tier_at(address) is not None:
+            return None
+        return self._ledger.count(nbytes, role, self._split(placement)[0][0])
+
+    def is_everywhere(self, placement: Placement) -> bool:
+        """Return whether all memory of this process is where `placement` wants it.
+
+        So it is where all nodes of this machine are of the one DRAM tier that the placement asks for first. Not where
+        it asks for page-locked memory, nor where the tier has a budget.
         """
         wanted = self._split(placement)
         if len(wanted) != 1 or self._closed or self._pid != os.getpid() or (placement.pinned and self._pin):
-            return None
+            return False
         tier = self.topology.tier(wanted[0][0])
         nodes = {node for each in self.topology.tiers for node in each.node_ids}
-        if tier.name in self._budgets or not nodes.issubset(tier.node_ids) or self.tier_at(address) is not None:
-            return None
-        return self._ledger.count(nbytes, role, tier.name)
+        is_all = tier.kind is TierKind.DRAM and nodes.issubset(tier.node_ids)
+        return is_all and tier.name not in self._budgets
 
     @property
     def pins(self) -> bool:

@@ -107,6 +107,16 @@ class PlacedMemory:
             self.memory.trim()  # what copies of inputs have used in the steps before
         return counted
 
+    def gradient_stays(self, parameter: torch.Tensor, role: TensorRole) -> bool:
+        """Whether a gradient that autograd makes on the host, like this parameter of the model, is where it belongs."""
+        nbytes = parameter.numel() * parameter.element_size()
+        return self.memory.is_everywhere(self.placements.place(parameter, role, nbytes))
+
+    def gradient_in_place(self, parameter: torch.Tensor, grad: torch.Tensor, role: TensorRole) -> object | None:
+        """Count a gradient that is where it belongs already, until what is returned dies; None if it is not."""
+        placement = self.placements.place(parameter, role, grad.nbytes)
+        return self.memory.count_in_place(grad.data_ptr(), grad.nbytes, placement, role)
+
     def forward_is_over(self) -> None:
         """Note that the first forward is over: no more inputs are added to the planned bytes."""
         if self._seen_units:

@@ -103,7 +103,8 @@ class Run:
             overlaps = streamer is not None and inventory.overlap != "none"
             worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
             # what a gradient passes, the last first: [Note: Life of a gradient]
-            sums = GradientSums(self._placed.like_all, self.meter, half_sums=config.accumulate == "bf16")
+            half_sums = config.accumulate == "bf16"
+            sums = GradientSums(self._placed.like_all, self.meter, self._placed, half_sums=half_sums)
             arrived = ArrivedGradients(LeavingGradients(engine, self._placed.like_all, sums, worker), sums)
             if worker is None or streamer is None:
                 self._updates = WholeUpdates(units, self.masters)

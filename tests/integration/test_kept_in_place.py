@@ -1,4 +1,6 @@
-"""Inputs of units in a run on the CPU: copied in the first step, then kept where they are, with the same report."""
+"""What a run on the CPU keeps where it lies, and counts: inputs of units after the first step, and gradients."""
+
+from collections import defaultdict
 
 import pytest
 import torch
@@ -18,18 +20,23 @@ ROWS, WIDTH = 128, 256
 
 
 @pytest.fixture
-def copies(monkeypatch):
-    """Bytes of inputs that were copied, in order."""
-    sizes = []
+def allocated(monkeypatch):
+    """Bytes of every buffer by role, in order."""
+    sizes = defaultdict(list)
     allocate = HostMemory.allocate
 
     def spy(self, nbytes, placement, role, **arguments):
-        if role is TensorRole.ACTIVATIONS:
-            sizes.append(nbytes)
+        sizes[role].append(nbytes)
         return allocate(self, nbytes, placement, role, **arguments)
 
     monkeypatch.setattr(HostMemory, "allocate", spy)
     return sizes
+
+
+@pytest.fixture
+def copies(allocated):
+    """Bytes of inputs that were copied, in order."""
+    return allocated[TensorRole.ACTIVATIONS]
 
 
 class Held(LlamaTask):
@@ -131,3 +138,36 @@ def train_writing(strategy, write):
 def test_writes_without_a_version_train_like_plain_lightning(write, copies):
     assert train_writing(offload(**EXACT), write) == train_writing("auto", write)
     assert len(copies) == 18
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class Gradients(Held):
+    """Notes which gradients torch has allocated itself."""
+
+    def on_before_optimizer_step(self, optimizer):
+        memory = self.trainer.strategy.host.memory
+        self.by_torch = {name: memory.tier_at(p.grad.data_ptr()) is None for name, p in self.named_parameters()}
+
+
+def train_gradients(**options):
+    torch.manual_seed(0)
+    module = Gradients(tiny_llama(3))
+    module.reports = []
+    make_trainer(offload(**options), max_steps=3).fit(module, token_data())
+    return module
+
+
+def test_gradients_stay_where_autograd_made_them_and_the_report_counts_them(allocated):
+    module = train_gradients()
+    nbytes = sum(p.nbytes for p in module.parameters())
+    assert all(module.by_torch.values())
+    for report in module.reports:
+        assert report["peak_roles"]["compute_grads"] == report["planned_roles"]["compute_grads"] == {"dram": nbytes}
+    assert TensorRole.COMPUTE_GRADS not in allocated, "nor is room for them reserved"
+
+
+@pytest.mark.parametrize("options", [{"tiers": {"dram": "1GiB"}}, {"tier_rules": {"*": {"gradients": "cxl"}}}])
+def test_gradients_move_where_a_budget_or_a_tier_is_asked_for(options):
+    assert not any(train_gradients(**options).by_torch.values())
