@@ -1,22 +1,26 @@
 """Give the C library's free memory back to the OS between forward and backward.
 
-glibc before 2.38 often cannot reuse the aligned blocks that torch frees, so its heap grows well beyond what is in use.
-Trimming whenever 64 MiB have been added bounds that, and costs page faults.
+glibc often cannot reuse the aligned blocks that torch frees. The job of `examples/bench/step.py` has 107 MB of tensors
+in the heap at a time beside its gradients, and without trimming the heap takes 355 MB for them. Why: for an aligned
+block glibc cuts a larger one, and keeps the small rests in its thread cache, so that the hole that the block leaves is
+too small for the next one. Trimming whenever 64 MiB have been added bounds that, and costs page faults.
 
-Measured with the job of `examples/bench/step.py`, 5 or 6 steps, on one core of a busy machine, glibc 2.36: CPU seconds
-against Lightning with gradient checkpointing, bytes per parameter at the peak, page faults of a step.
+Measured with that job, on two quiet cores, glibc 2.36: seconds of a step against Lightning with gradient checkpointing,
+bytes per parameter at the peak.
 
-==================================================  ============  ============  ==================
-trimmed when 64 MiB have been added                 1.04 to 1.07  20.9 to 21.6  about 200,000
-``GLIBC_TUNABLES=glibc.malloc.tcache_count=0`` too  0.99 to 1.06  20.7 to 21.2  120,000 to 180,000
-``THP_MEM_ALLOC_ENABLE=1`` too                      0.99 to 1.01  20.5          41,000 to 51,000
-both variables too                                  0.99          20.4          15,000
-==================================================  ============  ============  ==================
+======================================================================  =======  =====
+trimmed when 64 MiB have been added                                     1.04     22.1
+never trimmed in a step                                                 1.00     23.3
+``GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0``     1.02     20.3
+``THP_MEM_ALLOC_ENABLE=1``                                              1.09     20.2
+both variables                                                          1.07     22.0
+Lightning with checkpointing                                            1        24.4
+the same with ``GLIBC_TUNABLES`` as above                               0.98     20.4
+======================================================================  =======  =====
 
-The first variable ends the thread's cache of small blocks. The second makes torch align tensors of 2 MiB and more to
-pages, and ask the kernel for huge pages, which it must give on request
-(``/sys/kernel/mm/transparent_hugepage/enabled``: not ``never``). glibc reads the first when the process starts, torch
-the second with its first tensor: both are for the user to set. Lightning with the second one took 0.97 of its own time.
+The first variable ends the thread's caches of small blocks. The second makes torch align tensors of 2 MiB and more to
+pages, and ask the kernel for huge pages. glibc reads the first when the process starts, torch the second with its first
+tensor: both are for the user to set.
 """
 
 import ctypes
