@@ -80,7 +80,7 @@ class ArrivedGradients:
         groups = self._leaving.claim(own)
         for key in own:
             del self._pairs[key]
-            self._handed[key] = [group for group in groups if key in group.pairs]
+            self._handed[key] = [group for group in groups if key in group.pair_ids]
         self._given |= own
         return pairs
 

@@ -54,8 +54,7 @@ class _Fold(Protocol):
 class Group:
     """Gradients that have left together."""
 
-    pairs: frozenset[int]
-    """Ids."""
+    pair_ids: frozenset[int]
     is_staged: bool
     """Some are in staging memory until they are folded."""
     fold: _Fold
@@ -148,15 +147,15 @@ class LeavingGradients:
         transfer.wait_host()
         self._sums.fold(landed)
 
-    def claim(self, pairs: Collection[int]) -> list[Group]:
+    def claim(self, pair_ids: Collection[int]) -> list[Group]:
         """Return the groups that hold gradients of these; those that hold no others are the caller's to wait for.
 
         Args:
-            pairs: their ids.
+            pair_ids: `id` of each pair.
         """
         self.leave()
-        claimed = [group for group in self._left if not group.pairs.isdisjoint(pairs)]
-        self._left = deque(group for group in self._left if not group.pairs.issubset(pairs))
+        claimed = [group for group in self._left if not group.pair_ids.isdisjoint(pair_ids)]
+        self._left = deque(group for group in self._left if not group.pair_ids.issubset(pair_ids))
         return claimed
 
     def settle(self) -> None:

@@ -30,7 +30,7 @@ Details:
 * Whether a step is accumulating, ``.grad`` of the master alone says: None means that the next gradient is the first. So
   ``zero_grad``, ``p.grad = None`` and user code that edits gradients keep their meaning.
 * In place: where all memory is of the tier that a gradient belongs on, it stays where autograd has made it, and is only
-  counted. A view of a larger tensor moves, because it would keep that one alive.
+  counted. It moves where others can reach its memory: a larger tensor that it is a view of, or another gradient.
 * Set aside: 16-bit sums by autograd would be rounded to nearest every time and lose small gradients. So a hook before
   the accumulation takes ``p.grad`` away, autograd delivers the new one alone, and we add it in float32.
 * Leave: the parameter shows its home again before the copy is done; ``.grad`` so far is taken away meanwhile, as it is
@@ -45,8 +45,8 @@ Details:
   keeps a parameter of his own finds None. A backward that fails does not come to its end: what it has left behind is
   dropped when the next one starts.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
-  and ``zero_grad`` gives the bytes back to the pool. What is ours is known by the tensor itself: memory that was given
-  back may be anybody's.
+  and ``zero_grad`` gives the bytes back. What is ours is known by the tensor itself: memory that was given back may be
+  anybody's.
 * Gradients are numbered as autograd delivers them, which does not depend on when copies are done. The random bits of a
   sum depend on that number.
 """
@@ -138,7 +138,7 @@ class GradientSink:
         """Receive the gradients of these parameters from now on (each is watched once).
 
         Raises:
-            TierFullError: there is no room for their gradients; found out here, before any backward.
+            TierFullError: there is no room for gradients that move; found out here, before any backward.
         """
         new = [pair for pair in pairs if id(pair.compute) not in self._watched]
         reserved = [

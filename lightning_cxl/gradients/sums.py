@@ -12,6 +12,7 @@ from lightning_cxl.gradients.meter import Addition, GradientMeter
 from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.optim.tensor_checks import is_flat_like
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.torch_private import is_only_holder
 
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
 """Returns uninitialised host tensors like compute parameters, those of one placement in one piece of memory."""
@@ -79,7 +80,7 @@ class GradientSums:
         """Return memory where gradients stay."""
         memory: dict[int, torch.Tensor] = {}
         for role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
-            wanted = [(h, d) for h, d in zip(pairs, dtypes, strict=True) if _role_of(h) is role]
+            wanted = [(pair, dtype) for pair, dtype in zip(pairs, dtypes, strict=True) if _role_of(pair) is role]
             if wanted:
                 given = self._allocate_all([(pair.compute, dtype) for pair, dtype in wanted], role)
                 memory.update({id(pair): tensor for (pair, _), tensor in zip(wanted, given, strict=True)})
@@ -98,7 +99,7 @@ class GradientSums:
             counted = self._in_place.gradient_in_place(pair.compute, grad, _role_of(pair))
         if counted is None:
             return self._moved([pair], [grad], [dtype])[0]
-        self._own[id(pair)] = weakref.ref(grad, partial(_let_go, counted))  # it counts as long as the gradient lives
+        self._own[id(pair)] = weakref.ref(grad, partial(_let_go, counted))  # until it dies, or another one comes
         self._meter.sums([grad])
         return grad
 
@@ -153,8 +154,14 @@ def _let_go(_counted: object, _reference: object) -> None:
 
 
 def _has_own_memory(grad: torch.Tensor) -> bool:
-    """Return whether nothing but the gradient is in its storage: no larger tensor that it is a view of."""
-    return grad.untyped_storage().nbytes() == grad.nbytes
+    """Return whether torch's allocator gave the gradient its memory, and nothing else is there or can reach it.
+
+    Two parameters that are viewed and added get one gradient: in float32 torch itself would then add to both at once.
+    """
+    storage = grad.untyped_storage()
+    is_whole = storage.nbytes() == grad.nbytes and storage.resizable()
+    del storage
+    return is_whole and is_only_holder(grad)
 
 
 def _role_of(pair: WeightPair) -> TensorRole:

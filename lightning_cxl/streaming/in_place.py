@@ -34,7 +34,8 @@ from lightning_cxl.streaming.versions import version_of
 KeepInPlace = Callable[[torch.Tensor, int, str], object | None]
 """Takes a tensor, its bytes and the unit's name. Returns what counts these bytes as long as it lives. None where the
 tensor must be copied: its memory is not known to be that of the unit's tier, or is the package's own; the unit's inputs
-are spread over several tiers, or wanted in page-locked memory; the tier has a budget; or the run's memory is closed."""
+are spread over several tiers, or wanted in page-locked memory; the tier has a budget, or DRAM stands in for it; or the
+run's memory is closed."""
 
 
 class History(NamedTuple):

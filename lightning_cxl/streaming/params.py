@@ -26,6 +26,7 @@ other weights later. That is refused.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -146,20 +147,26 @@ class ParamStreamer:
                 return
             is_unchanged = entered[1].is_image_of(unit)  # before another thread may fill the slot
             entered[1].leave()
-        unit.leave()
+        try:
+            unit.leave()
+        finally:
+            unit.watch()
         if not is_unchanged:
             raise UnsupportedError(
                 f"unit `{unit.name}` wrote to its weights in its forward or backward: they visit the device as a copy, "
                 "so the change would be lost. Leave the unit out of `units`, or write between steps."
             )
-        unit.watch()
 
     def release(self, keep: UnitWeights | None = None) -> None:
         """Leave every unit except `keep`: the backward of these units is over."""
-        for unit, _ in list(self._entered.values()):
-            if unit is not keep:
-                self.leave(unit)
-                self._listener.unit_is_over(unit)
+        with ExitStack() as leaving:  # last in, first out; one that fails does not keep the others from coming home
+            for unit, _ in reversed(list(self._entered.values())):
+                if unit is not keep:
+                    leaving.callback(self._end, unit)
+
+    def _end(self, unit: UnitWeights) -> None:
+        self.leave(unit)
+        self._listener.unit_is_over(unit)
 
     def fetch_ahead(self) -> None:
         """Start bringing the units that are expected next, as far as there are slots. Safe from any thread."""
@@ -186,8 +193,12 @@ class ParamStreamer:
 
     def detach(self) -> None:
         """Give the units their own forward back, with all weights at home, and the slots' memory. Idempotent."""
-        for unit, _ in list(self._entered.values()):
-            self.leave(unit)
+        with ExitStack() as leaving:
+            leaving.callback(self._let_go)
+            for unit, _ in list(self._entered.values()):
+                leaving.callback(self.leave, unit)
+
+    def _let_go(self) -> None:
         self._listener = Nobody()
         with self._lock:
             self._latest = None

@@ -218,9 +218,12 @@ class UnitWeights:
             yield
         finally:
             for (parameter, _, home), grad in aside:
-                shown, parameter.data = parameter.data, home  # torch takes a gradient beside its weight only
-                parameter.grad = grad
-                parameter.data = shown
+                if grad.device == home.device:
+                    shown, parameter.data = parameter.data, home  # torch takes a gradient beside its weight only
+                    parameter.grad = grad
+                    parameter.data = shown
+                else:  # it came before its unit was entered
+                    parameter.grad = grad  # for `leave`, which refuses it
 
     def leave(self) -> None:
         """Let the parameters show the piece on the host again.
@@ -244,11 +247,12 @@ class UnitWeights:
         for each in self._quantised:
             show(each.module, each.parameter, each.homes)
         if unclaimed:
-            name_of = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            ids = {id(parameter) for parameter in unclaimed}
+            names = [f"`{name}`" for name, parameter in self.module.named_parameters() if id(parameter) in ids]
             raise UnsupportedError(
-                f"{len(unclaimed)} parameters of unit `{self.name}`, such as `{name_of[id(unclaimed[0])]}`, got a "
-                "gradient, but no optimizer has them: give them to an optimizer, freeze them with "
-                "`requires_grad_(False)`, or set `stream_weights=False`"
+                f"unit `{self.name}`: no optimizer has {', '.join(names[:3])}{' and others' * (len(names) > 3)}, which "
+                "got a gradient. Give what is trained to an optimizer, freeze the rest with `requires_grad_(False)`, "
+                "or set `stream_weights=False`"
             )
         if replaced:
             raise UnsupportedError(

@@ -1,5 +1,6 @@
 """Which memory is taken for a gradient of ours."""
 
+import numpy
 import pytest
 import torch
 from torch.nn import Parameter
@@ -98,3 +99,15 @@ def test_a_wider_master_gradient_needs_memory_of_its_own():
     sums = GradientSums(lambda *_: [], GradientMeter(1), Everywhere())
     assert not sums.stays(WeightPair("p", compute, master, torch.float32))
     assert sums.stays(WeightPair("p", compute, master, torch.bfloat16))
+
+
+def test_a_gradient_that_two_parameters_share_moves():
+    one, other, factor = Parameter(torch.zeros(12)), Parameter(torch.zeros(12)), torch.ones(4, 3)
+    ((one.view(4, 3) + other.view(4, 3)) * factor).sum().backward()
+    assert one.grad.data_ptr() == other.grad.data_ptr(), "torch has given both the same memory"
+    assert kept_and_moved(one.grad, one, in_place=Everywhere()) == (False, 1)
+
+
+def test_a_gradient_in_memory_of_others_moves():
+    grad = torch.from_numpy(numpy.ones(12, dtype=numpy.float32))
+    assert kept_and_moved(grad, Parameter(torch.zeros(12)), in_place=Everywhere()) == (False, 1)
