@@ -158,7 +158,13 @@ MUTANTS = (
         "if unit.is_updating():",
         T_LOOKS,
     ),
-    Mutant("a unit that has left is watched", _PARAMS, "        unit.watch()\n", "", T_LOOKS),
+    Mutant(
+        "a unit that has left is watched",
+        _PARAMS,
+        "        finally:\n            unit.watch()\n",
+        "        finally:\n            pass\n",
+        T_LOOKS,
+    ),
     Mutant(
         "weights that a unit wrote are refused",
         _PARAMS,

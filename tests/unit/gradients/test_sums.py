@@ -82,7 +82,7 @@ def test_without_a_tier_that_is_everywhere_all_gradients_move():
     "grad, dtype",
     [
         (torch.ones(9, 3)[:4], torch.float32),  # would keep all nine rows alive
-        (torch.ones(3, 4).t(), torch.float32),
+        (torch.empty_strided((4, 3), (1, 4)).fill_(1), torch.float32),
         (torch.ones(1, 3).expand(4, 3), torch.float32),
         (torch.ones(4, 3, dtype=torch.bfloat16), torch.float32),
     ],
