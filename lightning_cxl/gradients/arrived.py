@@ -25,7 +25,7 @@ class ArrivedGradients:
         self._leaving = leaving
         self._sums = sums
         self._pairs: dict[int, WeightPair] = {}  # whose gradient came, or was taken away for it, by id
-        self._handed: dict[int, list[Group]] = {}  # of gradients that someone else takes care of, by id of the host
+        self._handed: dict[int, list[Group]] = {}  # of gradients that someone else takes care of, by id of the pair
         self._given: set[int] = set()  # ids of pairs handed over in this step
 
     def __contains__(self, pair: WeightPair) -> bool:

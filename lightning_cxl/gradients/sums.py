@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl.gradients.meter import Addition, GradientMeter
+from lightning_cxl.memory.host_tensors import has_own_memory
 from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.optim.tensor_checks import is_flat_like
 from lightning_cxl.placement.placement import TensorRole
@@ -90,12 +91,7 @@ class GradientSums:
     def first(self, pair: WeightPair, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the first gradient of a step, which autograd has made on the host: kept, or moved into our memory."""
         counted = None
-        if (
-            self._in_place is not None
-            and grad.dtype is dtype
-            and _has_own_memory(grad)
-            and is_flat_like(grad, pair.compute)
-        ):
+        if self._in_place is not None and grad.dtype is dtype and _is_alone(grad) and is_flat_like(grad, pair.compute):
             counted = self._in_place.gradient_in_place(pair.compute, grad, _role_of(pair))
         if counted is None:
             return self._moved([pair], [grad], [dtype])[0]
@@ -153,15 +149,12 @@ def _let_go(_counted: object, _reference: object) -> None:
     """Drop what a weak reference has kept: its tensor is gone."""
 
 
-def _has_own_memory(grad: torch.Tensor) -> bool:
+def _is_alone(grad: torch.Tensor) -> bool:
     """Return whether torch's allocator gave the gradient its memory, and nothing else is there or can reach it.
 
     Two parameters that are viewed and added get one gradient: in float32 torch itself would then add to both at once.
     """
-    storage = grad.untyped_storage()
-    is_whole = storage.nbytes() == grad.nbytes and storage.resizable()
-    del storage
-    return is_whole and is_only_holder(grad)
+    return has_own_memory(grad) and is_only_holder(grad)
 
 
 def _role_of(pair: WeightPair) -> TensorRole:

@@ -42,3 +42,14 @@ def mirror(tensor: torch.Tensor, dtype: torch.dtype, allocate: FlatAllocate) -> 
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether a tensor is strided memory of this host that has an address."""
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not is_lazy(tensor)
+
+
+def storage_extent(tensor: torch.Tensor) -> int:
+    """Return how many elements lie from the first to the last one that a non-empty strided tensor touches."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has its storage for itself, in memory that torch's own allocator gave."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() <= storage_extent(tensor) * tensor.element_size() and storage.resizable()

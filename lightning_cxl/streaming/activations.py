@@ -28,10 +28,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.memory.host_tensors import has_own_memory
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.caches import KeptCache, cached_tensors, can_replace, is_cache, replaced
 from lightning_cxl.streaming.comparisons import Comparisons
-from lightning_cxl.streaming.in_place import History, InPlaceInput, KeepInPlace, input_bytes, may_stay
+from lightning_cxl.streaming.in_place import History, InPlaceInput, KeepInPlace, input_bytes
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
 from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, SavedBytes, StoredInput, UnitInput, can_store
@@ -141,7 +142,7 @@ class ActivationOffload:
 
     def _stay(self, tensor: torch.Tensor, unit: str, lasted: History) -> InPlaceInput | None:
         """Return `tensor` as its own image; None where it must be copied."""
-        if self._keep_in_place is None or not may_stay(tensor):
+        if self._keep_in_place is None or not has_own_memory(tensor):
             return None
         kept = self._in_place.get(id(tensor))
         if kept is None or not kept.is_of(tensor):
@@ -216,7 +217,12 @@ class UnitForward(StandIn):
         lasted = History(position, times) if times and not cautious else None
         stored = self.offload.store(tensor, self.name, lasted=lasted)
         watched = isinstance(stored, InPlaceInput)
-        if isinstance(stored, StoredInput) and times is None and self.offload.may_keep_in_place and may_stay(tensor):
+        if (
+            isinstance(stored, StoredInput)
+            and times is None
+            and self.offload.may_keep_in_place
+            and has_own_memory(tensor)
+        ):
             self.offload.watch(stored, tensor)
             watched = True
         return UnitInput(tensor, stored or HeldInput(tensor, self.name), self.name, cautious=cautious, watched=watched)

@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cxl.streaming.saved_inputs import HeldInput, SavedBytes, storage_extent
+from lightning_cxl.memory.host_tensors import storage_extent
+from lightning_cxl.streaming.saved_inputs import HeldInput, SavedBytes
 from lightning_cxl.streaming.versions import version_of
 
 KeepInPlace = Callable[[torch.Tensor, int, str], object | None]
@@ -93,9 +94,3 @@ class InPlaceInput(HeldInput):
 def input_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes from the first to the last element of a tensor."""
     return storage_extent(tensor) * tensor.element_size()
-
-
-def may_stay(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its storage for itself, in memory that torch's own allocator gave."""
-    storage = tensor.untyped_storage()
-    return storage.nbytes() <= input_bytes(tensor) and storage.resizable()

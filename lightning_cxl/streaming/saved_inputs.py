@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.memory.host_tensors import storage_extent
 from lightning_cxl.streaming.versions import same_bits, stale_error, version_of
 from lightning_cxl.torch_private import is_only_holder
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
@@ -293,11 +294,6 @@ class UnitInput:
         (image, transfer), self._on_the_way = self._on_the_way, None
         transfer.wait()
         return self._kept.shape_like_source(image)
-
-
-def storage_extent(tensor: torch.Tensor) -> int:
-    """Return how many elements lie from the first to the last one that a non-empty strided tensor touches."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> bool:

@@ -8,6 +8,7 @@ _PARAMS = "lightning_cxl/streaming/params.py"
 _UNITS = "lightning_cxl/streaming/unit_weights.py"
 _AWAITED = "lightning_cxl/streaming/awaited.py"
 _INPUTS = "lightning_cxl/streaming/saved_inputs.py"
+_HOST_TENSORS = "lightning_cxl/memory/host_tensors.py"
 _IN_PLACE = "lightning_cxl/streaming/in_place.py"
 _CALLS = "lightning_cxl/streaming/activations.py"
 _PRIVATE = "lightning_cxl/torch_private.py"
@@ -420,16 +421,16 @@ MUTANTS = (
     ),
     Mutant(
         "small views of a large storage are copied",
-        _IN_PLACE,
-        "storage.nbytes() <= input_bytes(tensor) and storage.resizable()",
+        _HOST_TENSORS,
+        "storage.nbytes() <= storage_extent(tensor) * tensor.element_size() and storage.resizable()",
         "storage.resizable()",
         T_IN_PLACE,
     ),
     Mutant(
         "memory of others is copied",
-        _IN_PLACE,
-        "storage.nbytes() <= input_bytes(tensor) and storage.resizable()",
-        "storage.nbytes() <= input_bytes(tensor)",
+        _HOST_TENSORS,
+        "storage.nbytes() <= storage_extent(tensor) * tensor.element_size() and storage.resizable()",
+        "storage.nbytes() <= storage_extent(tensor) * tensor.element_size()",
         T_IN_PLACE,
     ),
     Mutant(

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.memory.host_tensors import has_own_memory
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.in_place import History, InPlaceInput, may_stay
+from lightning_cxl.streaming.in_place import History, InPlaceInput
 from lightning_cxl.streaming.saved_inputs import SavedBytes
 from lightning_cxl.streaming.versions import same_bits
 from lightning_cxl.transfer.engine import HostEngine
@@ -594,8 +595,8 @@ def test_programs_have_the_gradients_of_copies_in_every_step(program):
     assert_equal(gradients(Rig(2).blocks, compute, steps=4), expected)
 
 
-def test_what_may_stay():
+def test_what_has_own_memory():
     whole = source() * 1.0
-    assert may_stay(whole) and may_stay(whole.t()) and may_stay(whole.view(-1))
-    assert not may_stay(whole[1:]) and not may_stay(whole[:, 1:])
-    assert not may_stay(torch.frombuffer(bytearray(64), dtype=torch.float32)), "somebody else's memory"
+    assert has_own_memory(whole) and has_own_memory(whole.t()) and has_own_memory(whole.view(-1))
+    assert not has_own_memory(whole[1:]) and not has_own_memory(whole[:, 1:])
+    assert not has_own_memory(torch.frombuffer(bytearray(64), dtype=torch.float32)), "somebody else's memory"
