@@ -153,6 +153,7 @@ class StateVisits:
             with self._changed:
                 self._writing.append(_Written(record, slot, self._store.write(record.record, slot)))
                 self._touched.pop(record, None)
+                self._changed.notify_all()
             record.clean()
             is_written = True
         finally:
@@ -163,7 +164,7 @@ class StateVisits:
         """Learn that someone has written to tensors of a record; it is written when they are many."""
         self._touched[record] = None
         if sum(each.record.padded_nbytes for each in self._touched) > self._slots.cap_bytes:
-            self._write_touched()
+            self.wait()  # the end of a write drops what someone has written to the window meanwhile
 
     def wait(self) -> None:
         """Return when all windows show the state of the last update.
@@ -233,8 +234,6 @@ class StateVisits:
         return self._start_read(record, slot)
 
     def _start_read(self, record: StateRecord, slot: Buffer) -> _Fetched:
-        while any(each.record is record for each in self._writing):
-            self._finish_write()
         return _Fetched(slot, self._store.read(record.record, slot) if record.record.is_written else None)
 
     def _drop_fetched(self) -> None:

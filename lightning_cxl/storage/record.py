@@ -35,8 +35,8 @@ class Record:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was ever written, or restored."""
-        return self.present is not None
+        """Whether it was ever written, or restored; also where the first write is still on its way."""
+        return self.target is not None
 
     @property
     def is_whole(self) -> bool:
