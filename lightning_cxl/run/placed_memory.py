@@ -88,8 +88,8 @@ class PlacedMemory:
             self._heap.trim()  # in backward, where the C library's heap grows most
 
     def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor for a parameter."""
-        placement = self.placements.place(parameter, role, numel * dtype.itemsize)
+        """Return an uninitialised 1-D tensor for the state that `CPUAdam` keeps of a parameter."""
+        placement = self.placements.place(parameter, role, numel * dtype.itemsize, in_state=True)
         return self.memory.tensor((numel,), dtype, placement, role)
 
     def activation(self, nbytes: int, unit: str) -> Buffer:

@@ -35,6 +35,7 @@ from lightning_cxl.machine.machine import Machine, Split, check_split
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.jobs.job import Job, Phase
 from lightning_cxl.planning.jobs.perf import soft_maximum
+from lightning_cxl.ssd_options import SSD
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 _UPDATE = 2
@@ -174,7 +175,7 @@ class StepModel:
             if each.tier is None:
                 if moves:
                     self._free.setdefault(each.role, []).extend(moves)
-            else:
+            elif each.tier != SSD:
                 self._add(self._fixed, moves, {machine.tier(each.tier).name: 1.0})
 
     def seconds(self, splits: Mapping[TensorRole, Split]) -> float:
