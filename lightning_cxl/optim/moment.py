@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
-from lightning_cxl.optim.eight_bit import decode, encode, flat, num_blocks
+from lightning_cxl.optim.eight_bit import decode, encode, flattened, num_blocks
 from lightning_cxl.optim.number_formats import StatePrecision
 from lightning_cxl.optim.state_records import At
 from lightning_cxl.placement.placement import TensorRole
@@ -62,9 +62,9 @@ class Moment:
     @property
     def flat(self) -> torch.Tensor:
         """The memory of `values` as one dimension."""
-        return flat(self.values)
+        return flattened(self.values)
 
-    def zero_(self, at: At = flat) -> None:
+    def zero_(self, at: At = flattened) -> None:
         """Set every element to zero.
 
         Args:

@@ -9,7 +9,7 @@ import torch
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.awaited_params import plain
-from lightning_cxl.optim.eight_bit import dynamic_map, flat
+from lightning_cxl.optim.eight_bit import dynamic_map, flattened
 from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision
 from lightning_cxl.optim.number_formats import StatePrecision, join, split
 from lightning_cxl.optim.state_records import At, StateRecord
@@ -122,7 +122,7 @@ class ParameterState:
         if not state:
             self.step.zero_()
             if self.record is None:
-                self._zero(flat)
+                self._zero(flattened)
             else:
                 self.record.blanks.append(self._zero)
         elif self.holds(state):

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.store import Record, Store
+from lightning_cxl.storage.record import Record
+from lightning_cxl.storage.store import Store
 
 At = Callable[[torch.Tensor], torch.Tensor]
 """Returns where the bytes of a tensor of state are now, in one dimension."""

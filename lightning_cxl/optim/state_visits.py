@@ -33,8 +33,6 @@ from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.store import Store
 
-
-
 _MAX_AHEAD = 2  # records, besides the one that is updated
 
 
@@ -140,7 +138,7 @@ class StateVisits:
             StorageError: a read, or a write before, has failed.
         """
         with self._changed:
-            slot, read = self._fetched.pop(record, None) or self._fetch_now(record)
+            slot, read = self._fetched.pop(record) if record in self._fetched else self._fetch_now(record)
             if self._latest is not None:
                 self._next[self._latest] = record
             self._latest = record
@@ -202,7 +200,7 @@ class StateVisits:
         """Return the records that came after one the last time."""
         found: dict[StateRecord, None] = {}
         following = self._next.get(record)
-        while following not in (None, record, *found) and len(found) < _MAX_AHEAD:
+        while following is not None and following not in (record, *found) and len(found) < _MAX_AHEAD:
             found[following] = None
             following = self._next.get(following)
         return list(found)

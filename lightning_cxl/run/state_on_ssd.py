@@ -47,9 +47,9 @@ class StateOnSsd:
             cleanup.callback(self.store.close)
             self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)))
             cleanup.callback(self.visits.close)
-            for name, tensors in planned:
-                record = self.visits.reserve(name, sum(_most_nbytes(each.nbytes) for each in tensors))
-                self._record_of |= {id(each.parameter): record for each in tensors}
+            for each in planned:
+                record = self.visits.reserve(each.name, each.nbytes)
+                self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
             self._cleanup = cleanup.pop_all()
 
     def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -66,6 +66,11 @@ class StateOnSsd:
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)
 
+    def report_row(self) -> dict[str, int]:
+        """Return the bytes that records take on the drives, for the table of tiers in a report."""
+        reserved = self.store.stats()["reserved_bytes"]
+        return {"used_bytes": reserved, "peak_bytes": reserved, "held_bytes": reserved}
+
     def stats(self) -> dict[str, int]:
         """Return the counts of the store, and how many reads were not started ahead."""
         return {**self.store.stats(), "num_late": self.visits.num_late}
@@ -73,8 +78,3 @@ class StateOnSsd:
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""
         self._cleanup.close()
-
-
-def _most_nbytes(nbytes: int) -> int:
-    """Return what the tensors of one role take: scales that lie beside 8-bit moments are aligned by themselves."""
-    return taken_nbytes(nbytes) + taken_nbytes(1)
