@@ -175,6 +175,22 @@ class StateVisits:
             while self._writing:
                 self._finish_write()
 
+    def forget(self) -> None:
+        """Let go of what was read ahead: records are about to change by another way than a visit.
+
+        Raises:
+            StorageError: a write has failed.
+        """
+        self.wait()
+        with self._changed:
+            while self._fetched:
+                self._drop_fetched()
+
+    def take_records_as_they_are(self) -> None:
+        """Note that records have changed: what someone wrote to their windows is gone."""
+        for record in self._records:
+            record.clean()
+
     def close(self) -> None:
         """Finish all reads and writes, and let go of the slots. Idempotent.
 

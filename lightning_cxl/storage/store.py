@@ -252,6 +252,11 @@ class Store:
             self._check_open()
             self._generations.keep_only(self._generations.get(generation), self._records.values())
 
+    @property
+    def found(self) -> dict[str, int]:
+        """Bytes of the records that an earlier run left in the folder, by name."""
+        return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}
+
     def generations(self) -> list[Generation]:
         """Return what could be restored, oldest first: generations of this run, and of an earlier one in the folder."""
         return list(self._generations.kept)
