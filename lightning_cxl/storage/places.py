@@ -1,13 +1,14 @@
 """The places of one store: its locked folders, the drives in them, and their files."""
 
 import contextlib
+import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_cxl.errors import ConfigError
-from lightning_cxl.storage.drive import Drive
-from lightning_cxl.storage.folder import MANIFEST, Folder, is_block_device
+from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.storage.drive import LABEL, Drive
+from lightning_cxl.storage.folder import MANIFEST, PART, Folder, is_block_device
 from lightning_cxl.storage.manifest import Manifest, decode
 from lightning_cxl.storage.system import System
 
@@ -77,23 +78,70 @@ class Places:
             )
         return found
 
+    def _check_other(self, folder: Folder) -> None:
+        """Refuse a folder with data of another store that keeps a generation.
+
+        Raises:
+            ConfigError: it has.
+        """
+        if folder.read(MANIFEST) is not None:
+            raise ConfigError(f"`{folder.path}` holds a generation of its own, of another run. {WHAT_TO_DO}")
+        contents = folder.read(PART)
+        if contents is None:
+            return
+        part = json.loads(contents)
+        if part["store"] == self.store_id:
+            return
+        home = Path(part["home"])
+        with contextlib.suppress(FileNotFoundError):
+            if decode((home / MANIFEST).read_bytes(), home / MANIFEST).store_id == part["store"]:
+                raise ConfigError(
+                    f"`{folder.path}` holds a part of a generation whose manifest lies in `{home}`. {WHAT_TO_DO}"
+                )
+
     def _open_drive(self, stack: contextlib.ExitStack, index: int, path: Path, folder: Folder | None) -> None:
-        make = folder is not None and self.found is None
-        if folder is not None:
+        label = LABEL + f"{self.store_id} {index}".encode()
+        if folder is None:
+            drive = Drive(path, self._system, device=True)
+        else:
+            if folder is not self.home or self.found is None:
+                self._check_other(folder)
             folder.remove_orphans(self.store_id)
             path = folder.data_path(self.store_id, index)
             self._files.append((folder, path))
-        drive = Drive(path, self._system, make=make)
+            drive = Drive(path, self._system, make=self.found is None)
         stack.callback(drive.close)
         drive.prepare()
         self.drives.append(drive)
-        if folder is not None and make:
+        if folder is None and self.found is None:
+            drive.claim(label)
+        elif folder is None and drive.label() != label:
+            raise CheckpointError(
+                f"`{path}` is not the device that the generation in `{self.home.path}` was written to"
+            )
+        elif folder is not None and self.found is None:
             folder.sync()
+
+    def keep_files(self) -> None:
+        """Say that files stay at `close`, and note in the other folders whose they are.
+
+        Raises:
+            StorageError: that cannot be noted.
+        """
+        if self.files_stay:
+            return
+        part = json.dumps({"store": self.store_id, "home": str(self.home.path.resolve())}).encode()
+        for folder, _ in self._files:
+            if folder is not self.home:
+                folder.write_new(PART, part)
+                folder.publish(PART)
+        self.files_stay = True
 
     def _remove_files(self) -> None:
         if not self.files_stay:
             for folder, path in self._files:
                 folder.remove(path)
+                folder.remove(folder.path / PART)
 
     def close(self) -> None:
         """Close all files, remove those that do not stay, and let go of the locks. Idempotent."""

@@ -1,9 +1,9 @@
 """`Store`: what is written is what is read, by windows and by generations."""
 
 import errno
-import multiprocessing
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -16,6 +16,7 @@ import torch
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping, Range
+from lightning_cxl.storage.drive import HEAD_BYTES
 from lightning_cxl.storage.store import Store
 
 BLOCK = 4096
@@ -247,7 +248,7 @@ def test_bytes_that_changed_on_the_drive_are_found(opened, tmp_path):
     put(store, record, 1)
     (file,) = tmp_path.rglob("*.data")
     with open(file, "r+b") as other:
-        other.seek(BLOCK + 5 * CHUNK + 17)
+        other.seek(HEAD_BYTES + 5 * CHUNK + 17)
         byte = other.read(1)
         other.seek(-1, os.SEEK_CUR)
         other.write(bytes([byte[0] ^ 1]))
@@ -387,16 +388,25 @@ def test_a_second_run_is_refused_and_told_who_has_the_folder(opened, tmp_path):
     assert f"in use by process {os.getpid()}" in done.stderr
 
 
-def test_a_forked_child_does_not_keep_the_lock(opened):
-    store = opened()
-    context = multiprocessing.get_context("fork")
-    event = context.Event()
-    child = context.Process(target=event.wait)
-    child.start()
-    store.close()
-    opened().close()
-    event.set()
-    child.join()
+def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path):
+    (started, says_started), (ends, says_end) = os.pipe(), os.pipe()
+    run = os.fork()
+    if run == 0:
+        Store(folders(tmp_path), budget_bytes=BUDGET)
+        if os.fork() == 0:
+            os.write(says_started, b"x")
+            os.close(says_end)
+            os.read(ends, 1)
+            os._exit(0)
+        signal.pause()
+    os.read(started, 1)
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    try:
+        opened()
+    finally:
+        for end in (started, says_started, ends, says_end):
+            os.close(end)
 
 
 def test_files_of_runs_that_are_gone_are_removed_and_others_are_not(opened, tmp_path):
