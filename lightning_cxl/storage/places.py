@@ -93,11 +93,14 @@ class Places:
         if part["store"] == self.store_id:
             return
         home = Path(part["home"])
-        with contextlib.suppress(FileNotFoundError):
-            if decode((home / MANIFEST).read_bytes(), home / MANIFEST).store_id == part["store"]:
-                raise ConfigError(
-                    f"`{folder.path}` holds a part of a generation whose manifest lies in `{home}`. {WHAT_TO_DO}"
-                )
+        try:
+            stale = decode((home / MANIFEST).read_bytes(), home / MANIFEST).store_id != part["store"]
+        except FileNotFoundError:  # without the folder nobody knows: its disk may not be mounted
+            stale = home.is_dir()
+        if not stale:
+            raise ConfigError(
+                f"`{folder.path}` holds a part of a generation whose manifest lies in `{home}`. {WHAT_TO_DO}"
+            )
 
     def _open_drive(self, stack: contextlib.ExitStack, index: int, path: Path, folder: Folder | None) -> None:
         label = LABEL + f"{self.store_id} {index}".encode()

@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,47 +12,9 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
-from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.native._numa import Mapping, Range
 from lightning_cxl.storage.drive import HEAD_BYTES
 from lightning_cxl.storage.store import Store
-
-BLOCK = 4096
-BUDGET = 64 << 20
-CHUNK = 4 * BLOCK
-
-
-def memory_of(nbytes):
-    mapping = Mapping(nbytes)
-    return Buffer(mapping.address, mapping.nbytes, (), None, mapping)
-
-
-def fill(memory, seed):
-    """Fill memory with bytes that no other seed gives; returns them."""
-    contents = torch.randint(0, 256, (memory.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    memory.tensor((memory.nbytes,), torch.uint8).copy_(contents)
-    return bytes(contents.numpy())
-
-
-def bytes_of(memory):
-    return bytes(memoryview(Range(memory.address, memory.nbytes, memory)))
-
-
-def put(store, record, seed):
-    memory = memory_of(record.padded_nbytes)
-    contents = fill(memory, seed)
-    store.write(record, memory).wait_host()
-    return contents
-
-
-def get(store, record):
-    memory = memory_of(record.padded_nbytes)
-    store.read(record, memory).wait_host()
-    return bytes_of(memory)
-
-
-def folders(path, count=1):
-    return [path / f"drive{index}" for index in range(count)]
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, fill, folders, get, memory_of, put
 
 
 @pytest.fixture
@@ -382,10 +342,6 @@ def test_a_second_run_is_refused_and_told_who_has_the_folder(opened, tmp_path):
         opened(2)
     with pytest.raises(ConfigError, match="in use by"):
         Store([tmp_path / "drive1"], budget_bytes=BUDGET)
-    code = "import sys; from pathlib import Path; from lightning_cxl.storage.store import Store\n"
-    code += "Store([Path(sys.argv[1])], budget_bytes=1)"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "drive0"], capture_output=True, text=True)
-    assert f"in use by process {os.getpid()}" in done.stderr
 
 
 def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path):
