@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 4096
 HEAD_BYTES = 256 * 2**10
 """At the start of each drive, without records: on a device, marks of filesystems and partitions would lie there."""
-LABEL = b"lightning_cxl "
+_LABEL = b"lightning_cxl "
 _ADVICE = {
     errno.ENOSPC: "Free space there, or use a smaller budget.",
     errno.EDQUOT: "Your quota there is used up.",
@@ -85,36 +85,33 @@ class Drive:
             self.fd = self._open_buffered(os.O_RDWR | (os.O_EXCL if self._device else 0))
         return self
 
-    def claim(self, label: bytes) -> None:
-        """Write `label` into the head, where there is no other one: block devices have no names of files.
-
-        Args:
-            label: at most a block; starts with `LABEL`.
+    def label(self) -> bytes | None:
+        """Return what `set_label` wrote: block devices have no names of files; None where the head is empty.
 
         Raises:
             ConfigError: the head holds something that is not ours.
-            StorageError: it cannot be read or written.
+            StorageError: it cannot be read.
         """
         with aligned_memory(HEAD_BYTES) as view:
             self.read([view], 0)
-            if not bytes(view).startswith(LABEL) and any(view):
-                raise ConfigError(
-                    f"`{self.path}` is not empty: its first {HEAD_BYTES} bytes hold something that is not ours, maybe "
-                    f"a filesystem. If nobody needs it, clear it: `wipefs --all {self.path}`, then write zeros there"
-                )
-            view[:] = label.ljust(HEAD_BYTES, b"\0")
-            self.write([view], 0)
-            self.sync()
+            head = bytes(view).rstrip(b"\0")
+        if head and not head.startswith(_LABEL):
+            raise ConfigError(
+                f"`{self.path}` is not empty: its first {HEAD_BYTES} bytes hold something that is not ours, maybe a "
+                f"filesystem. If nobody needs it, fill them with zeros"
+            )
+        return head.removeprefix(_LABEL) or None
 
-    def label(self) -> bytes:
-        """Return what `claim` wrote.
+    def set_label(self, label: bytes) -> None:
+        """Write the head.
 
         Raises:
-            StorageError: it cannot be read.
+            StorageError: it cannot be written.
         """
-        with aligned_memory(BLOCK_BYTES) as view:
-            self.read([view], 0)
-            return bytes(view).rstrip(b"\0")
+        with aligned_memory(HEAD_BYTES) as view:
+            view[:] = (_LABEL + label).ljust(HEAD_BYTES, b"\0")
+            self.write([view], 0)
+        self.sync()
 
     def check_name(self) -> None:
         """Check that the path still leads to the open file: what is written to a file without a name is lost.

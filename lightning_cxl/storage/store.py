@@ -232,9 +232,10 @@ class Store:
             return self._generations.add(details, self._records.values())
 
     def _sync_drives(self) -> None:
+        for drive in self._drives:
+            drive.check_name()
         try:
             for drive in self._drives:
-                drive.check_name()
                 drive.sync()
         except StorageError:
             # the kernel says this once and may forget the bytes: a second sync would say that all is well
