@@ -209,7 +209,7 @@ class Store:
         """Make what was written so far a generation, beside the one before. See [Note: Generations].
 
         Args:
-            details: kept with the generation, as JSON.
+            details: kept with the generation, as JSON, and shown to users in errors.
 
         Returns:
             The number of the generation.
@@ -222,7 +222,7 @@ class Store:
             self._check_open()
             if not self._keeps:
                 raise ConfigError("this store keeps no generations: make it with `keeps=True`")
-            json.dumps(details)  # what cannot be kept is refused before anything is done
+            details = json.loads(json.dumps(details))  # what cannot be kept is refused before anything is done
             self._generations.check_room()
             self._engine.wait()
             for record in self._records.values():

@@ -152,6 +152,7 @@ def steps_until_killed(path):
         store.settle(store.commit({"step": step}))
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_run_that_is_killed_at_any_time_goes_on_where_it_was(tmp_path):
     rng, steps = random.Random(0), [0]
     for _ in range(12):

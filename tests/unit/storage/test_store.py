@@ -103,6 +103,7 @@ def test_windows_take_no_memory_of_the_process(opened):
     assert anonymous_bytes(window) > 0  # so the count above counts
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_window_is_not_there_in_a_forked_child(opened):
     store = opened()
     record = store.reserve("state", BLOCK)
@@ -344,6 +345,7 @@ def test_a_second_run_is_refused_and_told_who_has_the_folder(opened, tmp_path):
         Store([tmp_path / "drive1"], budget_bytes=BUDGET)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path):
     (started, says_started), (ends, says_end) = os.pipe(), os.pipe()
     run = os.fork()
