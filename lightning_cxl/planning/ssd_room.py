@@ -32,12 +32,15 @@ class SsdRoom:
         return self.versions * round_up(record.nbytes, RECORD_ALIGNMENT * self.num_drives)
 
     def check(self, records: Iterable[StateRecord]) -> None:
-        """Refuse records that the tier cannot hold.
+        """Refuse records that the tier cannot hold; see `check_bytes`."""
+        self.check_bytes(sum(map(self.bytes_of, records)))
+
+    def check_bytes(self, needed: int) -> None:
+        """Refuse bytes, of all versions together, that the tier cannot hold.
 
         Raises:
             TierFullError: says how much is needed, and how much there is.
         """
-        needed = sum(map(self.bytes_of, records))
         if needed > self.capacity_bytes:
             twice = ', twice because of checkpoint="reference"' if self.versions > 1 else ""
             raise TierFullError(
