@@ -166,6 +166,12 @@ class Machine:
         """Tier names, nearest first."""
         return tuple(tier.name for tier in self.tiers)
 
+    @property
+    def memory_bytes(self) -> int:
+        """Most that all tiers together hold."""
+        capacity = sum(tier.capacity_bytes for tier in self.tiers)
+        return capacity if self.host_bytes is None else min(capacity, self.host_bytes)
+
     def tier(self, name: str) -> MachineTier:
         """Return the tier of that name.
 

@@ -31,6 +31,8 @@ class PolicyPlan:
     """Why it does not fit."""
     needs_speeds: bool = False
     """It could not decide: speeds are not known."""
+    ssd_seconds: float | None = None
+    """What the tier `ssd` adds to the predicted step; None where that is not predicted, or nothing lies there."""
 
     @property
     def fits(self) -> bool:
@@ -125,4 +127,7 @@ def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> Poli
         for tier, share in split.items():
             own[tier] = own.get(tier, 0) + round(share * each.nbytes)
     time = predict_step(job, decision.splits, machine) if can_predict(job, machine) else None
-    return PolicyPlan(name, bytes_on, reasons, time)
+    added = None
+    if time is not None and job.ssd_bytes:
+        added = time.seconds - predict_step(job.without_ssd_moves(), decision.splits, machine).seconds
+    return PolicyPlan(name, bytes_on, reasons, time, ssd_seconds=added)

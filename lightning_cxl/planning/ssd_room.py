@@ -48,13 +48,3 @@ class SsdRoom:
                 f"{format_bytes(self.capacity_bytes)}. Raise its budget in `tiers`, free space on its drives, or keep "
                 f'less state there: state="bf16" or "8bit"'
             )
-
-    def stats(self) -> dict[str, int]:
-        """Return the row of the tier in a report, before anything is stored there."""
-        return {
-            "capacity_bytes": self.capacity_bytes,
-            "budget_bytes": self.capacity_bytes,
-            "used_bytes": 0,
-            "peak_bytes": 0,
-            "held_bytes": 0,
-        }

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_cxl.tables import table_lines
+from lightning_cxl.tables import table_lines, wrapped
 from lightning_cxl.units import format_bytes
 
 _WIDTH = 110
@@ -45,6 +45,10 @@ def format_report(report: Mapping[str, Any]) -> str:
             f"{_size(streamed['slot_bytes'])} on the device, {streamed['num_fetches']} copies, "
             f"{streamed['num_late']} not fetched ahead"
         )
+    if moved := report["ssd"]:
+        seconds = f" of {moved['step_seconds']:.2f} s" if moved["step_seconds"] else ""
+        read = f"{moved['read_bytes_per_step'] / 1e9:.3g} GB read and "
+        lines += wrapped(f"tier ssd, {moved['num_steps']} steps{seconds}: {read}{moved['text']}", _WIDTH)
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)

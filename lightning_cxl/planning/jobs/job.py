@@ -64,13 +64,18 @@ class Job:
         """Bytes that a step writes to the tier `ssd`."""
         return sum(move.nbytes for each in self.classes for move in each.moves if move.kind == "ssd_write")
 
-    def in_memory(self) -> "Job":
-        """Return the job as if memory were large enough: nothing has a tier, and nothing moves from or to drives."""
+    def without_ssd_moves(self) -> "Job":
+        """Return the job as if drives took no time."""
         classes = [
-            replace(each, tier=None, moves=tuple(move for move in each.moves if move.kind not in SSD_MOVES))
+            replace(each, moves=tuple(move for move in each.moves if move.kind not in SSD_MOVES))
             for each in self.classes
         ]
-        return replace(self, classes=tuple(classes), num_records=0)
+        return replace(self, classes=tuple(classes))
+
+    def in_memory(self) -> "Job":
+        """Return the job as if memory were large enough: nothing has a tier, and nothing moves from or to drives."""
+        job = self.without_ssd_moves()
+        return replace(job, classes=tuple(replace(each, tier=None) for each in job.classes), num_records=0)
 
     def free_classes(self) -> dict[TensorRole, MemoryClass]:
         """Return the classes that the policy decides about, by role."""
