@@ -95,8 +95,8 @@ KEYS_OF_FILES = {
     SsdSpeeds: "folder read_bytes_per_s write_bytes_per_s direct",
 }
 COMMANDS = {
-    "plan": "model tiers batch seq precision state master accumulate accumulate-grad-batches activation-offload "
-    "stream-weights overlap policy loss plot json",
+    "plan": "model tiers ssd ssd-budget ssd-checkpoint batch seq precision state master accumulate "
+    "accumulate-grad-batches activation-offload stream-weights overlap policy loss plot json",
     "calibrate": "output ssd quick json",
 }
 

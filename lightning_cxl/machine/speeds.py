@@ -16,9 +16,10 @@ from lightning_cxl.machine.calibration import Calibration, load_calibration
 from lightning_cxl.machine.fingerprint import cpu_model
 from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
 from lightning_cxl.machine.machine_file import Overrides, load_overrides
-from lightning_cxl.machine.ssd_speeds import ssd_of
+from lightning_cxl.machine.ssd_speeds import ssd_of, ssd_origin
 from lightning_cxl.machine.topology import Tier, Topology
 from lightning_cxl.native import _cpu
+from lightning_cxl.ssd_options import SSD
 
 _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
 
@@ -84,13 +85,15 @@ def machine_of(
         return None
     tiers = tuple(_tier(topology, tier, speeds[tier.name], capacity_bytes or {}) for tier in topology.tiers)
     computing, device_origin = _device(device, tiers[0], calibration, overrides)
-    source = "; ".join(
-        [*(f"{name}: {each.origin}" for name, each in speeds.items()), f"{computing.name}: {device_origin}"]
-    )
+    ssd = ssd_of(topology, calibration, overrides)
+    origins = {name: each.origin for name, each in speeds.items()}
+    if ssd is not None:
+        origins[SSD] = ssd_origin(ssd, calibration, overrides)
+    source = "; ".join(f"{name}: {origin}" for name, origin in {**origins, computing.name: device_origin}.items())
     fields: dict[str, Any] = {"name": cpu_model(topology.root or Path("/")), **overrides.machine}
     fields["source"] = f"{source} ({fields['source']})" if "source" in fields else source
     cache = _cache(calibration, overrides)
-    return Machine(tiers=tiers, device=computing, cache=cache, ssd=ssd_of(topology, calibration, overrides), **fields)
+    return Machine(tiers=tiers, device=computing, cache=cache, ssd=ssd, **fields)
 
 
 def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu") -> Machine:

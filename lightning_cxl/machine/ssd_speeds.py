@@ -29,6 +29,15 @@ def ssd_of(topology: Topology, calibration: Calibration | None, overrides: Overr
     return MachineSsd(num_drives=len(tier.folders), versions=tier.versions, **values)
 
 
+def ssd_origin(ssd: MachineSsd, calibration: Calibration | None, overrides: Overrides) -> str:
+    """Return where the speeds of a tier `ssd` that `ssd_of` has made come from."""
+    if not ssd.has_speeds:
+        return "unknown"
+    from_file = [name in overrides.ssd for name in ("read_bytes_per_s", "write_bytes_per_s")]
+    origins = ["file"] if any(from_file) else []
+    return " and ".join(origins + ([calibration.origin] if calibration is not None and not all(from_file) else []))
+
+
 def _measured(folders: Sequence[Path], ssds: Sequence[SsdSpeeds]) -> dict[str, float]:
     drives = [drive_of(existing_folder(folder)) for folder in folders]
     sharing = Counter(drives)

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.tables import table_lines, wrapped
 from lightning_cxl.units import format_bytes
 
@@ -55,9 +56,10 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 def _total(report: Mapping[str, Any]) -> str:
-    """Return the line that compares the plan with what was measured."""
+    """Return the line that compares the plan with what was measured, of memory."""
     planned, peak = (
-        sum(sum(tiers.values()) for tiers in report[key].values()) for key in ("planned_roles", "peak_roles")
+        sum(nbytes for tiers in report[key].values() for tier, nbytes in tiers.items() if tier != SSD)
+        for key in ("planned_roles", "peak_roles")
     )
     of_plan = f" ({peak / planned:.0%})".replace("%", " %") if planned else ""
     return f"in all, each role at its peak: planned {format_bytes(planned)}, peak {format_bytes(peak)}{of_plan}"

@@ -1,9 +1,11 @@
 """`SsdUse`: what a run has stored on, and moved from and to, the tier `ssd`: measured, for its report."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_cxl.machine.topology import Tier
+from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.wear import Wear
 
 
@@ -17,6 +19,8 @@ class SsdUse:
     """Most that these have been."""
     held_bytes: int = 0
     """Of the files."""
+    roles: Mapping[TensorRole, int] = field(default_factory=dict)
+    """Bytes by role, one version."""
     read_bytes: int = 0
     """Since the run began."""
     written_bytes: int = 0
