@@ -23,7 +23,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.activations import Measured, estimate, known_parameters, units_of
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.gradients import gradients_at_once, staged_gradients, widened_gradients
-from lightning_cxl.inventory.records import StateRecord, group_state, record_names, with_slots
+from lightning_cxl.inventory.records import PlannedRecord, group_state, record_names, with_slots
 from lightning_cxl.inventory.sensitive import sensitive_parameters
 from lightning_cxl.inventory.state import state_tensors
 from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, StreamedUnit, grouped, units_by_parameter
@@ -68,7 +68,7 @@ class Inventory:
         return units_by_parameter(self.streamed)
 
     @property
-    def ssd_records(self) -> tuple[StateRecord, ...]:
+    def ssd_records(self) -> tuple[PlannedRecord, ...]:
         """What lies on the tier `ssd`, in the order of the optimizers' parameters."""
         return group_state(self.tensors, self.record_of, lambda each: each.tier == SSD)
 

@@ -1,4 +1,4 @@
-"""`StateRecord`: optimizer state that is read from and written to the tier `ssd` as one."""
+"""`PlannedRecord`: optimizer state that is read from and written to the tier `ssd` as one."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -6,21 +6,21 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_cxl.inventory.tensors import HostTensor, StreamedUnit, units_by_parameter
+from lightning_cxl.optim.state_records import taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.ssd_options import SSD
+from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.units import NamedUnits
 
 NUM_STATE_SLOTS = 3
 """Records in memory at a time: one is read, one is updated, one is written."""
 SLOTS_OWNER = "slots for state on ssd"
 """Who the memory of these slots is placed for, instead of a parameter or unit."""
-RECORD_ALIGNMENT = 4096
+RECORD_ALIGNMENT = BLOCK_BYTES
 """Of where a record begins and ends, in bytes: what direct access to a drive wants."""
-TENSOR_ALIGNMENT = 64
-"""Of where each tensor begins in its record, in bytes."""
 
 
-class StateRecord(NamedTuple):
+class PlannedRecord(NamedTuple):
     """The state of one unit, or of one parameter outside of units.
 
     Args:
@@ -33,8 +33,8 @@ class StateRecord(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the record, with the gaps that alignment leaves."""
-        return round_up(sum(round_up(each.nbytes, TENSOR_ALIGNMENT) for each in self.tensors), RECORD_ALIGNMENT)
+        """Bytes of the record, with the gaps that alignment leaves, also between 8-bit numbers and their scales."""
+        return round_up(sum(taken_nbytes(each.nbytes) + taken_nbytes(1) for each in self.tensors), RECORD_ALIGNMENT)
 
 
 def round_up(nbytes: int, alignment: int) -> int:
@@ -65,7 +65,7 @@ def record_names(model: nn.Module, blocks: NamedUnits, streamed: Sequence[Stream
 
 def group_state(
     tensors: Iterable[HostTensor], record_of: Mapping[int, str], wanted: Callable[[HostTensor], bool]
-) -> tuple[StateRecord, ...]:
+) -> tuple[PlannedRecord, ...]:
     """Return the state among the tensors that is wanted, in records.
 
     Args:
@@ -79,7 +79,7 @@ def group_state(
             # an optimizer may hold what is no parameter of the model
             name = record_of.get(id(each.parameter)) or f"unnamed.{id(each.parameter)}"
             groups.setdefault(name, []).append(each)
-    return tuple(StateRecord(name, tuple(group)) for name, group in groups.items())
+    return tuple(PlannedRecord(name, tuple(group)) for name, group in groups.items())
 
 
 def with_slots(tensors: Iterable[HostTensor], record_of: Mapping[int, str]) -> tuple[HostTensor, ...]:
@@ -91,6 +91,6 @@ def with_slots(tensors: Iterable[HostTensor], record_of: Mapping[int, str]) -> t
     return (*others, HostTensor(None, TensorRole.STAGING, slot_bytes(records), SLOTS_OWNER))
 
 
-def slot_bytes(records: Iterable[StateRecord]) -> int:
+def slot_bytes(records: Iterable[PlannedRecord]) -> int:
     """Return the bytes of all slots that these records visit; each holds the largest of them."""
     return NUM_STATE_SLOTS * max((record.nbytes for record in records), default=0)

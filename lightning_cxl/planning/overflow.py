@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lightning_cxl.config import OnTierFull
 from lightning_cxl.errors import SpillWarning
 from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.records import StateRecord, group_state, slot_bytes, with_slots
+from lightning_cxl.inventory.records import PlannedRecord, group_state, slot_bytes, with_slots
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.ssd_room import SsdRoom
 from lightning_cxl.ssd_options import SSD
@@ -27,8 +27,8 @@ OVERFLOW = "does not fit in memory"
 
 
 class _Movable(NamedTuple):
-    units: Sequence[StateRecord]
-    others: Sequence[StateRecord]
+    units: Sequence[PlannedRecord]
+    others: Sequence[PlannedRecord]
 
 
 def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_full: OnTierFull) -> Inventory:
@@ -81,7 +81,7 @@ def _without_excess(inventory: Inventory, ssd: SsdRoom) -> Inventory:
     return _placed(inventory, excess, None, "tier ssd is full")
 
 
-def _overflow(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequence[StateRecord]:
+def _overflow(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequence[PlannedRecord]:
     """Return the records that go to the tier `ssd` so that the others fit; where none do, those that leave least."""
     needed = memory_bytes_of(inventory)
     if needed <= memory_bytes:
@@ -89,7 +89,7 @@ def _overflow(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequence
     there = inventory.ssd_records
     without_slots = needed - slot_bytes(there) * inventory.copies_of(TensorRole.STAGING)
     room = ssd.capacity_bytes - sum(map(ssd.bytes_of, there))
-    best: Sequence[StateRecord] = []
+    best: Sequence[PlannedRecord] = []
     for chosen in _choices(_movable(inventory)):
         if sum(map(ssd.bytes_of, chosen)) > room:
             continue
@@ -113,7 +113,7 @@ def _movable(inventory: Inventory) -> _Movable:
     return _Movable(units, sorted(others, key=lambda record: -record.nbytes))
 
 
-def _choices(movable: _Movable) -> Iterator[Sequence[StateRecord]]:
+def _choices(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
     """Yield what could go to the tier `ssd`, more and more of it; what makes the slots larger comes last."""
     units, others = movable
     for count in range(1, len(units) + 1):
@@ -124,7 +124,7 @@ def _choices(movable: _Movable) -> Iterator[Sequence[StateRecord]]:
         yield [*units, *in_turn[:count]]
 
 
-def _placed(inventory: Inventory, records: Sequence[StateRecord], tier: str | None, source: str) -> Inventory:
+def _placed(inventory: Inventory, records: Sequence[PlannedRecord], tier: str | None, source: str) -> Inventory:
     """Return the inventory with all state of some records on a tier, and slots for what is on `ssd` now."""
     moved = {id(each.parameter) for record in records for each in record.tensors}
     inventory.asked.place_state((p for p in inventory.model.parameters() if id(p) in moved), tier, source)

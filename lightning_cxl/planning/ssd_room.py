@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.inventory.records import RECORD_ALIGNMENT, StateRecord, round_up
+from lightning_cxl.inventory.records import RECORD_ALIGNMENT, PlannedRecord, round_up
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.units import format_bytes
@@ -27,11 +27,11 @@ class SsdRoom:
         assert topology.ssd is not None
         return cls(topology.ssd.capacity_bytes, options.versions, len(options.paths))
 
-    def bytes_of(self, record: StateRecord) -> int:
+    def bytes_of(self, record: PlannedRecord) -> int:
         """Return what a record takes on the drives, all versions together."""
         return self.versions * round_up(record.nbytes, RECORD_ALIGNMENT * self.num_drives)
 
-    def check(self, records: Iterable[StateRecord]) -> None:
+    def check(self, records: Iterable[PlannedRecord]) -> None:
         """Refuse records that the tier cannot hold; see `check_bytes`."""
         self.check_bytes(sum(map(self.bytes_of, records)))
 

@@ -139,9 +139,6 @@ class Host:
         if (tier := self.topology.ssd) is not None:
             use = ssd or SsdUse()
             stats["tiers"][tier.name] = tier_row(tier, use)
-            for role, nbytes in use.roles.items():
-                for key in ("roles", "peak_roles"):
-                    stats[key].setdefault(role.value, {})[tier.name] = nbytes
             moved = io_data(tier, use)
         return {
             "state": state,

@@ -30,8 +30,7 @@ def format_report(report: Mapping[str, Any]) -> str:
                 role,
                 tier,
                 _size(report["planned_roles"].get(role, {}).get(tier)),
-                _size(report["roles"].get(role, {}).get(tier, 0)),
-                _size(report["peak_roles"].get(role, {}).get(tier, 0)),
+                *(_size(report[key].get(role, {}).get(tier, _unused(tier))) for key in ("roles", "peak_roles")),
             )
             for tier in tiers
         ]
@@ -49,10 +48,15 @@ def format_report(report: Mapping[str, Any]) -> str:
     if moved := report["ssd"]:
         seconds = f" of {moved['step_seconds']:.2f} s" if moved["step_seconds"] else ""
         read = f"{moved['read_bytes_per_step'] / 1e9:.3g} GB read and "
-        lines += wrapped(f"tier ssd, {moved['num_steps']} steps{seconds}: {read}{moved['text']}", _WIDTH)
+        lines += wrapped(f"tier ssd, {moved['num_steps']:,.0f} steps{seconds}: {read}{moved['text']}", _WIDTH)
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)
+
+
+def _unused(tier: str) -> int | None:
+    """Return what is shown where no memory is counted: on the tier `ssd` roles are not counted one by one."""
+    return None if tier == SSD else 0
 
 
 def _total(report: Mapping[str, Any]) -> str:
