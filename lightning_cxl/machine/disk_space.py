@@ -19,15 +19,31 @@ def ssd_capacity_bytes(options: SsdOptions) -> int:
     Raises:
         ConfigError: a path is no folder.
     """
+    folders = [existing_folder(path) for path in options.paths]
     if options.budget_bytes is not None:
         return options.budget_bytes
-    around = [_existing_folder(path) for path in options.paths]
-    drives = Counter(os.stat(folder).st_dev for folder in around)
-    least = min(_free_bytes(folder) // drives[os.stat(folder).st_dev] for folder in around)
-    return int(least * len(around) * _USED)
+    drives = Counter(map(drive_of, folders))
+    least = min(_free_bytes(folder) // drives[drive_of(folder)] for folder in folders)
+    return int(least * len(folders) * _USED)
 
 
-def _existing_folder(path: Path) -> Path:
+def drive_bytes(options: SsdOptions) -> int:
+    """Return the size of the drives together, as their file systems say it."""
+    found = {drive_of(folder): os.statvfs(folder) for folder in map(existing_folder, options.paths)}
+    return sum(each.f_blocks * each.f_frsize for each in found.values())
+
+
+def drive_of(folder: Path) -> int:
+    """Return what tells drives apart: the device of the file system."""
+    return os.stat(folder).st_dev
+
+
+def existing_folder(path: Path) -> Path:
+    """Return a folder, or where it does not exist yet, the nearest one around it.
+
+    Raises:
+        ConfigError: there is something else at the path.
+    """
     for folder in (path, *path.parents):
         if folder.exists():
             if folder.is_dir():

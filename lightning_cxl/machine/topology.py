@@ -13,7 +13,7 @@ from typing import Literal
 
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
 from lightning_cxl.machine import limits, nodes
-from lightning_cxl.machine.disk_space import ssd_capacity_bytes
+from lightning_cxl.machine.disk_space import drive_bytes, ssd_capacity_bytes
 from lightning_cxl.machine.nodes import Node
 from lightning_cxl.ssd_options import SSD, SsdOptions
 from lightning_cxl.units import format_bytes, parse_bytes
@@ -47,6 +47,10 @@ class Tier:
     """Where the files of the tier `ssd` lie, one folder per drive; a tier of memory has none."""
     file_bytes: int = 0
     """What these files may hold together."""
+    versions: int = 1
+    """How often every byte lies in these files: 2 where checkpoints refer to it."""
+    drive_bytes: int = 0
+    """Size of the drives together."""
 
     @property
     def node_ids(self) -> tuple[int, ...]:
@@ -180,7 +184,15 @@ class Topology:
         Raises:
             ConfigError: a path is no folder.
         """
-        tier = Tier(SSD, TierKind.SSD, (), folders=options.paths, file_bytes=ssd_capacity_bytes(options))
+        tier = Tier(
+            SSD,
+            TierKind.SSD,
+            (),
+            folders=options.paths,
+            file_bytes=ssd_capacity_bytes(options),
+            versions=options.versions,
+            drive_bytes=drive_bytes(options),
+        )
         return replace(self, ssd=tier)
 
     @property

@@ -99,6 +99,7 @@ class StateVisits:
     def __init__(self, store: Store, slots: StateSlots) -> None:
         self.num_late = 0
         """Reads that were not started before their visit."""
+        self.num_visits = 0
         self._store = store
         self._slots = slots
         self._records: list[StateRecord] = []
@@ -139,6 +140,7 @@ class StateVisits:
         """
         with self._changed:
             slot, read = self._fetched.pop(record) if record in self._fetched else self._fetch_now(record)
+            self.num_visits += 1
             if self._latest is not None:
                 self._next[self._latest] = record
             self._latest = record

@@ -32,12 +32,15 @@ class SsdRoom:
         return self.versions * round_up(record.nbytes, RECORD_ALIGNMENT * self.num_drives)
 
     def check(self, records: Iterable[PlannedRecord]) -> None:
-        """Refuse records that the tier cannot hold.
+        """Refuse records that the tier cannot hold; see `check_bytes`."""
+        self.check_bytes(sum(map(self.bytes_of, records)))
+
+    def check_bytes(self, needed: int) -> None:
+        """Refuse bytes, of all versions together, that the tier cannot hold.
 
         Raises:
             TierFullError: says how much is needed, and how much there is.
         """
-        needed = sum(map(self.bytes_of, records))
         if needed > self.capacity_bytes:
             twice = ', twice because of checkpoint="reference"' if self.versions > 1 else ""
             raise TierFullError(
@@ -45,13 +48,3 @@ class SsdRoom:
                 f"{format_bytes(self.capacity_bytes)}. Raise its budget in `tiers`, free space on its drives, or keep "
                 f'less state there: state="bf16" or "8bit"'
             )
-
-    def stats(self) -> dict[str, int]:
-        """Return the row of the tier in a report, before anything is stored there."""
-        return {
-            "capacity_bytes": self.capacity_bytes,
-            "budget_bytes": self.capacity_bytes,
-            "used_bytes": 0,
-            "peak_bytes": 0,
-            "held_bytes": 0,
-        }

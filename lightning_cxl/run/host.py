@@ -1,7 +1,7 @@
 """`Host`: the machine as one run uses it: tiers with budgets, the policy, and copies to the device."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -29,7 +29,8 @@ from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.policies.api import PlanningPolicy
 from lightning_cxl.planning.run_policy import RunPolicy
 from lightning_cxl.planning.ssd_room import SsdRoom
-from lightning_cxl.ssd_options import SSD
+from lightning_cxl.planning.wear import say_wear
+from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
 from lightning_cxl.updates.unit_updates import why_after_backward
 
@@ -122,19 +123,23 @@ class Host:
             ConfigError: the policy leaves something out.
             TierFullError: it does not fit.
         """
-        return decide(inventory, self.policy, self.memory, self.placer, self.config.on_tier_full, self.ssd)
+        decision = decide(inventory, self.policy, self.memory, self.placer, self.config.on_tier_full, self.ssd)
+        if inventory.ssd_records:
+            say_wear(inventory, self.topology, self.device, self.config.machine)
+        return decision
 
-    def report(self, state: str = "running", ssd: Mapping[str, int] | None = None) -> dict[str, Any]:
+    def report(self, state: str = "running", ssd: SsdUse | None = None) -> dict[str, Any]:
         """Return measured bytes of all tiers, and nothing of a run, as JSON-able data.
 
         Args:
             state: of the run.
-            ssd: ``used_bytes``, ``peak_bytes`` and ``held_bytes`` (of its files) of the tier `ssd`; None before it is
-                used.
+            ssd: what the run has stored on the tier `ssd`; None before it has.
         """
-        stats = self.memory.stats()
-        if self.ssd is not None:
-            stats["tiers"][SSD] = {**self.ssd.stats(), **(ssd or {})}
+        stats, moved = self.memory.stats(), {}
+        if (tier := self.topology.ssd) is not None:
+            use = ssd or SsdUse()
+            stats["tiers"][tier.name] = tier_row(tier, use)
+            moved = io_data(tier, use)
         return {
             "state": state,
             "device": str(self.device),
@@ -146,6 +151,7 @@ class Host:
             "num_trainable": 0,
             "units": [],
             "streamed": {},
+            "ssd": moved,
             "optimizers": [],
             "notes": [*self.topology.notes, *self.memory.notes()],
         }

@@ -219,6 +219,8 @@ class Run:
     def end_step(self) -> None:
         """Note that a training step is over."""
         self._host.memory.end_step()
+        if self._placed.on_ssd is not None:
+            self._placed.on_ssd.note_pace()
         if self._loop.writes_unseen:
             self.forget_copies()
 

@@ -11,6 +11,7 @@ from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.store import Store
 
@@ -47,6 +48,7 @@ class StateOnSsd:
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
         self._num_added = 0
+        self._pace = Pace()
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
@@ -83,10 +85,15 @@ class StateOnSsd:
         self.visits.take_records_as_they_are()
         self.owns_generations = True
 
-    def report_row(self) -> dict[str, int]:
-        """Return the bytes that records take on the drives, for the table of tiers in a report."""
+    def report_row(self) -> SsdUse:
+        """Return what a report says about the tier."""
         reserved = self.store.stats()["reserved_bytes"]
-        return {"used_bytes": reserved, "peak_bytes": reserved, "held_bytes": reserved}
+        return SsdUse(used_bytes=reserved, peak_bytes=reserved, held_bytes=reserved, **self._pace.of_steps())
+
+    def note_pace(self) -> None:
+        """Measure what steps move, from one call to the next."""
+        counts = {**self.store.stats(), "num_visits": self.visits.num_visits}
+        self._pace.note(counts, len(set(self._record_of.values())))
 
     def stats(self) -> dict[str, int]:
         """Return the counts of the store, and how many reads were not started ahead."""

@@ -286,7 +286,8 @@ class CXLOffloadStrategy(OneProcessStrategy):
 
         Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}}, ``roles``,
         ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
-        ``policy``, ``reasons`` {role: [text]}, ``notes``.
+        ``ssd`` (what a step moves from and to the tier `ssd`, and the wear of its drives), ``policy``, ``reasons``
+        {role: [text]}, ``notes``.
         """
         report = self._last_report
         if report is None or self._host is not None:

@@ -23,8 +23,7 @@ class Room:
         self._machine = machine
         self.tiers: tuple[MachineTier, ...] = machine.tiers
         self._left = {tier.name: tier.capacity_bytes for tier in self.tiers}
-        capacity = sum(self._left.values())
-        self.together = capacity if machine.host_bytes is None else min(capacity, machine.host_bytes)
+        self.together = machine.memory_bytes
         """Bytes that all tiers together still have."""
         for each in job.in_one_order():
             if each.tier not in (None, SSD):
