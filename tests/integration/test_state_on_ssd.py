@@ -134,16 +134,16 @@ def test_only_the_latest_checkpoint_of_a_run_can_be_loaded(tmp_path):
     callback = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     fit(on_ssd(tmp_path / "ssd", **REFERENCE), 4, callbacks=[callback])
     early = next(tmp_path.glob("*step=2*"))
-    with pytest.raises(CheckpointError, match="generation 1 in .* gone: that folder holds 2"):
+    with pytest.raises(CheckpointError, match=r"generation 1 in .* gone: that folder holds 2"):
         fit(on_ssd(tmp_path / "ssd", **REFERENCE), 5, ckpt_path=early)
 
 
 def test_a_run_without_the_state_refuses_a_checkpoint_that_refers_to_it(tmp_path):
     fit(on_ssd(tmp_path / "ssd", **REFERENCE), 2, callbacks=[every_step(tmp_path)])
     saved = next(tmp_path.glob("*.ckpt"))
-    with pytest.raises(CheckpointError, match="this run keeps state on SSD in none.*plain_checkpoint"):
+    with pytest.raises(CheckpointError, match=r"this run keeps state on SSD in none.*plain_checkpoint"):
         fit(offload(), 3, ckpt_path=saved)
-    with pytest.raises(CheckpointError, match="keeps state on SSD in `.*other`"):
+    with pytest.raises(CheckpointError, match=r"keeps state on SSD in `.*other`"):
         fit(on_ssd(tmp_path / "other", **REFERENCE), 3, ckpt_path=saved)
     with pytest.raises(ConfigError, match="bytes and not"):
         fit(on_ssd(tmp_path / "ssd", **REFERENCE), 3, make_model=lambda: tiny_llama(hidden_size=64).to(torch.bfloat16))

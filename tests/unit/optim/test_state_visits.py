@@ -117,7 +117,7 @@ def test_a_record_that_is_larger_than_the_cap_gets_the_memory_for_itself(tmp_pat
 
 def test_records_are_read_ahead_in_the_order_of_the_step_before(tmp_path) -> None:
     """Each unit by itself, as updates behind a backward come: only the first step does not know what comes next."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=4)
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=6)
     order = [2, 0, 1]
     for step in range(3):
         give_gradients(own.parameters, step)
