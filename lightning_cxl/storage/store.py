@@ -131,12 +131,13 @@ class Store:
                     raise
             return record.window.buffer
 
-    def read(self, record: Record, memory: Buffer) -> StorageTransfer:
+    def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
         """Start reading what was written last, also where that write is still on its way.
 
         Args:
             record: of this store.
             memory: page-aligned, at least `record.padded_nbytes`; nobody may use it before the transfer is done.
+            after: transfers that use the memory until then; begins when they are done, with or without an error.
 
         Raises:
             StorageError: nothing was written. At `wait_host`: a drive failed, or the bytes are not those written.
@@ -153,8 +154,8 @@ class Store:
                     if record.crcs[version] != crc:
                         raise self._mismatch(record, version, crc)
 
-            after = [] if record.last_write is None else [record.last_write]
-            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=after)
+            before = [*after, *([] if record.last_write is None else [record.last_write])]
+            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=before)
             record.reads = [*(read for read in record.reads if not read.done()), transfer]
             return transfer
 

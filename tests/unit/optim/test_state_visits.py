@@ -219,3 +219,18 @@ def _private_bytes(record: StateRecord) -> int:
 
 def test_what_a_tensor_takes_is_aligned() -> None:
     assert [taken_nbytes(nbytes) for nbytes in (1, 64, 65)] == [64, 64, 128]
+
+
+def test_reads_follow_writes_in_their_slots(tmp_path) -> None:
+    """With two slots, one is updated while the other is written and then read: nobody waits for the write."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=3.4)
+    plain_parameters = make_parameters(torch.float32)
+    plain = CPUAdam(plain_parameters)
+    for step in range(4):
+        give_gradients(own.parameters, step)
+        give_gradients(plain_parameters, step)
+        own.optimizer.step()
+        plain.step()
+    assert own.visits.num_late == 0
+    assert_equal_runs(own, plain, plain_parameters)
+    own.close()
