@@ -128,25 +128,28 @@ def live(folder: Path, options: argparse.Namespace, board: Board, tiers: dict) -
     """Train from the newest checkpoint to the last step, and save weights and state."""
     warnings.simplefilter("ignore")
     folder.mkdir(exist_ok=True)
-    device = training_device.on_chosen() if options.device == "apart" else nullcontext()
-    with device:
-        with board.within("start"):
-            seed_everything(11, verbose=False)
-            module = Sequential(tiny_llama(**SIZES).to(torch.bfloat16), folder / "losses")
-            rule = {"*": {"optimizer_state": "ssd"}} if tiers else {}
-            overlap = {"stream_weights": True, "overlap_step": True, "on_overflow": "ignore"} if options.overlap else {}
-            strategy = offload(tiers=tiers, tier_rules=rule, state=options.state, **overlap)
-            saver = ModelCheckpoint(folder, every_n_train_steps=options.every, save_top_k=1, monitor=None)
-            trainer = make_trainer(
-                strategy, max_steps=options.steps, callbacks=[Steps(board), saver], enable_checkpointing=True
-            )
-            found = newest(folder)
-        trainer.fit(module, token_data(), ckpt_path=found)
-        trainer.save_checkpoint(folder / "end")
-        end = lightning_cxl.plain_checkpoint(torch.load(folder / "end", weights_only=True, map_location="cpu"))
-        torch.save({"weights": end["state_dict"], "state": end["optimizer_states"][0]["state"]}, folder / "result")
-        del module, strategy, trainer
-        gc.collect()
+    training_device.choose(options.device)  # its threads and its state belong to one process
+    with training_device.on_chosen() if options.device == "apart" else nullcontext():
+        _train(folder, options, board, tiers)
+        gc.collect()  # nothing may be left on the device
+
+
+def _train(folder: Path, options: argparse.Namespace, board: Board, tiers: dict) -> None:
+    with board.within("start"):
+        seed_everything(11, verbose=False)
+        module = Sequential(tiny_llama(**SIZES).to(torch.bfloat16), folder / "losses")
+        rule = {"*": {"optimizer_state": "ssd"}} if tiers else {}
+        overlap = {"stream_weights": True, "overlap_step": True, "on_overflow": "ignore"} if options.overlap else {}
+        strategy = offload(tiers=tiers, tier_rules=rule, state=options.state, **overlap)
+        saver = ModelCheckpoint(folder, every_n_train_steps=options.every, save_top_k=1, monitor=None)
+        trainer = make_trainer(
+            strategy, max_steps=options.steps, callbacks=[Steps(board), saver], enable_checkpointing=True
+        )
+        found = newest(folder)
+    trainer.fit(module, token_data(), ckpt_path=found)
+    trainer.save_checkpoint(folder / "end")
+    end = lightning_cxl.plain_checkpoint(torch.load(folder / "end", weights_only=True, map_location="cpu"))
+    torch.save({"weights": end["state_dict"], "state": end["optimizer_states"][0]["state"]}, folder / "result")
 
 
 def born(board: Board, errors: Path, *life) -> int:
@@ -234,7 +237,6 @@ def main() -> int:
     options = parser.parse_args()
     options.steps = options.steps or options.kills + 10
     torch.set_num_threads(1)
-    training_device.choose(options.device)
     rng, board = random.Random(options.seed), Board()
     straight, folder = options.folder / "straight", options.folder / "killed"
     errors = options.folder / "errors.txt"
