@@ -63,16 +63,25 @@ class StateOnSsd:
                 self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
             self._cleanup = cleanup.pop_all()
 
-    def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def flat(
+        self, parameter: torch.Tensor, name: str, role: TensorRole, dtype: torch.dtype, numel: int
+    ) -> torch.Tensor:
         """Return a 1-D tensor for state of a parameter of the model, contents undefined.
 
         What was not planned gets a record of its own: a parameter that came later, or whose state is made again.
+
+        Args:
+            parameter: of the model.
+            name: of the parameter.
+            role: of the tensor.
+            dtype: of the tensor.
+            numel: elements of the tensor.
         """
         given = self._given.setdefault(id(parameter), set())
         if id(parameter) not in self._record_of or (role, dtype) in given:
             self._num_added += 1
             most = parameter.numel() * _MOST_BYTES + _MOST_TENSORS * taken_nbytes(1)
-            self._record_of[id(parameter)] = self.visits.reserve(f"added {self._num_added}", most)
+            self._record_of[id(parameter)] = self.visits.reserve(f"{name}, added as number {self._num_added}", most)
             given.clear()
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)
@@ -92,11 +101,11 @@ class StateOnSsd:
     def _make_room(self) -> None:
         """Let go of one of two generations, if this run was not resumed from either: they leave no version to write.
 
-        A run that was killed while it saved leaves two. The one whose checkpoint file is there stays, the newer of both.
+        A run that was killed while it saved leaves two. The newer one stays if its checkpoint file is there.
         """
         kept = self.store.generations()
         if len(kept) > 1 and not self.owns_generations:
-            stays = next((each for each in reversed(kept) if os.path.exists(each.details["checkpoint"])), kept[0])
+            stays = kept[1] if os.path.exists(kept[1].details["checkpoint"]) else kept[0]
             log.warning(
                 f"`{self.folders[0]}` held the state of two checkpoints, from which this run was not resumed. That of "
                 f"`{stays.details['checkpoint']}` stays until this run saves a checkpoint, the other one is given up"

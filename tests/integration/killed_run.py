@@ -4,9 +4,10 @@
 
 A tiny Llama in bfloat16 with its optimizer state on SSD. Each life is a process of its own: it takes the newest
 checkpoint file that is there, or begins anew, and trains until it is killed or has taken its last step. The parent
-chooses a phase, waits until the life is in it, waits again for a part of what this phase took before, and sends SIGKILL.
-At the end every loss of every life, the final weights and the final optimizer state must be those of a run that nobody
-killed and that kept its state in memory. Prints one line of JSON: how many lives died in which phase, and what differed.
+chooses a phase, waits until the life is in it, then for a part of the time that this phase took before, and sends
+SIGKILL. At the end every loss of every life, the final weights and the final optimizer state must be those of a run
+that nobody killed and that kept its state in memory. Prints one line of JSON: how many lives died in which phase, and
+what differed.
 """
 
 import argparse
@@ -181,7 +182,7 @@ def born(board: Board, errors: Path, *life) -> int:
         os._exit(status)
 
 
-def end_of(child: int, board: Board, kill=None) -> tuple[int, bool]:
+def end_of(child: int, board: Board, kill=None) -> int:
     """Wait for the end of a life, and kill it on the way there.
 
     Args:
@@ -190,14 +191,14 @@ def end_of(child: int, board: Board, kill=None) -> tuple[int, bool]:
         kill: phase, how often it must have begun, and the part of its usual time that it may go on.
 
     Returns:
-        The exit status, and whether it was killed.
+        The exit status.
     """
     start, killed = time.monotonic(), False
     usual = board.row(kill[0])[1] if kill else 0.0
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status), killed
+            return os.waitstatus_to_exitcode(status)
         if kill and not killed and board.row(kill[0])[0] >= kill[1]:
             time.sleep(kill[2] * usual)
             os.kill(child, signal.SIGKILL)
@@ -235,7 +236,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "apart"], default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.steps = options.steps or options.kills + 10
+    options.steps = options.steps or options.every * options.kills + 10
     torch.set_num_threads(1)
     rng, board = random.Random(options.seed), Board()
     straight, folder = options.folder / "straight", options.folder / "killed"
@@ -243,7 +244,7 @@ def main() -> int:
     ssd = {"path": str(options.folder / "ssd"), "budget": "64MiB", "checkpoint": options.checkpoint}
     tiers = {"ssd": ssd}
 
-    if end_of(born(board, errors, straight, options, board, {}), board)[0]:
+    if end_of(born(board, errors, straight, options, board, {}), board):
         print(errors.read_text(), file=sys.stderr)
         return 1
     theirs = dict(noted(straight))
@@ -261,7 +262,7 @@ def main() -> int:
         board.clear()
         for phase, seconds in usual.items():
             _ROW.pack_into(board._memory, 8 + _ROW.size * PHASES.index(phase), 0, seconds)
-        status, killed = end_of(born(board, errors, folder, options, board, tiers), board, kill)
+        status = end_of(born(board, errors, folder, options, board, tiers), board, kill)
         lives += 1
         if status not in (0, -signal.SIGKILL):
             print(errors.read_text()[-4000:], file=sys.stderr)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
-from lightning_cxl.storage.store import Store
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
@@ -79,9 +79,9 @@ def bfloat16_llama():
     return tiny_llama().to(torch.bfloat16)
 
 
-def fit(strategy, steps, *, make_model=bfloat16_llama, ckpt_path=None, save=None, callbacks=()):
+def fit(strategy, steps, *, make_model=bfloat16_llama, task=Sequential, ckpt_path=None, save=None, callbacks=()):
     seed_everything(11, verbose=False)
-    module = Sequential(make_model())
+    module = task(make_model())
     trainer = make_trainer(strategy, max_steps=steps, callbacks=[*callbacks], enable_checkpointing=bool(callbacks))
     trainer.fit(module, token_data(), ckpt_path=ckpt_path)
     if save:
@@ -178,55 +178,61 @@ def test_a_run_that_is_not_resumed_says_what_it_gives_up(tmp_path, caplog):
     assert f"held the state of checkpoint `{saved}`" in caplog.text
 
 
-def killed_while_it_saves(monkeypatch, folder, where):
-    """Leave what a run leaves that is killed during its second checkpoint: two generations."""
-
-    def die(*_, **__):
-        raise SystemExit("killed")
-
-    with monkeypatch.context() as patch:
-        commit = Store.commit
-
-        def second(store, details):
-            number = commit(store, details)
-            if number == 2:
-                patch.setattr(Store, "settle", die)
-                if where == "before the file":
-                    patch.setattr(CXLCheckpointIO, "save_checkpoint", die)
-            return number
-
-        patch.setattr(Store, "commit", second)
-        with pytest.raises(SystemExit):
-            fit(on_ssd(folder / "ssd", **REFERENCE), 4, callbacks=[every_step(folder)])
-    return folder / ("epoch=0-step=1.ckpt" if where == "before the file" else "epoch=0-step=2.ckpt")
+def test_checkpoints_that_are_written_later_cannot_refer(tmp_path):
+    strategy = on_ssd(tmp_path / "ssd", **REFERENCE)
+    strategy.checkpoint_io = AsyncCheckpointIO(CXLCheckpointIO())
+    with pytest.raises(ConfigError, match="AsyncCheckpointIO may write them later"):
+        fit(strategy, 1)
 
 
-@pytest.mark.parametrize("where", ["before the file", "after the file"])
-def test_a_run_begins_anew_where_one_was_killed_while_it_saved(tmp_path, monkeypatch, caplog, where):
-    straight = fit(offload(), 4)
-    newest = killed_while_it_saves(monkeypatch, tmp_path, where)
-    anew = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 4)
-    assert anew.losses == straight.losses
-    assert f"That of `{newest}` stays" in caplog.text
-    resumed = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 4, ckpt_path=newest)  # it has saved nothing
-    assert resumed.losses == straight.losses[-len(resumed.losses) :] and len(resumed.losses) < 4
+class JoinsLater(Callback):
+    """Trains the head from the third step on, as callbacks for gradual unfreezing do."""
+
+    def __init__(self):
+        self.joined = False
+
+    def on_fit_start(self, trainer, module):
+        if self.joined:
+            self.join(trainer, module)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 2 and not self.joined:
+            self.join(trainer, module)
+
+    def join(self, trainer, module):
+        self.joined = True
+        trainer.optimizers[0].add_param_group({"params": [module.late]})
+
+    def state_dict(self):
+        return {"joined": self.joined}
+
+    def load_state_dict(self, state_dict):
+        self.joined = state_dict["joined"]
 
 
-def test_state_is_let_go_of_when_the_name_of_the_newer_file_lies_on_the_disk(tmp_path, monkeypatch):
-    order = []
+class WithLatecomer(Sequential):
+    """Has a parameter that no optimizer gets at first."""
 
-    def noting(owner, name, told):
-        original = getattr(owner, name)
+    def __init__(self, model):
+        super().__init__(model)
+        self.late = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
 
-        def call(*args, **kwargs):
-            order.append(told(*args))
-            return original(*args, **kwargs)
+    def loss(self, batch):
+        return super().loss(batch) * self.late.float().mean()
 
-        monkeypatch.setattr(owner, name, call)
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
-    noting(os, "replace", lambda _, new: f"named {os.path.basename(new)}")
-    noting(os, "fsync", lambda fd: f"synced {os.path.basename(os.readlink(f'/proc/self/fd/{fd}'))}")
-    noting(Store, "settle", lambda _, number: f"settled {number}")
-    fit(on_ssd(tmp_path / "ssd", **REFERENCE), 2, callbacks=[every_step(tmp_path / "files")])
-    named = order.index("named epoch=0-step=2.ckpt")
-    assert order[named + 1 : named + 3] == ["synced files", "settled 2"]
+
+@pytest.mark.parametrize("saved_after", [1, 4])
+def test_a_parameter_that_joins_gets_a_record_of_its_own(tmp_path, saved_after):
+    def resumed(make_strategy, folder):
+        callbacks = [JoinsLater(), every_step(folder)]
+        first = fit(make_strategy(), saved_after, callbacks=callbacks, task=WithLatecomer)
+        callbacks = [JoinsLater(), every_step(folder)]
+        saved = next(folder.glob("*.ckpt"))
+        second = fit(make_strategy(), 6, ckpt_path=saved, callbacks=callbacks, task=WithLatecomer)
+        return first.losses + second.losses, weights(second)
+
+    ours = resumed(lambda: on_ssd(tmp_path / "ssd", **REFERENCE), tmp_path / "ours")
+    assert_same(ours, resumed(offload, tmp_path / "theirs"))
