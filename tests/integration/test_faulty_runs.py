@@ -1,4 +1,4 @@
-"""A system call of storage that goes wrong in a training run: right results or an error of ours, and nothing is lost."""
+"""A system call of storage goes wrong in a training run: the result is right or an error of ours; nothing is lost."""
 
 import random
 
@@ -23,4 +23,4 @@ def test_faults(tmp_path, schedule, resumed):
     outcomes = [runs.one(fault, at) for fault in FAULTS for at in rng.sample(range(len(runs.calls)), NUM_CALLS)]
     assert not bad(outcomes)
     assert {"same", "refused"} == {each.run for each in outcomes}
-    assert {"same", "none"} <= {each.resumed for each in outcomes}
+    assert "same" in {each.resumed for each in outcomes}
