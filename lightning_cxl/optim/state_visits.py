@@ -150,7 +150,7 @@ class StateVisits:
             if read is not None:
                 read.wait_host()
             self.expect(self._following(record))
-            yield record.fill(slot, is_read=read is not None)
+            yield record.fill(slot)
             with self._changed:
                 self._writing.append(_Written(slot, self._store.write(record.record, slot)))
                 self._touched.pop(record, None)
