@@ -35,6 +35,16 @@ class Gate(System):
         return super().pwritev(fd, views, offset)
 
 
+class Short(Gate):
+    """Moves one block at each call."""
+
+    def preadv(self, fd, views, offset):
+        return super().preadv(fd, [views[0][:BLOCK]], offset)
+
+    def pwritev(self, fd, views, offset):
+        return super().pwritev(fd, [views[0][:BLOCK]], offset)
+
+
 @pytest.fixture
 def system():
     return Gate()
@@ -74,6 +84,19 @@ def test_neighbours_are_read_and_written_by_one_call(engine, system):
     apart = [*pieces([memory_of(BLOCK)]), *pieces([memory_of(BLOCK)], start=2 * BLOCK), *pieces([memory_of(BLOCK)], 1)]
     engine.read(apart).wait_host()
     assert len(system.moved) == 3
+
+
+def test_short_transfers_go_on_where_they_stopped(tmp_path):
+    drive = Drive(tmp_path / "file", Short(), make=True).prepare()
+    drive.grow(1 << 20)
+    engine = Engine([drive], CHUNK)
+    memory, others = memory_of(3 * CHUNK), [memory_of(2 * BLOCK), memory_of(3 * CHUNK - 2 * BLOCK)]
+    contents = fill(memory, 1)
+    engine.write(pieces([memory])).wait_host()
+    engine.read(pieces(others)).wait_host()
+    assert b"".join(map(bytes_of, others)) == contents
+    engine.close()
+    drive.close()
 
 
 def test_more_pieces_than_one_system_call_takes(engine):
