@@ -94,7 +94,7 @@ class StorageTransfer:
         self._event.wait()
         if self._error is not None:
             self._engine._told(self)
-            raise self._error.with_traceback(None)
+            raise _bare(self._error)
 
     def done(self) -> bool:
         """Return whether the transfer is done, with or without an error."""
@@ -180,7 +180,11 @@ class Engine:
             for number in range(_THREADS_PER_DRIVE):
                 name = f"lightning_cxl storage {index}.{number}"
                 thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # with fewer threads a drive could have none, and its reads no end
+                    self._closed = True
+                    raise StorageError(f"cannot start the threads of storage: {error}") from error
                 self._threads.append(thread)
 
     def _cut(self, pieces: Sequence[Piece]) -> list[_Chunk]:
@@ -224,7 +228,7 @@ class Engine:
             if transfer._error is None:
                 transfer._crcs[chunk.index] = self._move(transfer, chunk)
         except BaseException as caught:
-            error = caught.with_traceback(None)  # its frames would keep the memory alive
+            error = _bare(caught)
         chunk.views = []
         with self._lock:
             if transfer._error is None:
@@ -266,7 +270,7 @@ class Engine:
             try:
                 finish(zlib.crc32(struct.pack(f"<{len(transfer._crcs)}I", *transfer._crcs)))
             except BaseException as error:
-                transfer._error = error.with_traceback(None)
+                transfer._error = _bare(error)
         del finish
         ready = []
         with self._lock:
@@ -319,3 +323,11 @@ class Engine:
                     queue.put(None)
             for thread in threads:
                 thread.join()
+
+
+def _bare(error: BaseException) -> BaseException:
+    """Return an error without the frames it came through, which would keep memory alive; those of a mistake stay."""
+    if isinstance(error, StorageError):
+        error.__context__ = None
+        return error.with_traceback(None)
+    return error

@@ -59,9 +59,16 @@ MUTANTS = (
     ),
     Mutant("chunks drop their views at their end", _ENGINE, "        chunk.views = []\n", "", T_ENGINE),
     Mutant(
+        "frames of the kernel's error do not keep memory",
+        _ENGINE,
+        "        error.__context__ = None\n",
+        "",
+        T_ENGINE,
+    ),
+    Mutant(
         "frames of an error do not keep memory",
         _ENGINE,
-        "error = caught.with_traceback(None)",
+        "error = _bare(caught)",
         "error = caught",
         T_ENGINE,
     ),

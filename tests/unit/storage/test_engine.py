@@ -1,6 +1,8 @@
 """`Engine`: pieces in one transfer, memory that lives just as long as it must, order, and the end."""
 
+import errno
 import threading
+import time
 import weakref
 import zlib
 
@@ -127,24 +129,34 @@ def test_the_checksum_is_that_of_the_chunks_in_order(engine):
 def test_memory_lives_until_the_transfer_is_done_and_not_longer(engine, system, kind):
     system.shut()
     memory = memory_of(3 * CHUNK)
-    alive = weakref.ref(memory)
-    transfer = getattr(engine, kind)(pieces([memory]))
+    alive, at_end = weakref.ref(memory), []
+    transfer = getattr(engine, kind)(pieces([memory]), finish=lambda crc: at_end.append(alive()))
     del memory
     system.opens.release(2)
     assert alive() is not None and not transfer.done()
     system.opens.release(1)
     transfer.wait_host()
-    assert alive() is None and transfer.done()
+    assert at_end == [None] and transfer.done()
 
 
-def test_memory_of_a_transfer_that_failed_is_let_go(engine):
+@pytest.mark.parametrize("code", [0, errno.EIO])
+def test_memory_of_a_transfer_that_failed_is_let_go(engine, system, monkeypatch, code):
+    if code:
+
+        def fails(*args):
+            raise OSError(code, "")
+
+        monkeypatch.setattr(system, "preadv", fails)
     memory = memory_of(3 * CHUNK)
     alive = weakref.ref(memory)
     transfer = engine.read(pieces([memory], start=2 << 20))
     del memory
-    with pytest.raises(StorageError, match="the file ends there"):
-        transfer.wait_host()
+    while not transfer.done():
+        time.sleep(0.001)
+    time.sleep(0.01)  # the thread that ended it goes on to wait for the next one
     assert alive() is None
+    with pytest.raises(StorageError, match="EIO" if code else "the file ends there"):
+        transfer.wait_host()
 
 
 def test_a_transfer_begins_after_others_also_when_they_failed(engine, system):
@@ -185,6 +197,24 @@ def test_nothing_starts_after_close(engine):
     engine.close()
     with pytest.raises(StorageError, match="closed"):
         engine.read(pieces([memory_of(BLOCK)]))
+
+
+def test_threads_that_cannot_be_started_are_an_error_and_no_hang(engine, monkeypatch):
+    start, count = threading.Thread.start, []
+
+    def fails_at_the_sixth(thread):
+        count.append(thread)
+        if len(count) == 6:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_at_the_sixth)
+    with pytest.raises(StorageError, match="can't start new thread"):
+        engine.read(pieces([memory_of(BLOCK)], drive=1))
+    with pytest.raises(StorageError, match="closed"):
+        engine.read(pieces([memory_of(BLOCK)], drive=1))
+    engine.close()
+    assert not any(thread.is_alive() for thread in count)
 
 
 def test_a_transfer_without_bytes_is_done(engine):
