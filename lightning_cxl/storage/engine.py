@@ -17,6 +17,7 @@ because the system calls and `zlib.crc32` release the GIL.
   transfer's error.
 """
 
+import os
 import struct
 import threading
 import zlib
@@ -117,6 +118,7 @@ class Engine:
         self._threads: list[threading.Thread] = []
         self._open: dict[StorageTransfer, None] = {}  # in flight, or failed and nobody was told; in order
         self._closed = False
+        self._pid = os.getpid()
         self._scratch = threading.local()
         self.counts = {"read_bytes": 0, "written_bytes": 0, "num_reads": 0, "num_writes": 0}
 
@@ -164,6 +166,10 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise StorageError("the storage is closed: nothing can be read or written")
+            if os.getpid() != self._pid:
+                raise StorageError(
+                    "a forked child cannot read or write storage: only its parent has the threads for it"
+                )
             if not self._threads:
                 self._start_threads()
             self._open[transfer] = None

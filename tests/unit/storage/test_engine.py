@@ -1,6 +1,7 @@
 """`Engine`: pieces in one transfer, memory that lives just as long as it must, order, and the end."""
 
 import errno
+import os
 import threading
 import time
 import weakref
@@ -98,6 +99,18 @@ def test_short_transfers_go_on_where_they_stopped(tmp_path):
     engine.read(pieces(others)).wait_host()
     assert b"".join(map(bytes_of, others)) == contents
     engine.close()
+    drive.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_call_that_moves_nothing_is_an_error_and_no_endless_loop(tmp_path, monkeypatch, kind):
+    system = System()
+    drive = Drive(tmp_path / "file", system, make=True).prepare()
+    monkeypatch.setattr(system, "preadv", lambda *args: 0)
+    monkeypatch.setattr(system, "pwritev", lambda *args: 0)
+    with pytest.raises(StorageError, match="EIO"):
+        getattr(drive, kind)([memoryview(bytearray(BLOCK))], 0)
     drive.close()
 
 
@@ -215,6 +228,21 @@ def test_threads_that_cannot_be_started_are_an_error_and_no_hang(engine, monkeyp
         engine.read(pieces([memory_of(BLOCK)], drive=1))
     engine.close()
     assert not any(thread.is_alive() for thread in count)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.timeout(20)
+def test_a_forked_child_which_has_no_threads_is_told_so(engine):
+    engine.read(pieces([memory_of(BLOCK)])).wait_host()
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.read(pieces([memory_of(BLOCK)])).wait_host()
+        except StorageError as error:
+            os._exit(3 if "forked" in str(error) else 4)
+        finally:
+            os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_a_transfer_without_bytes_is_done(engine):
