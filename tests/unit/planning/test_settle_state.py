@@ -22,8 +22,8 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.placement.policy import RoleHomePolicy
 from lightning_cxl.placement.rules import resolve
-from lightning_cxl.planning.overflow import OVERFLOW, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.planning.placements import Placements
+from lightning_cxl.planning.settle_state import NO_ROOM, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.planning.ssd_room import SsdRoom
 from lightning_cxl.ssd_options import SsdOptions
 
@@ -144,7 +144,7 @@ def test_only_state_goes_and_every_reader_is_told_so():
         assert (tiers == ("ssd",)) == (each.tier == "ssd")
         assert ("ssd" in tiers) == (each.tier == "ssd")
     moved = next(each for each in inventory.tensors if each.tier == "ssd")
-    assert decision.of(moved).reason == OVERFLOW
+    assert decision.of(moved).reason == NO_ROOM
 
 
 def test_the_marks_survive_parameters_that_are_made_anew():
@@ -212,7 +212,7 @@ def test_what_is_asked_for_and_does_not_fit_stays_in_memory_or_is_refused():
     room = SsdRoom(5 * record.nbytes + 1)
     with pytest.raises(TierFullError, match=r"cannot place optimizer state on tier `ssd`: it needs"):
         settled(listed(rules=rules), 1 << 40, room, "error")
-    with pytest.warns(SpillWarning, match=r"state of 3 of 8 units stays in memory"):
+    with pytest.warns(SpillWarning, match=r"state of 3 of 8 records stays in memory"):
         inventory = settled(listed(rules=rules), 1 << 40, room)
     assert on_ssd(inventory) == [f"layers.{i}" for i in range(5)]
     with pytest.warns(SpillWarning, match="6 of 8"):
@@ -222,7 +222,7 @@ def test_what_is_asked_for_and_does_not_fit_stays_in_memory_or_is_refused():
     assert "tier ssd is full" in placements(inventory).of(last).reason
 
 
-def test_no_more_overflows_than_the_tier_holds():
+def test_no_more_goes_there_than_the_tier_holds():
     record = settled(listed(), 0).ssd_records[1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
