@@ -275,6 +275,19 @@ def test_what_would_make_it_fit_names_the_tier_ssd(small):
     assert any("(--ssd DIR)" in change for change in data["what_fits"])
 
 
+def test_a_picture_shows_what_lies_on_the_tier_ssd(small, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    labels = []
+    own = Axes.set_xticks
+    monkeypatch.setattr(
+        Axes, "set_xticks", lambda self, ticks, names=(), **k: labels.extend(names) or own(self, ticks, names, **k)
+    )
+    dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
+    small("--plot", str(tmp_path / "plan.png"), dram=dram)
+    assert [name for name in labels if name.startswith("ssd\n")] == [f"ssd\n{policy}" for policy in POLICIES]
+
+
 def test_a_folder_of_this_machine(unknown_speeds, tmp_path):
     needed = unknown_speeds(topology=Topology.fake())[2]["host_bytes"]
     few = Topology.fake((f"{needed * 9 // 10}B",), ())
