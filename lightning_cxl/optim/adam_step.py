@@ -135,11 +135,13 @@ class AdamStep:
                 kept.bind(update.parameter, self._state[update.parameter])
             (in_memory if kept.record is None else parts.setdefault(kept.record, [])).append(each)
         visits = self._kept.visits
-        visits.expect(list(parts))
         if in_memory:
+            visits.expect(list(parts))  # read behind what is updated now
             self._apply(in_memory, scale, None)
-        for record, part in parts.items():
+        records = list(parts)
+        for index, (record, part) in enumerate(parts.items()):
             with visits.visit(record) as visit:
+                visits.expect(records[index + 1 :])
                 self._apply(part, scale, visit)
 
     def _apply(self, work: Sequence[Work], scale: float, visit: Visit | None) -> None:

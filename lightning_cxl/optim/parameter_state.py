@@ -76,6 +76,11 @@ class ParameterState:
         return {**vars(self), "known": None, "record": None}
 
     @property
+    def entries(self) -> dict[str, torch.Tensor]:
+        """What steps change, by key of the optimizer's state."""
+        return dict(self._entries)
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """What steps change, without the count of them."""
         return [tensor for _, tensor in self._entries if tensor is not self.step]

@@ -9,7 +9,8 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
     write    the slot is written to the record behind what comes next; then the window shows the new bytes
 
 * Slots have the exact size of their record. All of them together never have more bytes than the cap, which is at least
-  the largest record. Who needs a slot gives up what was fetched ahead, the furthest first, or waits for a write.
+  the largest record. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit that finds
+  no slot takes that of the record which is expected last, or waits for a write.
 * Who writes to the tensors with torch (a loaded checkpoint, a user) writes to private pages of the window. Versions
   tell that it happened: the next visit then takes the window's bytes, and the write drops the private pages. Writes
   through ``.data`` leave no trace and are lost.
@@ -83,8 +84,8 @@ class _Fetched(NamedTuple):
 
 
 class _Written(NamedTuple):
-    record: StateRecord
-    slot: Buffer
+    slot: Buffer | None
+    """None: a read into it follows the write."""
     write: StorageTransfer
 
 
@@ -151,7 +152,7 @@ class StateVisits:
             self.expect(self._following(record))
             yield record.fill(slot, is_read=read is not None)
             with self._changed:
-                self._writing.append(_Written(record, slot, self._store.write(record.record, slot)))
+                self._writing.append(_Written(slot, self._store.write(record.record, slot)))
                 self._touched.pop(record, None)
                 self._changed.notify_all()
             record.clean()
@@ -176,6 +177,22 @@ class StateVisits:
         with self._changed:
             while self._writing:
                 self._finish_write()
+
+    def forget(self) -> None:
+        """Let go of what was read ahead: records are about to change by another way than a visit.
+
+        Raises:
+            StorageError: a write has failed.
+        """
+        self.wait()
+        with self._changed:
+            while self._fetched:
+                self._drop_fetched()
+
+    def take_records_as_they_are(self) -> None:
+        """Note that records have changed: what someone wrote to their windows is gone."""
+        for record in self._records:
+            record.clean()
 
     def close(self) -> None:
         """Finish all reads and writes, and let go of the slots. Idempotent.
@@ -215,11 +232,17 @@ class StateVisits:
     # -- with the lock -----------------------------------------------------------------------------------------------
 
     def _fetch(self, record: StateRecord) -> bool:
-        """Start reading a record if there is room for a slot; return whether there was."""
+        """Start reading a record if there is a slot for it; return whether there was."""
         slot = self._slots.take(record.record.padded_nbytes)
         if slot is not None:
             self._fetched[record] = self._start_read(record, slot)
-        return slot is not None
+            return True
+        for index, (slot, write) in enumerate(self._writing if record.record.is_written else ()):
+            if slot is not None and slot.nbytes == record.record.padded_nbytes:
+                self._writing[index] = _Written(None, write)
+                self._fetched[record] = _Fetched(slot, self._store.read(record.record, slot, after=[write]))
+                return True
+        return False
 
     def _fetch_now(self, record: StateRecord) -> _Fetched:
         """Start reading a record; get the slot from whoever has one."""
@@ -246,8 +269,9 @@ class StateVisits:
 
     def _finish_write(self) -> None:
         """Wait for the oldest write."""
-        _, slot, write = self._writing.popleft()
+        slot, write = self._writing.popleft()
         try:
             write.wait_host()
         finally:
-            self._slots.give_back(slot)
+            if slot is not None:
+                self._slots.give_back(slot)

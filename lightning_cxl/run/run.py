@@ -95,7 +95,8 @@ class Run:
             self._residence = Residence(model, self._placed, engine, inventory.streamed)
             decision.asked.read(model)  # some modules make new parameters when they move
             cleanup.callback(self._residence.close)
-            self._on_ssd = self._open_ssd(inventory, cleanup)
+            self.on_ssd = self._open_ssd(inventory, cleanup)
+            """Optimizer state that does not lie in memory; None where all of it does."""
             units = self._residence.units
             activations = ActivationOffload(
                 engine,
@@ -139,7 +140,7 @@ class Run:
                 self._updates,
                 self._placed,
                 self.meter,
-                NoVisits() if self._on_ssd is None else self._on_ssd.visits,
+                NoVisits() if self.on_ssd is None else self.on_ssd.visits,
             )
             cleanup.callback(self._adoption.release)
             if worker is not None:
@@ -249,7 +250,7 @@ class Run:
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
-        report = self._host.report(state, None if self._on_ssd is None else self._on_ssd.report_row())
+        report = self._host.report(state, None if self.on_ssd is None else self.on_ssd.report_row())
         return {
             **report,
             "planned_roles": self._planned.roles(),

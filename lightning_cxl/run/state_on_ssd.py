@@ -40,12 +40,17 @@ class StateOnSsd:
         planned: Sequence[PlannedRecord],
         allocate: Callable[[int], Buffer],
     ) -> None:
+        self.folders = [str(path) for path in options.paths]
+        self.refers = options.checkpoint == "reference"
+        """Whether checkpoints refer to this state instead of copying it."""
+        self.owns_generations = False
+        """Whether the generations in the folders are this run's: it has committed, or was resumed from one."""
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
         self._num_added = 0
         self._pace = Pace()
         with ExitStack() as cleanup:
-            self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=options.checkpoint == "reference")
+            self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
             self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)))
             cleanup.callback(self.visits.close)
@@ -67,6 +72,18 @@ class StateOnSsd:
             given.clear()
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)
+
+    def restore(self, generation: int) -> None:
+        """Make the state what it was in a generation of the store, and let go of the others.
+
+        Raises:
+            CheckpointError: there is no such generation, or it has not all records.
+        """
+        self.visits.forget()
+        self.store.restore(generation)
+        self.store.settle(generation)
+        self.visits.take_records_as_they_are()
+        self.owns_generations = True
 
     def report_row(self) -> SsdUse:
         """Return what a report says about the tier."""

@@ -124,7 +124,7 @@ class Generations:
 
     def _replace(self, kept: list[Generation], records: Iterable[Record], new: Generation | None = None) -> None:
         self._places.home.write_new(MANIFEST, self._manifest(kept, records).encode())
-        self._places.files_stay = True
+        self._places.keep_files()
         if new is not None:
             self._unsure.append(new)
         self._places.home.publish(MANIFEST)

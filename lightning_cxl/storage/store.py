@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.drive import BLOCK_BYTES
+from lightning_cxl.storage.drive import BLOCK_BYTES, HEAD_BYTES
 from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, Piece, StorageTransfer
 from lightning_cxl.storage.generations import Generations
 from lightning_cxl.storage.manifest import Generation
@@ -46,6 +46,8 @@ class Store:
         system: System | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
+        if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
+            raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
         self._budget_bytes = budget_bytes
         self._keeps = keeps
         self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
@@ -60,7 +62,7 @@ class Store:
             found = self._places.found
             self._drives = self._places.drives
             self._generations = Generations(self._places, found.chunk_bytes if found else chunk_bytes)
-            self._end = BLOCK_BYTES  # the first block of a drive holds no record
+            self._end = HEAD_BYTES
             for nbytes, versions in self._generations.found_records.values():
                 self._end = max(self._end, max(versions) + part_nbytes(nbytes, len(self._drives)))
             self._engine = Engine(self._drives, found.chunk_bytes if found else chunk_bytes)
@@ -129,12 +131,13 @@ class Store:
                     raise
             return record.window.buffer
 
-    def read(self, record: Record, memory: Buffer) -> StorageTransfer:
+    def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
         """Start reading what was written last, also where that write is still on its way.
 
         Args:
             record: of this store.
             memory: page-aligned, at least `record.padded_nbytes`; nobody may use it before the transfer is done.
+            after: transfers that use the memory until then; begins when they are done, with or without an error.
 
         Raises:
             StorageError: nothing was written. At `wait_host`: a drive failed, or the bytes are not those written.
@@ -151,8 +154,8 @@ class Store:
                     if record.crcs[version] != crc:
                         raise self._mismatch(record, version, crc)
 
-            after = [] if record.last_write is None else [record.last_write]
-            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=after)
+            before = [*after, *([] if record.last_write is None else [record.last_write])]
+            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=before)
             record.reads = [*(read for read in record.reads if not read.done()), transfer]
             return transfer
 
@@ -173,10 +176,10 @@ class Store:
 
             def end(crc: int) -> None:
                 with self._lock:
-                    record.present, record.last_whole = version, write
-                    record.crcs[version] = crc
+                    record.present, record.crcs[version] = version, crc
                     self._unsynced.add(record)
                     record.show()
+                    record.last_whole = write
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
             transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after)
@@ -207,7 +210,7 @@ class Store:
         """Make what was written so far a generation, beside the one before. See [Note: Generations].
 
         Args:
-            details: kept with the generation, as JSON.
+            details: kept with the generation, as JSON, and shown to users in errors.
 
         Returns:
             The number of the generation.
@@ -220,7 +223,7 @@ class Store:
             self._check_open()
             if not self._keeps:
                 raise ConfigError("this store keeps no generations: make it with `keeps=True`")
-            json.dumps(details)  # what cannot be kept is refused before anything is done
+            details = json.loads(json.dumps(details))  # what cannot be kept is refused before anything is done
             self._generations.check_room()
             self._engine.wait()
             for record in self._records.values():
@@ -230,6 +233,8 @@ class Store:
             return self._generations.add(details, self._records.values())
 
     def _sync_drives(self) -> None:
+        for drive in self._drives:
+            drive.check_name()
         try:
             for drive in self._drives:
                 drive.sync()
@@ -251,6 +256,11 @@ class Store:
         with self._changes:
             self._check_open()
             self._generations.keep_only(self._generations.get(generation), self._records.values())
+
+    @property
+    def found(self) -> dict[str, int]:
+        """Bytes of the records that an earlier run left in the folder, by name."""
+        return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}
 
     def generations(self) -> list[Generation]:
         """Return what could be restored, oldest first: generations of this run, and of an earlier one in the folder."""

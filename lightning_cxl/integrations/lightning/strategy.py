@@ -34,6 +34,7 @@ from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report
 from lightning_cxl.run.run import FinishedRun, Run
+from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
 
@@ -204,8 +205,10 @@ class CXLOffloadStrategy(OneProcessStrategy):
         if run is not None and checkpoint.get("optimizer_states"):
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
             own = ckpt.entry_of(optimizers, run.masters, run.num_received)
-            checkpoint = {**checkpoint, ckpt.KEY: own}
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            with ckpt.refer_to_ssd(checkpoint, own, self._on_ssd, str(filepath)) as written:
+                super().save_checkpoint(written, filepath, storage_options=storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it."""
@@ -226,13 +229,17 @@ class CXLOffloadStrategy(OneProcessStrategy):
             return names.get(parameter) or ("unnamed" if run is None else run.masters.name_of(parameter))
 
         optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
-        ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of)
+        ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of, self._on_ssd)
         if isinstance(run, Run):
             for optimizer in optimizers:
                 run.rehome_state(optimizer)
         if run is not None:
             run.num_received = own.get("num_gradients", 0)
             ckpt.restore_masters(own.get("master_weights"), run.masters, optimizers)
+
+    @property
+    def _on_ssd(self) -> StateOnSsd | None:
+        return None if self._run is None else self._run.on_ssd
 
     def _trained(self) -> Run | FinishedRun | None:
         """Return the run whose optimizers the Trainer has: the present one if it trains, else the last that did."""
