@@ -27,8 +27,8 @@ NO_ROOM = "does not fit in memory"
 
 
 class _Movable(NamedTuple):
-    units: Sequence[PlannedRecord]
-    others: Sequence[PlannedRecord]
+    units: Sequence[PlannedRecord]  # in the order of the model
+    others: Sequence[PlannedRecord]  # the largest first
 
 
 def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_full: OnTierFull) -> Inventory:
@@ -111,12 +111,13 @@ def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequ
 def _movable(inventory: Inventory) -> _Movable:
     """Return the state that nobody asks a tier for and of whose record nothing lies on the tier `ssd` yet."""
     taken = {record.name for record in inventory.ssd_records}
-    of_model = {*inventory.record_of.values()} - taken
     parameters = {*inventory.asked.names.values()}
-    found = group_state(inventory.tensors, inventory.record_of, lambda each: each.tier is None)
-    units = [record for record in found if record.name in of_model - parameters]
-    others = [record for record in found if record.name in of_model & parameters]
-    return _Movable(units, sorted(others, key=lambda record: -record.nbytes))
+    order = {name: index for index, name in enumerate(dict.fromkeys(inventory.record_of.values()))}
+    free = group_state(inventory.tensors, inventory.record_of, lambda each: each.tier is None)
+    found = [record for record in free if record.name in order and record.name not in taken]
+    units = [record for record in found if record.name not in parameters]
+    others = [record for record in found if record.name in parameters]
+    return _Movable(sorted(units, key=lambda r: order[r.name]), sorted(others, key=lambda r: -r.nbytes))
 
 
 def _choices(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
