@@ -59,16 +59,25 @@ class StateOnSsd:
                 self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
             self._cleanup = cleanup.pop_all()
 
-    def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def flat(
+        self, parameter: torch.Tensor, name: str, role: TensorRole, dtype: torch.dtype, numel: int
+    ) -> torch.Tensor:
         """Return a 1-D tensor for state of a parameter of the model, contents undefined.
 
         What was not planned gets a record of its own: a parameter that came later, or whose state is made again.
+
+        Args:
+            parameter: of the model.
+            name: of the parameter.
+            role: of the tensor.
+            dtype: of the tensor.
+            numel: elements of the tensor.
         """
         given = self._given.setdefault(id(parameter), set())
         if id(parameter) not in self._record_of or (role, dtype) in given:
             self._num_added += 1
             most = parameter.numel() * _MOST_BYTES + _MOST_TENSORS * taken_nbytes(1)
-            self._record_of[id(parameter)] = self.visits.reserve(f"added {self._num_added}", most)
+            self._record_of[id(parameter)] = self.visits.reserve(f"{name}, added as number {self._num_added}", most)
             given.clear()
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)

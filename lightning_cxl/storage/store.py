@@ -55,6 +55,7 @@ class Store:
         self._records: dict[str, Record] = {}
         self._unsynced: set[Record] = set()
         self._reserved_bytes = 0
+        self._restored: Generation | None = None
         self._closed = False
         with contextlib.ExitStack() as stack:
             self._places = Places(paths, keeps=keeps, system=system or System())
@@ -81,7 +82,8 @@ class Store:
         Raises:
             TierFullError: the budget has not that much left.
             StorageError: a drive has not that much left.
-            ConfigError: the name is taken, or the folder holds a generation without such a record.
+            ConfigError: the name is taken, or the folder holds a generation without such a record and nothing was
+                restored: it is of another run.
         """
         with self._changes:
             self._check_open()
@@ -93,7 +95,8 @@ class Store:
             part = part_nbytes(nbytes, len(self._drives))
             total = part * len(self._drives) * num_versions
             self._check_budget(name, total)
-            if self._generations.found_records:
+            found = self._generations.found_records
+            if found and (name in found or self._restored is None):
                 versions = self._generations.found_versions(name, nbytes)
             else:
                 versions = tuple(self._end + index * part for index in range(num_versions))
@@ -103,6 +106,8 @@ class Store:
             self._end = max(self._end, end)
             self._reserved_bytes += total
             record = self._records[name] = Record(name, nbytes, len(self._drives), versions)
+            if self._restored is not None and name in self._restored.records:
+                record.becomes(*(self._restored.records[name] or (None, None)))
             return record
 
     def _check_budget(self, name: str, nbytes: int) -> None:
@@ -267,7 +272,7 @@ class Store:
         return list(self._generations.kept)
 
     def restore(self, generation: int) -> None:
-        """Make all reserved records what they were in a generation.
+        """Make all records what they were in a generation, also those that are reserved later.
 
         Raises:
             CheckpointError: there is no such generation, or it does not have one of the records.
@@ -285,6 +290,7 @@ class Store:
             with self._lock:
                 for name, record in self._records.items():
                     record.becomes(*(chosen.records[name] or (None, None)))
+            self._restored = chosen
 
     # -- all together --------------------------------------------------------------------------------------------------
 
