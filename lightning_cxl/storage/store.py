@@ -177,10 +177,10 @@ class Store:
             def check(checksum: int) -> None:
                 with self._lock:
                     if record.last_whole != write:
-                        raise _not_whole(record)
+                        raise record.not_whole()
                     entry = record.entries[version]
                     if entry is None or entry.checksum != checksum:
-                        raise self._mismatch(record, version, checksum)
+                        raise record.damaged(version, checksum, self._drives[0].path)
 
             before = [*after, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
@@ -229,16 +229,6 @@ class Store:
         part, offset = record.part_nbytes, record.versions[version]
         return [Piece(drive, offset, memory.slice(drive * part, part)) for drive in range(len(self._drives))]
 
-    def _mismatch(self, record: Record, version: int, checksum: int) -> StorageError:
-        entry = record.entries[version]
-        wanted = 0 if entry is None else entry.checksum
-        return StorageError(
-            f"record `{record.name}` is damaged: its bytes have checksum {checksum:#018x} and were written with "
-            f"{wanted:#018x}. The drive may be failing, or another process has written there.",
-            path=self._drives[0].path,
-            offset=record.versions[version],
-        )
-
     # -- generations ---------------------------------------------------------------------------------------------------
 
     def commit(self, details: dict[str, Any]) -> int:
@@ -263,7 +253,7 @@ class Store:
             self._engine.wait()
             for record in self._records.values():
                 if not record.is_whole:
-                    raise _not_whole(record)
+                    raise record.not_whole()
             self._sync_drives()
             return self._generations.add(details, self._records.values())
 
@@ -349,7 +339,3 @@ class Store:
     def _check_open(self) -> None:
         if self._closed:
             raise StorageError(f"the storage in `{self._places.home.path}` is closed")
-
-
-def _not_whole(record: Record) -> StorageError:
-    return StorageError(f"record `{record.name}` is not whole: its last write failed. Write it again, or restore it")
