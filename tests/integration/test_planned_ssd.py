@@ -15,8 +15,8 @@ from lightning_cxl.inventory.records import SLOTS_OWNER
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import Placement
 from lightning_cxl.planning.free_memory import free_for
-from lightning_cxl.planning.settle_state import memory_bytes_of
 from lightning_cxl.planning.planned import PlannedBytes
+from lightning_cxl.planning.settle_state import memory_bytes_of
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report
 from lightning_cxl.run.ssd_use import SsdUse
