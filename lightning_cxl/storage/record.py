@@ -1,5 +1,8 @@
 """`Record`: what is read and written as one, and what is known of its versions."""
 
+from pathlib import Path
+
+from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.manifest import Entry
@@ -17,10 +20,12 @@ class Record:
         nbytes: that the user has.
         num_drives: how many parts it has.
         versions: offset of each version, on every drive.
+        path: of the first drive, for messages.
     """
 
-    def __init__(self, name: str, nbytes: int, num_drives: int, versions: tuple[int, ...]) -> None:
+    def __init__(self, name: str, nbytes: int, num_drives: int, versions: tuple[int, ...], path: Path) -> None:
         self.name = name
+        self.path = path
         self.nbytes = nbytes
         self.part_nbytes = part_nbytes(nbytes, num_drives)
         self.padded_nbytes = self.part_nbytes * num_drives
@@ -36,13 +41,42 @@ class Record:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was ever written, or restored."""
-        return self.present is not None
+        """Whether it was ever written, or restored; also where the first write is still on its way."""
+        return self.target is not None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the last write has ended without an error; True where there was none."""
-        return self.last_whole == self.num_begun
+    def check_whole(self, write: int) -> None:
+        """Check that write number `write`, which has ended, ended without an error.
+
+        Raises:
+            StorageError: it did not, or what it wrote was lost since.
+        """
+        if self.last_whole != write:
+            raise StorageError(
+                f"record `{self.name}` is not whole: its last write failed. Write it again, or restore it"
+            )
+
+    def check(self, version: int, write: int, checksum: int) -> None:
+        """Check what was read from a version after write number `write`.
+
+        Raises:
+            StorageError: the write failed, or these are not the bytes that were written.
+        """
+        self.check_whole(write)
+        entry = self.entries[version]
+        if entry is None or entry.checksum != checksum:
+            raise StorageError(
+                f"record `{self.name}` is damaged: its bytes have checksum {checksum:#018x} and were written with "
+                f"{0 if entry is None else entry.checksum:#018x}. The drive may be failing, or another process has "
+                f"written there.",
+                path=self.path,
+                offset=self.versions[version],
+            )
+
+    def wrote(self, write: int, entry: Entry) -> None:
+        """Say that write number `write` ended without an error."""
+        self.present, self.entries[entry.version] = entry.version, entry
+        self.show()
+        self.last_whole = write
 
     def entry(self) -> Entry | None:
         """Return what generations keep of it; None: it was never written."""

@@ -32,32 +32,30 @@ T_STATES = ("tests/unit/storage/test_store_states.py", *T_STORE)
 
 MUTANTS = (
     # -- transfers
-    Mutant("a read waits for the write before it", _STORE, "finish=check, after=after", "finish=check", T_STORE),
+    Mutant("a read waits for the write before it", _STORE, "finish=check, after=before", "finish=check", T_STORE),
     Mutant("a write waits for what came before it", _STORE, "finish=end, after=after", "finish=end", T_STORE),
     Mutant(
         "bytes that are not those written are found",
-        _STORE,
+        _RECORD,
         "if entry is None or entry.checksum != checksum:",
         "if False:",
         T_STORE,
     ),
     Mutant(
         "a record whose last write failed is not read",
-        _STORE,
-        "                    if record.last_whole != write:\n",
-        "                    if False:\n",
+        _RECORD,
+        "        self.check_whole(write)\n",
+        "",
         T_FAULTS,
     ),
     Mutant(
         "a record whose last write failed is not committed",
         _STORE,
-        "                if not record.is_whole:\n",
-        "                if False:\n",
+        "                record.check_whole(record.num_begun)\n",
+        "                pass\n",
         T_FAULTS,
     ),
-    Mutant(
-        "the window shows a write", _STORE, "record.show()\n                    record.last", "record.last", T_STORE
-    ),
+    Mutant("the window shows a write", _RECORD, "        self.show()\n        self.last", "        self.last", T_STORE),
     Mutant("chunks drop their views at their end", _ENGINE, "        chunk.views = []\n", "", T_ENGINE),
     Mutant(
         "frames of the kernel's error do not keep memory",
