@@ -21,7 +21,7 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple, Protocol
 
@@ -95,14 +95,16 @@ class StateVisits:
     Args:
         store: has the records.
         slots: host memory that records visit.
+        before_write: called before a record is written, by any thread.
     """
 
-    def __init__(self, store: Store, slots: StateSlots) -> None:
+    def __init__(self, store: Store, slots: StateSlots, before_write: Callable[[], None] = lambda: None) -> None:
         self.num_late = 0
         """Reads that were not started before their visit."""
         self.num_visits = 0
         self._store = store
         self._slots = slots
+        self._before_write = before_write
         self._records: list[StateRecord] = []
         self._fetched: dict[StateRecord, _Fetched] = {}  # in the order in which they are expected
         self._writing: deque[_Written] = deque()
@@ -152,6 +154,7 @@ class StateVisits:
             self.expect(self._following(record))
             yield record.fill(slot)
             with self._changed:
+                self._before_write()
                 self._writing.append(_Written(slot, self._store.write(record.record, slot)))
                 self._touched.pop(record, None)
                 self._changed.notify_all()

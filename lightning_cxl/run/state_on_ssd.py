@@ -1,5 +1,7 @@
 """`StateOnSsd`: the optimizer state of a run that lies on SSD: its store, its slots, and the record of each tensor."""
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -14,6 +16,8 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.store import Store
+
+log = logging.getLogger(__name__)
 
 _MOST_TENSORS = 5  # of one parameter: two moments, in 8 bit with scales beside them, and the remainder
 _MOST_BYTES = 10  # of an element: two moments in float32, and the remainder
@@ -52,7 +56,7 @@ class StateOnSsd:
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-            self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)))
+            self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)), self._make_room)
             cleanup.callback(self.visits.close)
             for each in planned:
                 record = self.visits.reserve(each.name, each.nbytes)
@@ -93,6 +97,20 @@ class StateOnSsd:
         self.store.settle(generation)
         self.visits.take_records_as_they_are()
         self.owns_generations = True
+
+    def _make_room(self) -> None:
+        """Let go of one of two generations, if this run was not resumed from either: they leave no version to write.
+
+        A run that was killed while it saved leaves two. The newer one stays if its checkpoint file is there.
+        """
+        kept = self.store.generations()
+        if len(kept) > 1 and not self.owns_generations:
+            stays = kept[1] if os.path.exists(kept[1].details["checkpoint"]) else kept[0]
+            log.warning(
+                f"`{self.folders[0]}` held the state of two checkpoints, from which this run was not resumed. That of "
+                f"`{stays.details['checkpoint']}` stays until this run saves a checkpoint, the other one is given up"
+            )
+            self.store.settle(stays.number)
 
     def report_row(self) -> SsdUse:
         """Return what a report says about the tier."""

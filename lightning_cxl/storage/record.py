@@ -20,12 +20,10 @@ class Record:
         nbytes: that the user has.
         num_drives: how many parts it has.
         versions: offset of each version, on every drive.
-        path: of the first drive, for messages.
     """
 
-    def __init__(self, name: str, nbytes: int, num_drives: int, versions: tuple[int, ...], path: Path) -> None:
+    def __init__(self, name: str, nbytes: int, num_drives: int, versions: tuple[int, ...]) -> None:
         self.name = name
-        self.path = path
         self.nbytes = nbytes
         self.part_nbytes = part_nbytes(nbytes, num_drives)
         self.padded_nbytes = self.part_nbytes * num_drives
@@ -44,39 +42,10 @@ class Record:
         """Whether it was ever written, or restored; also where the first write is still on its way."""
         return self.target is not None
 
-    def check_whole(self, write: int) -> None:
-        """Check that write number `write`, which has ended, ended without an error.
-
-        Raises:
-            StorageError: it did not, or what it wrote was lost since.
-        """
-        if self.last_whole != write:
-            raise StorageError(
-                f"record `{self.name}` is not whole: its last write failed. Write it again, or restore it"
-            )
-
-    def check(self, version: int, write: int, checksum: int) -> None:
-        """Check what was read from a version after write number `write`.
-
-        Raises:
-            StorageError: the write failed, or these are not the bytes that were written.
-        """
-        self.check_whole(write)
-        entry = self.entries[version]
-        if entry is None or entry.checksum != checksum:
-            raise StorageError(
-                f"record `{self.name}` is damaged: its bytes have checksum {checksum:#018x} and were written with "
-                f"{0 if entry is None else entry.checksum:#018x}. The drive may be failing, or another process has "
-                f"written there.",
-                path=self.path,
-                offset=self.versions[version],
-            )
-
-    def wrote(self, write: int, entry: Entry) -> None:
-        """Say that write number `write` ended without an error."""
-        self.present, self.entries[entry.version] = entry.version, entry
-        self.show()
-        self.last_whole = write
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last write has ended without an error; True where there was none."""
+        return self.last_whole == self.num_begun
 
     def entry(self) -> Entry | None:
         """Return what generations keep of it; None: it was never written."""
@@ -90,6 +59,27 @@ class Record:
             self.entries[entry.version] = entry
         self.last_whole = self.num_begun
         self.show()
+
+    def not_whole(self) -> StorageError:
+        """Return the error of whoever needs the bytes after a write that failed."""
+        return StorageError(f"record `{self.name}` is not whole: its last write failed. Write it again, or restore it")
+
+    def damaged(self, version: int, checksum: int, path: Path) -> StorageError:
+        """Return the error of whoever has read other bytes than were written.
+
+        Args:
+            version: that was read.
+            checksum: of what was read.
+            path: of the first drive.
+        """
+        entry = self.entries[version]
+        wanted = 0 if entry is None else entry.checksum
+        return StorageError(
+            f"record `{self.name}` is damaged: its bytes have checksum {checksum:#018x} and were written with "
+            f"{wanted:#018x}. The drive may be failing, or another process has written there.",
+            path=path,
+            offset=self.versions[version],
+        )
 
     def show(self) -> None:
         """Let the window show the present version, or zeros where that is encrypted; private pages are dropped."""

@@ -110,7 +110,7 @@ class Store:
                 drive.grow(end)
             self._end = max(self._end, end)
             self._reserved_bytes += total
-            record = self._records[name] = Record(name, nbytes, len(self._drives), versions, self._drives[0].path)
+            record = self._records[name] = Record(name, nbytes, len(self._drives), versions)
             if self._restored is not None and name in self._restored.records:
                 record.becomes(self._restored.records[name])
             return record
@@ -176,7 +176,11 @@ class Store:
 
             def check(checksum: int) -> None:
                 with self._lock:
-                    record.check(version, write, checksum)
+                    if record.last_whole != write:
+                        raise record.not_whole()
+                    entry = record.entries[version]
+                    if entry is None or entry.checksum != checksum:
+                        raise record.damaged(version, checksum, self._drives[0].path)
 
             before = [*after, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
@@ -202,8 +206,10 @@ class Store:
 
             def end(checksum: int) -> None:
                 with self._lock:
+                    record.present, record.entries[version] = version, Entry(version, checksum, name)
                     self._unsynced.add(record)
-                    record.wrote(write, Entry(version, checksum, name))
+                    record.show()
+                    record.last_whole = write
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
@@ -246,7 +252,8 @@ class Store:
             self._generations.check_room()
             self._engine.wait()
             for record in self._records.values():
-                record.check_whole(record.num_begun)
+                if not record.is_whole:
+                    raise record.not_whole()
             self._sync_drives()
             return self._generations.add(details, self._records.values())
 

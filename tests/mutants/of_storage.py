@@ -36,26 +36,28 @@ MUTANTS = (
     Mutant("a write waits for what came before it", _STORE, "finish=end, after=after", "finish=end", T_STORE),
     Mutant(
         "bytes that are not those written are found",
-        _RECORD,
+        _STORE,
         "if entry is None or entry.checksum != checksum:",
         "if False:",
         T_STORE,
     ),
     Mutant(
         "a record whose last write failed is not read",
-        _RECORD,
-        "        self.check_whole(write)\n",
-        "",
+        _STORE,
+        "                    if record.last_whole != write:\n",
+        "                    if False:\n",
         T_FAULTS,
     ),
     Mutant(
         "a record whose last write failed is not committed",
         _STORE,
-        "                record.check_whole(record.num_begun)\n",
-        "                pass\n",
+        "                if not record.is_whole:\n",
+        "                if False:\n",
         T_FAULTS,
     ),
-    Mutant("the window shows a write", _RECORD, "        self.show()\n        self.last", "        self.last", T_STORE),
+    Mutant(
+        "the window shows a write", _STORE, "record.show()\n                    record.last", "record.last", T_STORE
+    ),
     Mutant("chunks drop their views at their end", _ENGINE, "        chunk.views = []\n", "", T_ENGINE),
     Mutant(
         "frames of the kernel's error do not keep memory",
