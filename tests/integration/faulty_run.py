@@ -1,4 +1,4 @@
-"""Short training runs with state on SSD in which one system call goes wrong: each fault at each call, and what came of it.
+"""Short training runs with state on SSD in which one system call goes wrong: each fault at each call, and the outcome.
 
     python -m tests.integration.faulty_run FOLDER [--schedule overlap] [--resumed] [--faults EIO flip] [--every 1]
 
@@ -164,7 +164,6 @@ class Runs:
 
     def _checked(self, fault: str, call: str, error: LightningCXLError) -> str:
         """Return whether an error is one that a user can do something with."""
-        seen = set()
         while isinstance(error, CheckpointError) and error.__cause__ is not None:
             error = error.__cause__
         if fault.startswith("E"):
@@ -174,21 +173,19 @@ class Runs:
                 fits = fits and error.offset is not None
         else:
             fits = isinstance(error, (StorageError, TierFullError, CheckpointError, ConfigError))
-        del seen
         return "refused" if fits else f"UNCLEAR: {error!r}"
 
 
-def _held() -> tuple[list[str], int, list[str]]:
+def _held() -> tuple[list[str], list[str]]:
     gc.collect()
-    names = sorted(thread.name for thread in threading.enumerate())
-    return sorted(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), names
+    return sorted(os.listdir("/proc/self/fd")), sorted(thread.name for thread in threading.enumerate())
 
 
 def _left(before) -> str:
     after = _held()
-    if (after[0], after[2]) == (before[0], before[2]):
+    if after == before:
         return ""
-    return f"descriptors {sorted(set(after[0]) - set(before[0]))}, threads {sorted(set(after[2]) - set(before[2]))}"
+    return f"descriptors {sorted(set(after[0]) - set(before[0]))}, threads {sorted(set(after[1]) - set(before[1]))}"
 
 
 def table(outcomes: list[Outcome]) -> str:

@@ -116,6 +116,28 @@ def test_every_fault_at_every_call(fault, tmp_path):
     assert (outcomes["refused"] == 0) == survivable and (outcomes["fine"] == 0) == always_told
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_at_every_call_where_a_generation_is_found(fault, tmp_path):
+    run = Run(tmp_path, FaultySystem())
+    run()
+
+    def open_and_close(system):
+        Store(folders(tmp_path, COUNT), budget_bytes=BUDGET, keeps=True, system=system).close()
+        return len(system.calls)
+
+    num_calls, before = open_and_close(FaultySystem()), descriptors()
+    assert num_calls > 25
+    for at in range(num_calls):
+        system = FaultySystem(fault, at)
+        try:
+            open_and_close(system)
+        except (StorageError, CheckpointError):
+            assert fault not in ("short", "late", "behind the next")
+        assert descriptors() == before, system.calls
+    if fault != "vanish":
+        assert restored(tmp_path, run.generations)[-1] == run.settled
+
+
 @pytest.mark.parametrize(("seed", "share"), [(0, 0), (1, 0.2), (2, 0.5), (3, 0.8)])
 def test_after_a_power_loss_at_any_time_a_committed_generation_is_there(seed, share, tmp_path):
     system = LoggingSystem()
