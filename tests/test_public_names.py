@@ -25,8 +25,8 @@ NAMES = """
     CPUAdam CXLOffloadStrategy CheckpointError ConfigError Decision GradientOverflowError Job LightningCXLError
     LightningCXLWarning LoadReport Machine MachineTier MemoryClass MissingTierWarning Move Node OffloadConfig
     OffloadProgressBar PinnedMemoryError Placement PlacementError PlacementPolicy PlacementRequest PlanningPolicy
-    RoleHomePolicy SpillWarning TensorRole Tier TierFullError TierKind TierNotFoundError Topology UnsupportedError
-    empty empty_weights from_pretrained host_allocation load_machine load_weights plain_checkpoint
+    RoleHomePolicy SpillWarning StorageError TensorRole Tier TierFullError TierKind TierNotFoundError Topology
+    UnsupportedError empty empty_weights from_pretrained host_allocation load_machine load_weights plain_checkpoint
     predict_adam_seconds predict_copy_seconds residency save_pretrained save_weights tier
 """
 OPTIONS = {

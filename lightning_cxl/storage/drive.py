@@ -1,0 +1,160 @@
+"""One drive: a file of ours in a folder, or a raw block device, read and written in whole blocks."""
+
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+from lightning_cxl.errors import StorageError
+from lightning_cxl.storage.system import System, Views
+
+log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 4096
+_ADVICE = {
+    errno.ENOSPC: "Free space there, or use a smaller budget.",
+    errno.EDQUOT: "Your quota there is used up.",
+    errno.EROFS: "The filesystem is read-only: after an error of the drive Linux remounts it so.",
+    errno.EIO: "The drive may be failing: see the kernel's log (`dmesg`).",
+    errno.ENOENT: "Does the folder still exist?",
+    errno.EACCES: "Whose is it, and who may write there?",
+}
+
+
+class Drive:
+    """Reads and writes one file past the page cache (``O_DIRECT``), or through it where the filesystem refuses.
+
+    Thread-safe: nothing here changes after the constructor but the size of the file.
+
+    Args:
+        path: of the file or block device.
+        system: makes the system calls.
+        make: whether the file is made, which must not exist yet.
+
+    Raises:
+        StorageError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, system: System, *, make: bool) -> None:
+        self.path = path
+        self.direct = True
+        self._system = system
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if make else 0)
+        try:
+            self.fd = system.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise storage_error("open", path, error) from None
+            # a filesystem that refuses may have made the file before it looked at the flag
+            self.fd = self._open_buffered(flags & ~os.O_EXCL)
+
+    def _open_buffered(self, flags: int) -> int:
+        self.direct = False
+        log.warning("`%s`: the filesystem refuses O_DIRECT, so its data go through the page cache", self.path)
+        try:
+            return self._system.open(self.path, flags)
+        except OSError as error:
+            raise storage_error("open", self.path, error) from None
+
+    def prepare(self) -> Self:
+        """Take the first block, which holds no record, and see with it whether direct reads work here.
+
+        Raises:
+            StorageError: no room for one block, or it cannot be read.
+        """
+        self.grow(BLOCK_BYTES)
+        if self.direct:
+            try:
+                with mmap.mmap(-1, BLOCK_BYTES) as memory, memoryview(memory) as view:
+                    self._system.preadv(self.fd, [view], 0)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise storage_error("read", self.path, error, 0) from None
+                self.close()
+                self.fd = self._open_buffered(os.O_RDWR)
+        return self
+
+    def read(self, views: Views, offset: int) -> None:
+        """Fill `views` with what lies at `offset`.
+
+        Raises:
+            StorageError: the drive refuses, or the file ends before.
+        """
+        self._move("read", self._system.preadv, views, offset)
+
+    def write(self, views: Views, offset: int) -> None:
+        """Write `views` at `offset`.
+
+        Raises:
+            StorageError: the drive refuses.
+        """
+        self._move("write", self._system.pwritev, views, offset)
+
+    def _move(self, what: str, call: Callable[[int, Views, int], int], views: Views, offset: int) -> None:
+        left: Sequence[memoryview] = views
+        while left:
+            try:
+                moved = call(self.fd, left, offset)
+            except OSError as error:
+                raise storage_error(what, self.path, error, offset) from None
+            if moved <= 0:
+                ended = OSError(errno.EIO, "the file ends there" if what == "read" else "no byte was written")
+                raise storage_error(what, self.path, ended, offset)
+            offset += moved
+            left = _after(left, moved)
+
+    def grow(self, end: int) -> None:
+        """Take space on the disk for the file up to `end`, now and not when it is written.
+
+        Raises:
+            StorageError: no such space.
+        """
+        try:
+            self._system.allocate(self.fd, 0, end)
+        except OSError as error:
+            raise storage_error(f"take {end} bytes for", self.path, error) from None
+
+    def sync(self) -> None:
+        """Wait until all that was written lies on the disk.
+
+        Raises:
+            StorageError: it may not.
+        """
+        try:
+            self._system.datasync(self.fd)
+        except OSError as error:
+            raise storage_error("sync", self.path, error) from None
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self._system.close(fd)
+
+
+def _after(views: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
+    """Return `views` without their first bytes."""
+    for index, view in enumerate(views):
+        if nbytes < view.nbytes:
+            return [view[nbytes:], *views[index + 1 :]]
+        nbytes -= view.nbytes
+    return ()
+
+
+def storage_error(what: str, path: Path, error: OSError, offset: int | None = None) -> StorageError:
+    """Return our error for one of the kernel's.
+
+    Args:
+        what: could not be done, a verb.
+        path: to what.
+        error: what the kernel said.
+        offset: where in the file.
+    """
+    where = "" if offset is None else f" at offset {offset}"
+    name = errno.errorcode.get(error.errno or 0, "no errno")
+    advice = _ADVICE.get(error.errno or 0, "")
+    message = f"cannot {what} `{path}`{where}: {error.strerror} ({name}). {advice}".rstrip()
+    return StorageError(message, path=path, offset=offset, errno=error.errno)

@@ -1,0 +1,309 @@
+"""`Store`: records on drives, with windows, checksums, and generations that survive a crash."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.storage.drive import BLOCK_BYTES
+from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, Piece, StorageTransfer
+from lightning_cxl.storage.generations import Generations
+from lightning_cxl.storage.manifest import Generation
+from lightning_cxl.storage.places import Places
+from lightning_cxl.storage.record import Record, part_nbytes
+from lightning_cxl.storage.system import System
+from lightning_cxl.storage.window import Window
+from lightning_cxl.units import format_bytes
+
+
+class Store:
+    """Records on one or several drives. Thread-safe.
+
+    Args:
+        paths: a folder for each drive; others than the first may be block devices, which are used whole.
+        budget_bytes: most bytes that records take, all drives and versions together.
+        keeps: whether records have two versions, so that generations can be committed. See [Note: Generations].
+        system: makes the system calls.
+        chunk_bytes: of one read or write; a folder that holds a generation keeps its own.
+
+    Raises:
+        ConfigError: the paths cannot be used together, another run uses them, or they hold a generation and `keeps` is
+            False.
+        StorageError: a drive cannot be used.
+        CheckpointError: the manifest that lies there is damaged.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        budget_bytes: int,
+        keeps: bool = False,
+        system: System | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._budget_bytes = budget_bytes
+        self._keeps = keeps
+        self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
+        self._lock = threading.Lock()  # of fields of records; held shortly
+        self._records: dict[str, Record] = {}
+        self._unsynced: set[Record] = set()
+        self._reserved_bytes = 0
+        self._closed = False
+        with contextlib.ExitStack() as stack:
+            self._places = Places(paths, keeps=keeps, system=system or System())
+            stack.callback(self._places.close)
+            found = self._places.found
+            self._drives = self._places.drives
+            self._generations = Generations(self._places, found.chunk_bytes if found else chunk_bytes)
+            self._end = BLOCK_BYTES  # the first block of a drive holds no record
+            for nbytes, versions in self._generations.found_records.values():
+                self._end = max(self._end, max(versions) + part_nbytes(nbytes, len(self._drives)))
+            self._engine = Engine(self._drives, found.chunk_bytes if found else chunk_bytes)
+            stack.callback(self._engine.close)
+            self._opened = stack.pop_all()
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def reserve(self, name: str, nbytes: int) -> Record:
+        """Take space for all versions of a record.
+
+        Args:
+            name: unique in this store.
+            nbytes: at least 1.
+
+        Raises:
+            TierFullError: the budget has not that much left.
+            StorageError: a drive has not that much left.
+            ConfigError: the name is taken, or the folder holds a generation without such a record.
+        """
+        with self._changes:
+            self._check_open()
+            if name in self._records:
+                raise ConfigError(f"there is a record `{name}` already: names of records are unique")
+            if nbytes < 1:
+                raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
+            num_versions = 2 if self._keeps else 1
+            part = part_nbytes(nbytes, len(self._drives))
+            total = part * len(self._drives) * num_versions
+            self._check_budget(name, total)
+            if self._generations.found_records:
+                versions = self._generations.found_versions(name, nbytes)
+            else:
+                versions = tuple(self._end + index * part for index in range(num_versions))
+            end = max(versions) + part
+            for drive in self._drives:
+                drive.grow(end)
+            self._end = max(self._end, end)
+            self._reserved_bytes += total
+            record = self._records[name] = Record(name, nbytes, len(self._drives), versions)
+            return record
+
+    def _check_budget(self, name: str, nbytes: int) -> None:
+        left = self._budget_bytes - self._reserved_bytes
+        if nbytes > left:
+            raise TierFullError(
+                f"cannot place {format_bytes(nbytes)} for `{name}` in `{self._places.home.path}`: {format_bytes(left)} "
+                f"of {format_bytes(self._budget_bytes)} free. Raise the budget, or place less there."
+            )
+
+    def window(self, record: Record) -> Buffer:
+        """Return the address range that shows what was written last; zeros where nothing was.
+
+        It takes no memory but the page cache. What a user writes there is gone after the next `write` and never
+        reaches a drive. It stays valid after `close`. A drive that fails while someone looks ends the process (SIGBUS).
+        """
+        with self._lock:
+            if record.window is None:
+                self._check_open()
+                window = Window(self._drives, record.part_nbytes)
+                record.window = window
+                try:
+                    record.show()
+                except BaseException:
+                    record.window = None
+                    raise
+            return record.window.buffer
+
+    def read(self, record: Record, memory: Buffer) -> StorageTransfer:
+        """Start reading what was written last, also where that write is still on its way.
+
+        Args:
+            record: of this store.
+            memory: page-aligned, at least `record.padded_nbytes`; nobody may use it before the transfer is done.
+
+        Raises:
+            StorageError: nothing was written. At `wait_host`: a drive failed, or the bytes are not those written.
+        """
+        with self._lock:
+            version, write = record.target, record.num_begun
+            if version is None:
+                raise StorageError(f"record `{record.name}` cannot be read: nothing was written to it")
+
+            def check(crc: int) -> None:
+                with self._lock:
+                    if record.last_whole != write:
+                        raise _not_whole(record)
+                    if record.crcs[version] != crc:
+                        raise self._mismatch(record, version, crc)
+
+            after = [] if record.last_write is None else [record.last_write]
+            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=after)
+            record.reads = [*(read for read in record.reads if not read.done()), transfer]
+            return transfer
+
+    def write(self, record: Record, memory: Buffer) -> StorageTransfer:
+        """Start writing a record. When that is done, its window shows the new bytes.
+
+        Args:
+            record: of this store.
+            memory: page-aligned, at least `record.padded_nbytes`; nobody may change it before the transfer is done.
+
+        Raises:
+            StorageError: both versions are committed. At `wait_host`: a drive failed; the record cannot be read until a
+                later write succeeds, or it is restored.
+        """
+        with self._changes, self._lock:
+            version = self._generations.free_version(record)
+            write = record.num_begun + 1
+
+            def end(crc: int) -> None:
+                with self._lock:
+                    record.present, record.last_whole = version, write
+                    record.crcs[version] = crc
+                    self._unsynced.add(record)
+                    record.show()
+
+            after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
+            transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after)
+            record.num_begun, record.target, record.last_write, record.reads = write, version, transfer, []
+            return transfer
+
+    def _pieces(self, record: Record, version: int, memory: Buffer) -> list[Piece]:
+        if memory.address % BLOCK_BYTES or memory.nbytes < record.padded_nbytes:
+            raise ValueError(
+                f"record `{record.name}` needs {record.padded_nbytes} bytes of page-aligned memory, got "
+                f"{memory.nbytes} bytes at {memory.address:#x}"
+            )
+        part, offset = record.part_nbytes, record.versions[version]
+        return [Piece(drive, offset, memory.slice(drive * part, part)) for drive in range(len(self._drives))]
+
+    def _mismatch(self, record: Record, version: int, crc: int) -> StorageError:
+        wanted = record.crcs[version]
+        return StorageError(
+            f"record `{record.name}` is damaged: its bytes have checksum {crc:#010x} and were written with "
+            f"{wanted or 0:#010x}. The drive may be failing, or another process has written there.",
+            path=self._drives[0].path,
+            offset=record.versions[version],
+        )
+
+    # -- generations ---------------------------------------------------------------------------------------------------
+
+    def commit(self, details: dict[str, Any]) -> int:
+        """Make what was written so far a generation, beside the one before. See [Note: Generations].
+
+        Args:
+            details: kept with the generation, as JSON.
+
+        Returns:
+            The number of the generation.
+
+        Raises:
+            ConfigError: this store keeps no generations.
+            StorageError: a write or a drive failed; the generations before are as they were.
+        """
+        with self._changes:
+            self._check_open()
+            if not self._keeps:
+                raise ConfigError("this store keeps no generations: make it with `keeps=True`")
+            json.dumps(details)  # what cannot be kept is refused before anything is done
+            self._generations.check_room()
+            self._engine.wait()
+            for record in self._records.values():
+                if not record.is_whole:
+                    raise _not_whole(record)
+            self._sync_drives()
+            return self._generations.add(details, self._records.values())
+
+    def _sync_drives(self) -> None:
+        try:
+            for drive in self._drives:
+                drive.sync()
+        except StorageError:
+            # the kernel says this once and may forget the bytes: a second sync would say that all is well
+            with self._lock:
+                for record in self._unsynced:
+                    record.last_whole = -1
+            raise
+        self._unsynced.clear()
+
+    def settle(self, generation: int) -> None:
+        """Let go of all generations but one. See [Note: Generations].
+
+        Raises:
+            CheckpointError: there is no such generation.
+            StorageError: the manifest could not be replaced; all generations stay.
+        """
+        with self._changes:
+            self._check_open()
+            self._generations.keep_only(self._generations.get(generation), self._records.values())
+
+    def generations(self) -> list[Generation]:
+        """Return what could be restored, oldest first: generations of this run, and of an earlier one in the folder."""
+        return list(self._generations.kept)
+
+    def restore(self, generation: int) -> None:
+        """Make all reserved records what they were in a generation.
+
+        Raises:
+            CheckpointError: there is no such generation, or it does not have one of the records.
+        """
+        with self._changes:
+            self._check_open()
+            chosen = self._generations.get(generation)
+            missing = [name for name in self._records if name not in chosen.records]
+            if missing:
+                raise CheckpointError(
+                    f"generation {generation} in `{self._places.home.path}` has no record `{missing[0]}`"
+                )
+            with contextlib.suppress(StorageError):  # a write that failed does not matter any more
+                self._engine.wait()
+            with self._lock:
+                for name, record in self._records.items():
+                    record.becomes(*(chosen.records[name] or (None, None)))
+
+    # -- all together --------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Block until all transfers started so far are done.
+
+        Raises:
+            StorageError: one failed, and nobody has been told yet.
+        """
+        self._engine.wait()
+
+    def stats(self) -> dict[str, int]:
+        """Return bytes reserved, of the budget, read and written; and system calls that read and wrote."""
+        return {"reserved_bytes": self._reserved_bytes, "budget_bytes": self._budget_bytes, **self._engine.counts}
+
+    def close(self) -> None:
+        """Finish all transfers and close everything; files stay where a generation is kept. Idempotent.
+
+        Raises:
+            StorageError: a transfer failed, and nobody has been told; everything is closed all the same.
+        """
+        with self._changes:
+            self._closed = True
+            self._opened.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(f"the storage in `{self._places.home.path}` is closed")
+
+
+def _not_whole(record: Record) -> StorageError:
+    return StorageError(f"record `{record.name}` is not whole: its last write failed. Write it again, or restore it")
