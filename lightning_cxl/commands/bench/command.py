@@ -9,6 +9,7 @@ _BENCHMARKS: Mapping[str, tuple[str, str]] = {
         "the optimizer step and the gradient check, against memory and torch",
         "lightning_cxl.commands.bench.adam",
     ),
+    "ssd": ("reads and writes of the SSD tier, against fio and a plain loop", "lightning_cxl.commands.bench.ssd"),
     "pools": ("host memory for weights on SSD, by layout of the pool; computed", "lightning_cxl.commands.bench.pools"),
 }
 

@@ -8,7 +8,7 @@ from lightning_cxl.__main__ import main as command_line
 from lightning_cxl.commands.bench.command import main
 
 
-@pytest.mark.parametrize(("name", "option"), [("adam", "--threads"), ("pools", "--models")])
+@pytest.mark.parametrize(("name", "option"), [("adam", "--threads"), ("ssd", "--folder"), ("pools", "--models")])
 def test_the_command_line_reaches_each_benchmark(name, option, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lightning_cxl", "bench", name, "--help"])
     with pytest.raises(SystemExit) as end:
@@ -23,7 +23,7 @@ def test_help_names_all_benchmarks(capsys):
         main(["--help"])
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ("adam ", "pools"))
+    assert all(f"\n  {name} " in shown for name in ("adam ", "ssd  ", "pools"))
 
 
 @pytest.mark.parametrize(("arguments", "message"), [([], "required: NAME"), (["none"], "invalid choice: 'none'")])
