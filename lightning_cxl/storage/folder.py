@@ -13,6 +13,8 @@ from lightning_cxl.storage.drive import storage_error
 from lightning_cxl.storage.system import System
 
 MANIFEST = "lightning_cxl-manifest.json"
+PART = "lightning_cxl-part.json"
+"""Lies in the other folders of a store that keeps a generation, and says where its manifest is."""
 _LOCK = "lightning_cxl.lock"
 _NEW = ".new"
 _DATA = re.compile(r"lightning_cxl-(?P<store>[0-9a-f]{16})-\d+\.data")
@@ -79,7 +81,7 @@ class Folder:
         try:
             for name in self._system.names(self.path):
                 data = _DATA.fullmatch(name)
-                if name == MANIFEST + _NEW or (data is not None and data["store"] != keep):
+                if name in (MANIFEST + _NEW, PART + _NEW) or (data is not None and data["store"] != keep):
                     self._system.unlink(self.path / name)
         except OSError as error:
             raise storage_error("clean", self.path, error) from None
@@ -174,10 +176,27 @@ class Folder:
             raise storage_error("remove", path, error) from None
 
     def close(self) -> None:
-        """Let go of the lock. Idempotent."""
+        """Let go of the lock. Idempotent.
+
+        Raises:
+            StorageError: the kernel reports an error; the descriptor is gone all the same.
+        """
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd < 0:
+            return
+        try:
+            try:
+                self._system.unlock(fd)
+            finally:
+                self._system.close(fd)
+        except OSError as error:
+            raise storage_error("unlock", self.path / _LOCK, error) from None
+
+    def close_in_child(self) -> None:
+        """Let go of the descriptor that a fork has copied; the parent keeps the lock."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
-            self._system.close(fd)
+            os.close(fd)
 
 
 def is_block_device(path: Path, system: System) -> bool:
@@ -201,7 +220,7 @@ def is_block_device(path: Path, system: System) -> bool:
 def _close_in_child() -> None:
     # a lock ends when the last copy of its descriptor is closed: a child must not keep it when its parent is killed
     for folder in list(_held):
-        folder.close()
+        folder.close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -31,10 +31,19 @@ class Generations:
     Args:
         places: where the manifest lies.
         chunk_bytes: of the store's CRCs.
+        key_check: of the store's key.
+
+    Raises:
+        ConfigError: what an earlier run left was encrypted with another key.
     """
 
-    def __init__(self, places: Places, chunk_bytes: int) -> None:
+    def __init__(self, places: Places, chunk_bytes: int, key_check: str = "") -> None:
         found = places.found
+        if found is not None and found.key_check != key_check:
+            given = "this run has another key" if key_check else "this run has no key"
+            is_so = f"is encrypted, and {given}" if found.key_check else "is not encrypted, and this run has a key"
+            raise ConfigError(f"`{places.home.path}` holds {found.said()}, which {is_so}. {WHAT_TO_DO}")
+        self._key_check = key_check
         self._places = places
         self._chunk_bytes = chunk_bytes
         self._last_number = found.last_number if found else 0
@@ -81,7 +90,7 @@ class Generations:
         """
         protecting = (*self.kept, *self._unsure)
         entries = [generation.records.get(record.name) for generation in protecting]
-        committed = {entry[0] for entry in entries if entry is not None}
+        committed = {entry.version for entry in entries if entry is not None}
         for version in range(len(record.versions)):
             if version not in committed:
                 return version
@@ -109,7 +118,7 @@ class Generations:
         """
         records = list(records)
         self._last_number += 1
-        new = Generation(self._last_number, details, {record.name: record.committed() for record in records})
+        new = Generation(self._last_number, details, {record.name: record.entry() for record in records})
         self._replace([*self.kept, new], records, new)
         return new.number
 
@@ -124,7 +133,7 @@ class Generations:
 
     def _replace(self, kept: list[Generation], records: Iterable[Record], new: Generation | None = None) -> None:
         self._places.home.write_new(MANIFEST, self._manifest(kept, records).encode())
-        self._places.files_stay = True
+        self._places.keep_files()
         if new is not None:
             self._unsure.append(new)
         self._places.home.publish(MANIFEST)
@@ -136,6 +145,7 @@ class Generations:
             self._places.store_id,
             self._places.paths,
             self._chunk_bytes,
+            self._key_check,
             self._last_number,
             {**self._found_records, **known},
             tuple(kept),

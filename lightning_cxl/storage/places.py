@@ -1,17 +1,18 @@
 """The places of one store: its locked folders, the drives in them, and their files."""
 
 import contextlib
+import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.storage.drive import Drive
-from lightning_cxl.storage.folder import MANIFEST, Folder, is_block_device
+from lightning_cxl.storage.folder import MANIFEST, PART, Folder, is_block_device
 from lightning_cxl.storage.manifest import Manifest, decode
 from lightning_cxl.storage.system import System
 
-WHAT_TO_DO = "Use another folder, or delete this one if nobody needs it."
+WHAT_TO_DO = "Use another folder, or delete this one if nobody needs it (fill a device's first 256 KiB with zeros)."
 
 
 class Places:
@@ -31,7 +32,7 @@ class Places:
         self.paths = tuple(str(path) for path in paths)
         self.files_stay = False
         self.drives: list[Drive] = []
-        self._files: list[tuple[Folder, Path]] = []
+        self._files: dict[int, tuple[Folder, Path]] = {}  # by the number of their drive
         with contextlib.ExitStack() as stack:
             folders = self._lock(stack, paths)
             self.home = next(folder for folder in folders if folder is not None)
@@ -77,23 +78,96 @@ class Places:
             )
         return found
 
+    def _check_other(self, folder: Folder) -> None:
+        """Refuse a folder with data of another store that keeps a generation.
+
+        Raises:
+            ConfigError: it has.
+        """
+        if folder.read(MANIFEST) is not None:
+            raise ConfigError(f"`{folder.path}` holds a generation of its own, of another run. {WHAT_TO_DO}")
+        contents = folder.read(PART)
+        if contents is not None:
+            self._check_not_needed(folder.path, contents)
+
+    def _check_not_needed(self, path: Path, part: bytes) -> None:
+        """Refuse a path that `part` says belongs to another store, if that store has a generation.
+
+        Raises:
+            ConfigError: it has, or nobody knows.
+        """
+        try:
+            fields = json.loads(part)
+            home = Path(fields["home"]) / MANIFEST
+            needed = decode(home.read_bytes(), home).store_id == fields["store"]
+        except FileNotFoundError:  # without the folder nobody knows: its disk may not be mounted
+            needed = not home.parent.is_dir()
+        except (ValueError, KeyError, TypeError, OSError, CheckpointError) as error:
+            raise ConfigError(
+                f"`{path}` holds a part of another run, and it cannot be checked whether that is needed: {error}. "
+                f"{WHAT_TO_DO}"
+            ) from None
+        if needed:
+            raise ConfigError(
+                f"`{path}` holds a part of a generation whose manifest lies in `{home.parent}`. {WHAT_TO_DO}"
+            )
+
     def _open_drive(self, stack: contextlib.ExitStack, index: int, path: Path, folder: Folder | None) -> None:
-        make = folder is not None and self.found is None
-        if folder is not None:
-            folder.remove_orphans(self.store_id)
+        new = self.found is None
+        if folder is None:
+            drive = Drive(path, self._system, device=True)
+        else:
+            if new:
+                self._check_other(folder)
             path = folder.data_path(self.store_id, index)
-            self._files.append((folder, path))
-        drive = Drive(path, self._system, make=make)
+            self._files[index] = (folder, path)
+            drive = Drive(path, self._system, make=new)
         stack.callback(drive.close)
         drive.prepare()
         self.drives.append(drive)
-        if folder is not None and make:
+        if folder is None:
+            self._check_device(drive, index)
+        else:
+            folder.remove_orphans(self.store_id)
             folder.sync()
+
+    def _check_device(self, drive: Drive, index: int) -> None:
+        label = drive.label()
+        if self.found is None:
+            if label is not None:
+                self._check_not_needed(drive.path, label)
+            return
+        part = json.loads(label or b"{}")
+        if (part.get("store"), part.get("drive")) != (self.store_id, index):
+            raise CheckpointError(
+                f"`{drive.path}` is not the device that the generation in `{self.home.path}` was written to"
+            )
+
+    def _part(self, drive: int) -> bytes:
+        return json.dumps({"store": self.store_id, "drive": drive, "home": str(self.home.path.resolve())}).encode()
+
+    def keep_files(self) -> None:
+        """Say that files stay at `close`, and note in other folders and on devices whose they are.
+
+        Raises:
+            StorageError: that cannot be noted.
+        """
+        if self.files_stay:
+            return
+        for index, drive in enumerate(self.drives):
+            if index not in self._files:
+                drive.set_label(self._part(index))
+            elif index > 0:
+                folder = self._files[index][0]
+                folder.write_new(PART, self._part(index))
+                folder.publish(PART)
+        self.files_stay = True
 
     def _remove_files(self) -> None:
         if not self.files_stay:
-            for folder, path in self._files:
+            for folder, path in self._files.values():
                 folder.remove(path)
+                folder.remove(folder.path / PART)
 
     def close(self) -> None:
         """Close all files, remove those that do not stay, and let go of the locks. Idempotent."""

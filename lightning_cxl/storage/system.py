@@ -44,6 +44,11 @@ class System:
         """Return the size of a file or of a block device, in bytes."""
         return os.lseek(fd, 0, os.SEEK_END)
 
+    def identity(self, file: Path | int) -> tuple[int, int]:
+        """Return what no two files of a machine share, of the file with a name or of one that is open."""
+        found = os.stat(file)
+        return found.st_dev, found.st_ino
+
     def mode(self, path: Path) -> int:
         """Return the mode of what lies at a path: its kind and who may use it."""
         return os.stat(path).st_mode
@@ -71,3 +76,7 @@ class System:
             BlockingIOError: another process holds the lock.
         """
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def unlock(self, fd: int) -> None:
+        """Let go of the lock, also where a forked child still has the file open."""
+        fcntl.flock(fd, fcntl.LOCK_UN)

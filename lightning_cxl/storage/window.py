@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
-from lightning_cxl.storage.drive import Drive
+from lightning_cxl.storage.drive import Drive, storage_error
 
 
 class Window:
@@ -26,9 +26,16 @@ class Window:
         self.buffer = Buffer(self._mapping.address, self._mapping.nbytes, (), None, self._mapping)
 
     def show(self, offset: int) -> None:
-        """Show what lies at `offset` of every drive."""
+        """Show what lies at `offset` of every drive.
+
+        Raises:
+            StorageError: the kernel refuses; a part then reads as zeros.
+        """
         for index, drive in enumerate(self._drives):
-            self._mapping.show(index * self._part_nbytes, self._part_nbytes, drive.fd, offset)
+            try:
+                self._mapping.show(index * self._part_nbytes, self._part_nbytes, drive.fd, offset)
+            except OSError as error:
+                raise storage_error("show", drive.path, error, offset) from None
 
     def hide(self) -> None:
         """Show zeros."""

@@ -1,12 +1,10 @@
 """`Store`: what is written is what is read, by windows and by generations."""
 
 import errno
-import multiprocessing
 import os
 import re
+import signal
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,46 +12,9 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
-from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.native._numa import Mapping, Range
+from lightning_cxl.storage.drive import HEAD_BYTES
 from lightning_cxl.storage.store import Store
-
-BLOCK = 4096
-BUDGET = 64 << 20
-CHUNK = 4 * BLOCK
-
-
-def memory_of(nbytes):
-    mapping = Mapping(nbytes)
-    return Buffer(mapping.address, mapping.nbytes, (), None, mapping)
-
-
-def fill(memory, seed):
-    """Fill memory with bytes that no other seed gives; returns them."""
-    contents = torch.randint(0, 256, (memory.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    memory.tensor((memory.nbytes,), torch.uint8).copy_(contents)
-    return bytes(contents.numpy())
-
-
-def bytes_of(memory):
-    return bytes(memoryview(Range(memory.address, memory.nbytes, memory)))
-
-
-def put(store, record, seed):
-    memory = memory_of(record.padded_nbytes)
-    contents = fill(memory, seed)
-    store.write(record, memory).wait_host()
-    return contents
-
-
-def get(store, record):
-    memory = memory_of(record.padded_nbytes)
-    store.read(record, memory).wait_host()
-    return bytes_of(memory)
-
-
-def folders(path, count=1):
-    return [path / f"drive{index}" for index in range(count)]
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, fill, folders, get, memory_of, put
 
 
 @pytest.fixture
@@ -142,6 +103,7 @@ def test_windows_take_no_memory_of_the_process(opened):
     assert anonymous_bytes(window) > 0  # so the count above counts
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_window_is_not_there_in_a_forked_child(opened):
     store = opened()
     record = store.reserve("state", BLOCK)
@@ -247,7 +209,7 @@ def test_bytes_that_changed_on_the_drive_are_found(opened, tmp_path):
     put(store, record, 1)
     (file,) = tmp_path.rglob("*.data")
     with open(file, "r+b") as other:
-        other.seek(BLOCK + 5 * CHUNK + 17)
+        other.seek(HEAD_BYTES + 5 * CHUNK + 17)
         byte = other.read(1)
         other.seek(-1, os.SEEK_CUR)
         other.write(bytes([byte[0] ^ 1]))
@@ -381,22 +343,28 @@ def test_a_second_run_is_refused_and_told_who_has_the_folder(opened, tmp_path):
         opened(2)
     with pytest.raises(ConfigError, match="in use by"):
         Store([tmp_path / "drive1"], budget_bytes=BUDGET)
-    code = "import sys; from pathlib import Path; from lightning_cxl.storage.store import Store\n"
-    code += "Store([Path(sys.argv[1])], budget_bytes=1)"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "drive0"], capture_output=True, text=True)
-    assert f"in use by process {os.getpid()}" in done.stderr
 
 
-def test_a_forked_child_does_not_keep_the_lock(opened):
-    store = opened()
-    context = multiprocessing.get_context("fork")
-    event = context.Event()
-    child = context.Process(target=event.wait)
-    child.start()
-    store.close()
-    opened().close()
-    event.set()
-    child.join()
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path):
+    (started, says_started), (ends, says_end) = os.pipe(), os.pipe()
+    run = os.fork()
+    if run == 0:
+        Store(folders(tmp_path), budget_bytes=BUDGET)
+        if os.fork() == 0:
+            os.write(says_started, b"x")
+            os.close(says_end)
+            os.read(ends, 1)
+            os._exit(0)
+        signal.pause()
+    os.read(started, 1)
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    try:
+        opened()
+    finally:
+        for end in (started, says_started, ends, says_end):
+            os.close(end)
 
 
 def test_files_of_runs_that_are_gone_are_removed_and_others_are_not(opened, tmp_path):
