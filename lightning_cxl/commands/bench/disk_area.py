@@ -5,7 +5,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,8 @@ def disk_area(folder: Path, nbytes: int) -> Iterator[DiskArea]:
             stack.callback(os.close, fd)
             os.posix_fallocate(fd, 0, nbytes)
             memory = mmap.mmap(-1, nbytes)
-            memory.madvise(mmap.MADV_HUGEPAGE)  # where slots of a run lie: the kernel has fewer pages to hold
+            with suppress(OSError):  # some kernels have none
+                memory.madvise(mmap.MADV_HUGEPAGE)  # as the slots of a run: the kernel has fewer pages to hold
             area = DiskArea(path, fd, direct, memory, nbytes)
             _fill(area)
         except OSError as error:
