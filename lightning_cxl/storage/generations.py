@@ -30,7 +30,7 @@ class Generations:
 
     Args:
         places: where the manifest lies.
-        chunk_bytes: of the store's CRCs.
+        chunk_bytes: of the store's transfers.
         key_check: of the store's key.
 
     Raises:

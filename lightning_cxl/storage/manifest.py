@@ -15,7 +15,7 @@ class Entry(NamedTuple):
     """Where a generation has a record."""
 
     version: int
-    crc: int
+    checksum: int
     seal: str
     """How it is encrypted, see `Sealer.new`; empty where it is not."""
 
@@ -41,7 +41,7 @@ class Manifest:
     drives: tuple[str, ...]
     """Their paths, for messages."""
     chunk_bytes: int
-    """CRCs depend on it, and encrypted bytes."""
+    """Checksums depend on it, and encrypted bytes."""
     key_check: str
     """Tells whether a key is the one that records are encrypted with; empty where they are not."""
     last_number: int

@@ -168,13 +168,13 @@ class Store:
 
             version, name = target
 
-            def check(crc: int) -> None:
+            def check(checksum: int) -> None:
                 with self._lock:
                     if record.last_whole != write:
                         raise _not_whole(record)
                     entry = record.entries[version]
-                    if entry is None or entry.crc != crc:
-                        raise self._mismatch(record, version, crc)
+                    if entry is None or entry.checksum != checksum:
+                        raise self._mismatch(record, version, checksum)
 
             after = [] if record.last_write is None else [record.last_write]
             seal = self._seal(record, version, name)
@@ -198,9 +198,9 @@ class Store:
             write = record.num_begun + 1
             name = "" if self._sealer is None else self._sealer.new()
 
-            def end(crc: int) -> None:
+            def end(checksum: int) -> None:
                 with self._lock:
-                    record.present, record.entries[version] = version, Entry(version, crc, name)
+                    record.present, record.entries[version] = version, Entry(version, checksum, name)
                     self._unsynced.add(record)
                     record.show()
                     record.last_whole = write
@@ -223,12 +223,12 @@ class Store:
         part, offset = record.part_nbytes, record.versions[version]
         return [Piece(drive, offset, memory.slice(drive * part, part)) for drive in range(len(self._drives))]
 
-    def _mismatch(self, record: Record, version: int, crc: int) -> StorageError:
+    def _mismatch(self, record: Record, version: int, checksum: int) -> StorageError:
         entry = record.entries[version]
-        wanted = 0 if entry is None else entry.crc
+        wanted = 0 if entry is None else entry.checksum
         return StorageError(
-            f"record `{record.name}` is damaged: its bytes have checksum {crc:#010x} and were written with "
-            f"{wanted:#010x}. The drive may be failing, or another process has written there.",
+            f"record `{record.name}` is damaged: its bytes have checksum {checksum:#018x} and were written with "
+            f"{wanted:#018x}. The drive may be failing, or another process has written there.",
             path=self._drives[0].path,
             offset=record.versions[version],
         )

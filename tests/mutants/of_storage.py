@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "bytes that are not those written are found",
         _STORE,
-        "if entry is None or entry.crc != crc:",
+        "if entry is None or entry.checksum != checksum:",
         "if False:",
         T_STORE,
     ),
