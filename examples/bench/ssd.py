@@ -7,7 +7,6 @@ ZeRO-Infinity swaps tensors, where it is installed. DeepSpeed compiles it when i
 """
 
 import importlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ from lightning_cxl.commands.bench.ssd_contenders import DiskContender, Job, cloc
 from lightning_cxl.commands.measuring.timing import reason
 
 NAME = "DeepSpeed aio"
-# bytes of a request, requests in flight, threads that share a tensor; DeepSpeed's own choice is the first of each
-BLOCKS, DEPTHS, THREADS = (1 << 20, 8 << 20), (8, 32), (1, 4)
+# bytes of a request, requests in flight, threads that share a tensor; the first setting is DeepSpeed's own
+SETTINGS = ((1 << 20, 8, 1), (1 << 20, 32, 4), (8 << 20, 32, 1), (8 << 20, 8, 4))
 # each request that is not waited for has the file open once more
 MOST_PENDING = 512
 
@@ -35,7 +34,7 @@ class Swapper:
     def memory(self, nbytes: int) -> torch.Tensor:
         """Return locked bytes, the same ones at every call."""
         if self._memory is None or self._memory.numel() < nbytes:
-            self._owner = self._handle(BLOCKS[0], DEPTHS[0], 1)
+            self._owner = self._handle(*SETTINGS[0])
             self._memory = self._owner.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
             self._memory.random_(256)
         return self._memory[:nbytes]
@@ -73,9 +72,7 @@ def batches(count: int) -> Iterator[Sequence[int]]:
 
 def peers(swapper: Swapper, job: Job, *, writes: bool) -> list[DiskContender]:
     """Return DeepSpeed with its own setting, and with the fastest one where that is another."""
-    all_settings = [
-        swapper.contender(job, *setting, writes=writes) for setting in itertools.product(BLOCKS, DEPTHS, THREADS)
-    ]
+    all_settings = [swapper.contender(job, *setting, writes=writes) for setting in SETTINGS]
     best = fastest(all_settings)
     return [best] if best is all_settings[0] else [all_settings[0], best]
 
