@@ -79,17 +79,13 @@ class StateRecord:
         return 0 <= tensor.data_ptr() - self.window.address < self.window.nbytes
 
     @torch.no_grad()
-    def fill(self, slot: Buffer, *, is_read: bool) -> Visit:
-        """Bring the record's present bytes into a slot, where not all of them are there yet.
+    def fill(self, slot: Buffer) -> Visit:
+        """Bring what is newer than the drive, or was never there, into a slot that has what is on the drive.
 
-        Args:
-            slot: at least as large as the record.
-            is_read: what is on the drive is in the slot.
+        State that nobody has asked for yet stays as undefined as new memory is.
         """
         if self.is_dirty:
             _bytes_of(slot)[: self.window.nbytes].copy_(_bytes_of(self.window))
-        elif not is_read:
-            _bytes_of(slot).zero_()
         visit = Visit(self.window, slot)
         for blank in self.blanks:
             blank(visit.at_slot)

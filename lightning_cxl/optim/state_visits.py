@@ -152,7 +152,7 @@ class StateVisits:
             if read is not None:
                 read.wait_host()
             self.expect(self._following(record))
-            yield record.fill(slot, is_read=read is not None)
+            yield record.fill(slot)
             with self._changed:
                 self._before_write()
                 self._writing.append(_Written(slot, self._store.write(record.record, slot)))

@@ -138,8 +138,8 @@ def test_every_fault_at_every_call_where_a_generation_is_found(fault, tmp_path):
         assert restored(tmp_path, run.generations)[-1] == run.settled
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_after_a_power_loss_at_any_time_a_committed_generation_is_there(seed, tmp_path):
+@pytest.mark.parametrize(("seed", "share"), [(0, 0), (1, 0.2), (2, 0.5), (3, 0.8)])
+def test_after_a_power_loss_at_any_time_a_committed_generation_is_there(seed, share, tmp_path):
     system = LoggingSystem()
     run = Run(tmp_path, system)
     run()
@@ -149,7 +149,7 @@ def test_after_a_power_loss_at_any_time_a_committed_generation_is_there(seed, tm
         for folder in folders(tmp_path, COUNT):
             shutil.rmtree(folder)
             folder.mkdir()
-        system.lose_power(now, rng)
+        system.lose_power(now, rng, share)
         found = restored(tmp_path, run.generations)
         committed = [number for time, number in run.times if time <= now]
         assert not committed or (found and found[-1] >= committed[-1]), (now, found)
