@@ -14,6 +14,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 import warnings
@@ -152,12 +153,15 @@ class Runs:
 
     def _trained(self, steps: int, system: FaultySystem) -> tuple[str, str]:
         """Return how a run ended, and its error; not the exception itself, which would keep what its frames hold."""
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             result = train(self._folder, self._schedule, steps, system)
         except LightningCXLError as error:
             return ("refused" if _is_clear(error, system) else f"UNCLEAR: {error!r}"), repr(error)
         except Exception as error:
             return f"{type(error).__name__}: {error}", repr(error)
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # after an error in the teardown Lightning's stays
         return ("same" if result.is_end_of(self._straight[steps]) else "WRONG"), ""
 
 
