@@ -10,7 +10,8 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.number_formats import split
 from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
+from lightning_cxl.run import ssd_checkpoint
+from lightning_cxl.run.state_on_ssd import StateOnSsd
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,11 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
         os.replace(partial, target)
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # the name, too, survives a power loss: state that older files refer to is let go of next
+        finally:
+            os.close(folder)
     except OSError as error:
         raise CheckpointError(
             f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."
@@ -116,6 +124,29 @@ def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_receiv
     }
 
 
+@contextmanager
+def refer_to_ssd(
+    checkpoint: dict[str, Any], own: dict[str, Any], on_ssd: StateOnSsd | None, path: str
+) -> Iterator[dict[str, Any]]:
+    """Return a region in which a checkpoint is written; yields what to write. See [Note: Referring checkpoints].
+
+    Args:
+        checkpoint: as the framework made it.
+        own: our entry.
+        on_ssd: state of the run that does not lie in memory.
+        path: where it will be, for messages.
+
+    Raises:
+        StorageError: the state on SSD cannot be committed.
+    """
+    if on_ssd is None or not on_ssd.refers:
+        yield {**checkpoint, KEY: own}
+        return
+    states = ssd_checkpoint.refer(checkpoint["optimizer_states"], on_ssd.visits)
+    with ssd_checkpoint.commit_beside(on_ssd, path) as entry:
+        yield {**checkpoint, "optimizer_states": states, KEY: {**own, ssd_checkpoint.KEY: entry}}
+
+
 def _are_different(groups: list[list[str]]) -> bool:
     names = [name for group in groups for name in group]
     return len(names) == len(set(names))
@@ -126,6 +157,7 @@ def load_optimizers(
     states: Collection[Mapping[str, Any]],
     own: Mapping[str, Any],
     name_of: Callable[[torch.Tensor], str],
+    on_ssd: StateOnSsd | None,
 ) -> None:
     """Load states into optimizers, by parameter name where names are known.
 
@@ -135,9 +167,10 @@ def load_optimizers(
             the optimizers as they are.
         own: our entry of the checkpoint.
         name_of: names of parameters now.
+        on_ssd: state of the run that does not lie in memory.
 
     Raises:
-        CheckpointError: it has states of other optimizers.
+        CheckpointError: it has states of other optimizers, or refers to state that is not there.
     """
     if not states:
         log.info("the checkpoint has no optimizer states: the optimizers go on with what they have")
@@ -146,11 +179,15 @@ def load_optimizers(
         raise CheckpointError(
             f"the checkpoint has state of {len(states)} optimizers, `configure_optimizers` made {len(optimizers)}"
         )
+    if ssd_checkpoint.KEY in own:
+        ssd_checkpoint.restore(on_ssd, own[ssd_checkpoint.KEY])
     saved_names = own.get("optimizer_param_names") or [None] * len(states)
     for optimizer, state, names in zip(optimizers, states, saved_names, strict=True):
         current = [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         ordered = by_name(state, names, current)
         if isinstance(optimizer, CPUAdam):
+            if on_ssd is not None:
+                ordered = ssd_checkpoint.resolve(ordered, optimizer, on_ssd.visits)
             optimizer.load_state_dict(ordered)
         else:
             load_plain(optimizer, ordered, current)
@@ -216,7 +253,8 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint that needs nothing of this package, for plain Lightning with torch's optimizers.
 
     Momentum and variance become float32, also where they were 8 bit, which torch's Adam cannot read; weights whose
-    float32 master weights are in the file become those. Takes 8 more bytes of memory per parameter.
+    float32 master weights are in the file become those. Takes 8 more bytes of memory per parameter. State on SSD that
+    the checkpoint refers to is read from there.
 
     Example::
 
@@ -227,12 +265,15 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         checkpoint: as `torch.load` returns it; is left as it is.
 
     Raises:
-        CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one.
+        CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one; or state on SSD, to which the
+            checkpoint refers, that is not there any more.
     """
     own = own_entry(checkpoint)
     weights = {**checkpoint["state_dict"]}
     weights.update((name, value) for name, value in (own.get("master_weights") or {}).items() if name in weights)
     states = checkpoint.get("optimizer_states", [])
+    if ssd_checkpoint.KEY in own:
+        states = ssd_checkpoint.whole(states, own[ssd_checkpoint.KEY])
     all_names = own.get("optimizer_param_names") or [None] * len(states)
     plain_states = []
     for state, names in zip(states, all_names, strict=True):

@@ -30,11 +30,14 @@ from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.optim.state_visits import NoVisits
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.run.residence import Residence, count_parameters
+from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.updates.adoption import Adoption, describe_optimizer
 from lightning_cxl.updates.unit_updates import UnitUpdates
@@ -92,6 +95,8 @@ class Run:
             self._residence = Residence(model, self._placed, engine, inventory.streamed)
             decision.asked.read(model)  # some modules make new parameters when they move
             cleanup.callback(self._residence.close)
+            self.on_ssd = self._open_ssd(inventory, cleanup)
+            """Optimizer state that does not lie in memory; None where all of it does."""
             units = self._residence.units
             activations = ActivationOffload(
                 engine,
@@ -128,12 +133,29 @@ class Run:
             activations.attach(inventory.units, model)
             self._precisions = precisions_of(model, config)
             self._adoption = Adoption(
-                self._precisions, self.masters, self._grads, self.guard, self._updates, self._placed, self.meter
+                self._precisions,
+                self.masters,
+                self._grads,
+                self.guard,
+                self._updates,
+                self._placed,
+                self.meter,
+                NoVisits() if self.on_ssd is None else self.on_ssd.visits,
             )
             cleanup.callback(self._adoption.release)
             if worker is not None:
                 cleanup.callback(worker.shutdown)
             self._cleanup = cleanup.pop_all()
+
+    def _open_ssd(self, inventory: Inventory, cleanup: ExitStack) -> StateOnSsd | None:
+        options, records = self._host.config.ssd(), inventory.ssd_records
+        if options is None or not records:
+            return None
+        budget_bytes = self._host.topology.tier(SSD).capacity_bytes
+        on_ssd = StateOnSsd(options, budget_bytes, records, self._placed.slots)
+        cleanup.callback(on_ssd.close)
+        self._placed.on_ssd = on_ssd
+        return on_ssd
 
     def activate(self) -> AbstractContextManager[Any]:
         """Return a region in which `lightning_cxl.empty` and `host_allocation` follow this run's decision."""
@@ -197,6 +219,8 @@ class Run:
     def end_step(self) -> None:
         """Note that a training step is over."""
         self._host.memory.end_step()
+        if self._placed.on_ssd is not None:
+            self._placed.on_ssd.note_pace()
         if self._loop.writes_unseen:
             self.forget_copies()
 
@@ -226,7 +250,7 @@ class Run:
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
-        report = self._host.report(state)
+        report = self._host.report(state, None if self.on_ssd is None else self.on_ssd.report_row())
         return {
             **report,
             "planned_roles": self._planned.roles(),

@@ -1,5 +1,8 @@
 """`Record`: what is read and written as one, and what is known of its versions."""
 
+from pathlib import Path
+
+from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.manifest import Entry
@@ -36,8 +39,8 @@ class Record:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was ever written, or restored."""
-        return self.present is not None
+        """Whether it was ever written, or restored; also where the first write is still on its way."""
+        return self.target is not None
 
     @property
     def is_whole(self) -> bool:
@@ -56,6 +59,27 @@ class Record:
             self.entries[entry.version] = entry
         self.last_whole = self.num_begun
         self.show()
+
+    def not_whole(self) -> StorageError:
+        """Return the error of whoever needs the bytes after a write that failed."""
+        return StorageError(f"record `{self.name}` is not whole: its last write failed. Write it again, or restore it")
+
+    def damaged(self, version: int, checksum: int, path: Path) -> StorageError:
+        """Return the error of whoever has read other bytes than were written.
+
+        Args:
+            version: that was read.
+            checksum: of what was read.
+            path: of the first drive.
+        """
+        entry = self.entries[version]
+        wanted = 0 if entry is None else entry.checksum
+        return StorageError(
+            f"record `{self.name}` is damaged: its bytes have checksum {checksum:#018x} and were written with "
+            f"{wanted:#018x}. The drive may be failing, or another process has written there.",
+            path=path,
+            offset=self.versions[version],
+        )
 
     def show(self) -> None:
         """Let the window show the present version, or zeros where that is encrypted; private pages are dropped."""

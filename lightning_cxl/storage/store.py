@@ -59,6 +59,7 @@ class Store:
         self._records: dict[str, Record] = {}
         self._unsynced: set[Record] = set()
         self._reserved_bytes = 0
+        self._restored: Generation | None = None
         self._closed = False
         with contextlib.ExitStack() as stack:
             self._places = Places(paths, keeps=keeps, system=system or System())
@@ -86,7 +87,8 @@ class Store:
         Raises:
             TierFullError: the budget has not that much left.
             StorageError: a drive has not that much left.
-            ConfigError: the name is taken, or the folder holds a generation without such a record.
+            ConfigError: the name is taken, or the folder holds a generation without such a record and nothing was
+                restored: it is of another run.
         """
         with self._changes:
             self._check_open()
@@ -98,7 +100,8 @@ class Store:
             part = part_nbytes(nbytes, len(self._drives))
             total = part * len(self._drives) * num_versions
             self._check_budget(name, total)
-            if self._generations.found_records:
+            found = self._generations.found_records
+            if found and (name in found or self._restored is None):
                 versions = self._generations.found_versions(name, nbytes)
             else:
                 versions = tuple(self._end + index * part for index in range(num_versions))
@@ -108,6 +111,8 @@ class Store:
             self._end = max(self._end, end)
             self._reserved_bytes += total
             record = self._records[name] = Record(name, nbytes, len(self._drives), versions)
+            if self._restored is not None and name in self._restored.records:
+                record.becomes(self._restored.records[name])
             return record
 
     def _check_budget(self, name: str, nbytes: int) -> None:
@@ -151,12 +156,13 @@ class Store:
             self.read(record, window).wait_host()
         return window
 
-    def read(self, record: Record, memory: Buffer) -> StorageTransfer:
+    def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
         """Start reading what was written last, also where that write is still on its way.
 
         Args:
             record: of this store.
             memory: page-aligned, at least `record.padded_nbytes`; nobody may use it before the transfer is done.
+            after: transfers that use the memory until then; begins when they are done, with or without an error.
 
         Raises:
             StorageError: nothing was written. At `wait_host`: a drive failed, or the bytes are not those written.
@@ -171,14 +177,14 @@ class Store:
             def check(checksum: int) -> None:
                 with self._lock:
                     if record.last_whole != write:
-                        raise _not_whole(record)
+                        raise record.not_whole()
                     entry = record.entries[version]
                     if entry is None or entry.checksum != checksum:
-                        raise self._mismatch(record, version, checksum)
+                        raise record.damaged(version, checksum, self._drives[0].path)
 
-            after = [] if record.last_write is None else [record.last_write]
+            before = [*after, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
-            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=after, seal=seal)
+            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=before, seal=seal)
             record.reads = [*(read for read in record.reads if not read.done()), transfer]
             return transfer
 
@@ -223,16 +229,6 @@ class Store:
         part, offset = record.part_nbytes, record.versions[version]
         return [Piece(drive, offset, memory.slice(drive * part, part)) for drive in range(len(self._drives))]
 
-    def _mismatch(self, record: Record, version: int, checksum: int) -> StorageError:
-        entry = record.entries[version]
-        wanted = 0 if entry is None else entry.checksum
-        return StorageError(
-            f"record `{record.name}` is damaged: its bytes have checksum {checksum:#018x} and were written with "
-            f"{wanted:#018x}. The drive may be failing, or another process has written there.",
-            path=self._drives[0].path,
-            offset=record.versions[version],
-        )
-
     # -- generations ---------------------------------------------------------------------------------------------------
 
     def commit(self, details: dict[str, Any]) -> int:
@@ -257,7 +253,7 @@ class Store:
             self._engine.wait()
             for record in self._records.values():
                 if not record.is_whole:
-                    raise _not_whole(record)
+                    raise record.not_whole()
             self._sync_drives()
             return self._generations.add(details, self._records.values())
 
@@ -286,12 +282,17 @@ class Store:
             self._check_open()
             self._generations.keep_only(self._generations.get(generation), self._records.values())
 
+    @property
+    def found(self) -> dict[str, int]:
+        """Bytes of the records that an earlier run left in the folder, by name."""
+        return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}
+
     def generations(self) -> list[Generation]:
         """Return what could be restored, oldest first: generations of this run, and of an earlier one in the folder."""
         return list(self._generations.kept)
 
     def restore(self, generation: int) -> None:
-        """Make all reserved records what they were in a generation.
+        """Make all records what they were in a generation, also those that are reserved later.
 
         Raises:
             CheckpointError: there is no such generation, or it does not have one of the records.
@@ -309,6 +310,7 @@ class Store:
             with self._lock:
                 for name, record in self._records.items():
                     record.becomes(chosen.records[name])
+            self._restored = chosen
 
     # -- all together --------------------------------------------------------------------------------------------------
 
@@ -337,7 +339,3 @@ class Store:
     def _check_open(self) -> None:
         if self._closed:
             raise StorageError(f"the storage in `{self._places.home.path}` is closed")
-
-
-def _not_whole(record: Record) -> StorageError:
-    return StorageError(f"record `{record.name}` is not whole: its last write failed. Write it again, or restore it")

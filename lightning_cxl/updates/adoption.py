@@ -27,6 +27,7 @@ from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.precisions import Precisions
+from lightning_cxl.optim.state_visits import Visits
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.host_step import HostStep, StateMemory, evaluates_first
 from lightning_cxl.updates.torch_names import class_in_place_of
@@ -44,6 +45,7 @@ class Adoption:
         updates: make the updates.
         memory: gives host memory for optimizer state.
         meter: knows the sums of squares of this run's gradients; its number of threads is that of `CPUAdam`, too.
+        visits: bring state to memory that `memory` has put on SSD.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Adoption:
         updates: WholeUpdates,
         memory: StateMemory,
         meter: GradientMeter,
+        visits: Visits,
     ) -> None:
         self._precisions = precisions
         self._masters = masters
@@ -63,6 +66,7 @@ class Adoption:
         self._updates = updates
         self._memory = memory
         self._meter = meter
+        self._visits = visits
         # the user's object, the one in use, and the `step` that the user's had of its own: a scheduler's wrapper
         self._adopted: list[tuple[Optimizer, Optimizer, Any]] = []
 
@@ -175,6 +179,7 @@ class Adoption:
     def _make_cpu_adam(self, optimizer: Optimizer) -> CPUAdam:
         options: dict[str, Any] = {
             "num_threads": self._meter.num_threads,
+            "visits": self._visits,
             "compute_weights": self._masters.kernel_weights,
             "state": self._precisions.state,
             "fp32_state": _Sensitive(self._masters, partial(self._precisions.is_sensitive, optimizer)),

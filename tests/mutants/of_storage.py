@@ -32,7 +32,7 @@ T_STATES = ("tests/unit/storage/test_store_states.py", *T_STORE)
 
 MUTANTS = (
     # -- transfers
-    Mutant("a read waits for the write before it", _STORE, "finish=check, after=after", "finish=check", T_STORE),
+    Mutant("a read waits for the write before it", _STORE, "finish=check, after=before", "finish=check", T_STORE),
     Mutant("a write waits for what came before it", _STORE, "finish=end, after=after", "finish=end", T_STORE),
     Mutant(
         "bytes that are not those written are found",
