@@ -176,8 +176,9 @@ def steps_until_killed(path):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_run_that_is_killed_at_any_time_goes_on_where_it_was(tmp_path):
-    rng, steps = random.Random(0), [0]
-    for _ in range(12):
+    rng, steps, num_kills = random.Random(0), [0], 0
+    while num_kills < 12 or steps[-1] <= 5:  # on a busy machine most kills come before the first commit
+        num_kills += 1
         child = os.fork()
         if child == 0:
             try:
@@ -196,7 +197,7 @@ def test_a_run_that_is_killed_at_any_time_goes_on_where_it_was(tmp_path):
                 assert get(store, record) == fill(memory_of(record.padded_nbytes), 10 * step + index)
             steps.append(step)
         store.close()
-    assert steps == sorted(steps) and steps[-1] > 5
+    assert steps == sorted(steps)
 
 
 def test_an_error_says_path_offset_and_errno_each_time(tmp_path):
