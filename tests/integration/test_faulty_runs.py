@@ -24,3 +24,14 @@ def test_faults(tmp_path, schedule, resumed):
     assert not bad(outcomes)
     assert {"same", "refused"} == {each.run for each in outcomes}
     assert "same" in {each.resumed for each in outcomes}
+
+
+def test_of_a_drive_that_fails_for_good_the_first_error_is_told(tmp_path):
+    """Files cannot be removed then, either, whether the run has begun or not."""
+    runs = Runs(tmp_path, "overlap")
+    first_read = runs.calls.index("preadv")
+    first_write = runs.calls.index("pwritev", first_read)
+    for at, what in ((first_read, "read"), (first_write, "write")):
+        outcome = runs.one("EIO for good", at)
+        assert (outcome.run, outcome.left) == ("refused", "")
+        assert f"cannot {what} " in outcome.error and "at offset" in outcome.error

@@ -12,6 +12,7 @@ T_VISITS = ("tests/unit/optim/test_state_visits.py",)
 _ON_SSD = "lightning_cxl/run/state_on_ssd.py"
 _FILE = "lightning_cxl/run/checkpoint.py"
 T_RUN = ("tests/integration/test_state_on_ssd.py",)
+T_FAULTY = ("tests/integration/test_faulty_runs.py",)
 T_KILLS = ("tests/integration/test_killed_runs.py",)
 
 MUTANTS = (
@@ -110,5 +111,12 @@ MUTANTS = (
         "    on_ssd.owns_generations = True\n    try:\n",
         "    on_ssd.owns_generations = True\n    store.settle(number)\n    try:\n",
         T_KILLS,
+    ),
+    Mutant(
+        "users see the error that ended a run",
+        "lightning_cxl/run/run.py",
+        "            if not self._ended_by_error:\n",
+        "            if True:\n",
+        T_FAULTY,
     ),
 )
