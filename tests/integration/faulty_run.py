@@ -139,6 +139,7 @@ class Runs:
     def one(self, fault: str, at: int) -> Outcome:
         """Let a fault happen at a call, and resume the run that it happened to."""
         self._prepare()
+        gc.collect()
         before = _held()
         system = FaultySystem(fault, at)
         run, told = self._trained(STEPS, system)
