@@ -140,6 +140,8 @@ def refer_to_ssd(
         StorageError: the state on SSD cannot be committed.
     """
     if on_ssd is None or not on_ssd.refers:
+        if on_ssd is not None:
+            on_ssd.visits.check()
         yield {**checkpoint, KEY: own}
         return
     states = ssd_checkpoint.refer(checkpoint["optimizer_states"], on_ssd.visits)
