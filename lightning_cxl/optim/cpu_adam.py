@@ -313,11 +313,15 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
                     self.plain_state.pop(parameter, None)
                     continue
                 state = dict(entry)
-                kept = self.kept.of(parameter)
-                kept.bind(parameter, state)  # copies the saved tensors into our memory
+                self.kept.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
                 self.plain_state[parameter] = state
-                if kept.record is not None:
-                    self.kept.visits.touched(kept.record)
+                self.note_written(parameter)
+
+    def note_written(self, parameter: torch.Tensor) -> None:
+        """Learn that all state of a parameter was written to: on SSD it then does not stay in memory for long."""
+        record = self.kept.of(parameter).record
+        if record is not None:
+            self.kept.visits.touched(record)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: nothing of a run, which belongs to this process."""
