@@ -80,6 +80,7 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
     Raises:
         StorageError: it cannot be committed; the generation before stays.
     """
+    on_ssd.visits.wait()  # what someone has written to state counts
     store = on_ssd.store
     before = store.generations()
     if before and not on_ssd.owns_generations:
