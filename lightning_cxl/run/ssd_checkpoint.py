@@ -6,13 +6,15 @@ that lies a *reference*: the record, and where the tensor begins in it. Our entr
 of the store ([Note: Generations]) to which the references belong.
 
 Saved: the generation is committed; the file is written; the generations before are let go of. Who is killed in between
-has both, and so whichever file is there can be loaded. Where the file could not be written the generation before stays.
+has both, and so whichever file is there can be loaded. Which generation stays after an error, or in a run that starts
+anew, is read from the file: the newer one if the file refers to it, else the one before.
 
 Loaded: the run has made the same records, in the same folder. They become those of the generation, no byte is copied,
 and training goes on in the versions that are not committed: until the next checkpoint this one can be loaded again.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,13 +28,12 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.state_records import StateRecord
 from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-KEY = "ssd"
-"""Of our entry: ``folders``, ``generation``."""
 _REFERENCE = "lightning_cxl_record"
 
 
@@ -87,12 +88,14 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
             f"`{on_ssd.folders[0]}` held the state of checkpoint `{before[-1].details.get('checkpoint')}`, from which "
             f"this run was not resumed: with checkpoint `{path}` it is given up"
         )
-    number = store.commit({"checkpoint": path})
+    number = store.commit({"checkpoint": path if "://" in path else os.path.abspath(path)})
     on_ssd.owns_generations = True
     try:
         yield {"folders": on_ssd.folders, "generation": number}
     except BaseException:
-        if before:
+        if saved_generation(path, on_ssd.folders) == number:  # it came after the file had its name
+            store.settle(number)
+        elif before:
             store.settle(before[-1].number)
         raise
     store.settle(number)

@@ -1,7 +1,6 @@
 """`StateOnSsd`: the optimizer state of a run that lies on SSD: its store, its slots, and the record of each tensor."""
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -13,6 +12,7 @@ from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.store import Store
@@ -101,11 +101,14 @@ class StateOnSsd:
     def _make_room(self) -> None:
         """Let go of one of two generations, if this run was not resumed from either: they leave no version to write.
 
-        A run that was killed while it saved leaves two. The newer one stays if its checkpoint file is there.
+        A run that was killed while it saved leaves two. The newer one stays if its checkpoint file refers to it: the
+        file that is there may be an older one of the same name.
         """
         kept = self.store.generations()
         if len(kept) > 1 and not self.owns_generations:
-            stays = kept[1] if os.path.exists(kept[1].details["checkpoint"]) else kept[0]
+            older, newer = kept
+            is_saved = saved_generation(newer.details["checkpoint"], self.folders) == newer.number
+            stays = newer if is_saved else older
             log.warning(
                 f"`{self.folders[0]}` held the state of two checkpoints, from which this run was not resumed. That of "
                 f"`{stays.details['checkpoint']}` stays until this run saves a checkpoint, the other one is given up"

@@ -14,6 +14,7 @@ _FILE = "lightning_cxl/run/checkpoint.py"
 T_RUN = ("tests/integration/test_state_on_ssd.py",)
 T_FAULTY = ("tests/integration/test_faulty_runs.py",)
 T_KILLS = ("tests/integration/test_killed_runs.py",)
+T_BESIDE = ("tests/unit/run/test_ssd_checkpoint.py",)
 
 MUTANTS = (
     Mutant(
@@ -75,6 +76,20 @@ MUTANTS = (
         "            pass\n",
         T_RUN,
     ),
+    Mutant(
+        "a file that has its name counts, also after an error",
+        _CHECKPOINT,
+        "if saved_generation(path, on_ssd.folders) == number:",
+        "if False:",
+        T_BESIDE,
+    ),
+    Mutant(
+        "a file is there and refers to the generation before",
+        _ON_SSD,
+        '(newer.details["checkpoint"], self.folders) == newer.number',
+        '(newer.details["checkpoint"], self.folders) is not None',
+        T_BESIDE,
+    ),
     Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    store.settle(number)\n", "", T_RUN),
     Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),
     Mutant(
@@ -87,8 +102,8 @@ MUTANTS = (
     Mutant(
         "it keeps the state of the checkpoint that is there",
         _ON_SSD,
-        'if os.path.exists(kept[1].details["checkpoint"]) else kept[0]',
-        "if True else kept[0]",
+        "stays = newer if is_saved else older",
+        "stays = newer",
         T_KILLS,
     ),
     Mutant(

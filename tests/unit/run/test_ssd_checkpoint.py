@@ -1,0 +1,143 @@
+"""Generations of state on SSD beside checkpoint files: the one that a file refers to stays, whatever happens."""
+
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
+from lightning_cxl.run.ssd_checkpoint import commit_beside
+from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.ssd_options import read_ssd_options
+from tests.storage_cases import memory_of
+
+NBYTES = 1 << 16
+
+
+class UsersOwn:
+    """A type that `torch.load` does not trust, with what pickles may have."""
+
+    def __init__(self):
+        self.entries, self.names, self.path = [1, {2: 3}], {"a", "b"}, Path("x")
+
+
+class Run:
+    """One run that keeps state in `folder`: a record, and checkpoints that refer to it."""
+
+    def __init__(self, folder, planned=()):
+        options = read_ssd_options({"path": str(folder / "ssd"), "budget": "64MiB", "checkpoint": "reference"})
+        self.state = StateOnSsd(options, 64 << 20, planned, memory_of)
+        self.record = self.state.visits.reserve("record", NBYTES)
+
+    def step(self, value):
+        with self.state.visits.visit(self.record) as visit:
+            visit.slot.tensor((visit.slot.nbytes,), torch.uint8).fill_(value)
+        self.state.visits.wait()
+
+    def save(self, path, error_before=None, error_after=None):
+        with commit_beside(self.state, str(path)) as entry:
+            if error_before is not None:
+                raise error_before
+            torch.save({"state_dict": OrderedDict(w=torch.ones(3)), "user": UsersOwn(), KEY: {SSD: entry}}, path)
+            if error_after is not None:
+                raise error_after
+
+    def killed_before_the_file(self, path):
+        self.state.store.commit({"checkpoint": str(path)})
+        self.state.close()
+
+    def is_resumed(self, path):
+        """Return what the record has when the run goes on with a checkpoint."""
+        self.state.restore(saved_generation(path, self.state.folders))
+        return self.value
+
+    @property
+    def value(self):
+        return self.record.window.tensor((1,), torch.uint8)[0].item()
+
+    @property
+    def generations(self):
+        return [each.number for each in self.state.store.generations()]
+
+
+@pytest.fixture
+def begins(tmp_path):
+    """Begins runs in the same folder, and closes what a test leaves open."""
+    runs = []
+
+    def begin(**options):
+        runs.append(Run(tmp_path, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.state.close()
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["before the file", "after the file"])
+def test_a_run_begins_anew_where_one_was_killed_that_always_saved_under_one_name(begins, tmp_path, saved):
+    path = tmp_path / "newest.ckpt"
+    run = begins()
+    run.step(1)
+    run.save(path)
+    run.step(2)
+    if saved:
+        run.state.store.settle = lambda number: None
+        run.save(path)
+        run.state.close()
+    else:
+        run.killed_before_the_file(path)
+    run = begins()
+    assert run.generations == [1, 2]
+    run.step(9)
+    assert run.is_resumed(path) == (2 if saved else 1)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "the folder cannot be synced")])
+def test_an_error_after_the_file_has_its_name_leaves_what_it_refers_to(begins, tmp_path, error, first):
+    path = tmp_path / "newest.ckpt"
+    run = begins()
+    run.step(1)
+    if not first:
+        run.save(path)
+        run.step(2)
+    with pytest.raises(type(error)):
+        run.save(path, error_after=error)
+    run.step(3)
+    assert run.is_resumed(path) == (1 if first else 2)
+
+
+def test_an_error_before_leaves_what_the_file_of_this_name_refers_to(begins, tmp_path):
+    path = tmp_path / "newest.ckpt"
+    run = begins()
+    run.step(1)
+    run.save(path)
+    run.step(2)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(path, error_before=KeyboardInterrupt())
+    run.step(3)
+    assert run.is_resumed(path) == 1
+
+
+def test_the_generation_of_a_file_is_read_without_its_types(tmp_path, monkeypatch):
+    path, folders = tmp_path / "file.ckpt", ["/a", "/b"]
+    torch.save({"user": UsersOwn(), KEY: {SSD: {"folders": folders, "generation": 7}}}, path)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path, weights_only=True)
+    monkeypatch.delattr("tests.unit.run.test_ssd_checkpoint.UsersOwn")
+    assert saved_generation(path, folders) == 7
+    assert saved_generation(path, ["/a"]) is None
+
+
+@pytest.mark.parametrize("contents", ["none", "cut", "plain", "other"])
+def test_a_file_that_says_nothing_has_no_generation(tmp_path, contents):
+    path = tmp_path / "file.ckpt"
+    if contents != "none":
+        torch.save({"weights": torch.ones(1000)} if contents == "plain" else {KEY: {}}, path)
+    if contents == "cut":
+        os.truncate(path, 100)
+    assert saved_generation(path, ["/a"]) is None
