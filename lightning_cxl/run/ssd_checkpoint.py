@@ -7,7 +7,8 @@ of the store ([Note: Generations]) to which the references belong.
 
 Saved: the generation is committed; the file is written; the generations before are let go of. Who is killed in between
 has both, and so whichever file is there can be loaded. Which generation stays after an error, or in a run that starts
-anew, is read from the file: the newer one if the file refers to it, else the one before.
+anew, is read from the file: the newer one if the file refers to it, else the one before. Where the other one cannot be
+let go of, that is tried again before the next write or commit.
 
 Loaded: the run has made the same records, in the same folder. They become those of the generation, no byte is copied,
 and training goes on in the versions that are not committed: until the next checkpoint this one can be loaded again.
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from lightning_cxl.errors import CheckpointError
+from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.state_records import StateRecord
 from lightning_cxl.optim.state_visits import StateVisits
@@ -79,26 +80,31 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
         What our entry of the checkpoint says about it.
 
     Raises:
-        StorageError: it cannot be committed; the generation before stays.
+        StorageError: it cannot be committed, and the generation before stays; or the file is there, and the generation
+            before could not be let go of, which is tried again before the next write.
     """
-    store = on_ssd.store
+    on_ssd.make_room()
+    store, number = on_ssd.store, None
     before = store.generations()
     if before and not on_ssd.owns_generations:
         log.warning(
             f"`{on_ssd.folders[0]}` held the state of checkpoint `{before[-1].details.get('checkpoint')}`, from which "
             f"this run was not resumed: with checkpoint `{path}` it is given up"
         )
-    number = store.commit({"checkpoint": path if "://" in path else os.path.abspath(path)})
-    on_ssd.owns_generations = True
     try:
+        number = store.commit({"checkpoint": path if "://" in path else os.path.abspath(path)})
+        on_ssd.owns_generations = True
         yield {"folders": on_ssd.folders, "generation": number}
     except BaseException:
-        if saved_generation(path, on_ssd.folders) == number:  # it came after the file had its name
-            store.settle(number)
-        elif before:
-            store.settle(before[-1].number)
+        try:
+            if number is not None and saved_generation(path, on_ssd.folders) == number:
+                on_ssd.settle(number)  # the error came after the file had its name
+            elif before:
+                on_ssd.settle(before[-1].number)
+        except StorageError as another:  # users need the first error; this one is tried again before the next write
+            log.warning(f"the error that ended checkpoint `{path}` was not the only one: {another}")
         raise
-    store.settle(number)
+    on_ssd.settle(number)
 
 
 def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:

@@ -49,6 +49,7 @@ class StateOnSsd:
         """Whether checkpoints refer to this state instead of copying it."""
         self.owns_generations = False
         """Whether the generations in the folders are this run's: it has committed, or was resumed from one."""
+        self._to_settle: int | None = None  # the generation that stays, where letting go of the others has failed
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
         self._num_added = 0
@@ -56,7 +57,7 @@ class StateOnSsd:
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-            self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)), self._make_room)
+            self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)), self.make_room)
             cleanup.callback(self.visits.close)
             for each in planned:
                 record = self.visits.reserve(each.name, each.nbytes)
@@ -94,16 +95,29 @@ class StateOnSsd:
         """
         self.visits.forget()
         self.store.restore(generation)
-        self.store.settle(generation)
+        self.settle(generation)
         self.visits.take_records_as_they_are()
         self.owns_generations = True
 
-    def _make_room(self) -> None:
-        """Let go of one of two generations, if this run was not resumed from either: they leave no version to write.
+    def settle(self, generation: int) -> None:
+        """Let go of all generations of the store but one. What fails is done before the next write or commit.
 
-        A run that was killed while it saved leaves two. The newer one stays if its checkpoint file refers to it: the
+        Raises:
+            StorageError: the manifest could not be replaced; all generations stay until then.
+        """
+        self._to_settle = generation
+        self.store.settle(generation)
+        self._to_settle = None
+
+    def make_room(self) -> None:
+        """Let go of one of two generations before a write or a commit: together they leave no version to write.
+
+        It was decided which one stays and could not be done then, or this run was not resumed from either. A run that
+        was killed while it saved leaves two. The newer one stays if its checkpoint file refers to it: the
         file that is there may be an older one of the same name.
         """
+        if self._to_settle is not None:
+            self.settle(self._to_settle)
         kept = self.store.generations()
         if len(kept) > 1 and not self.owns_generations:
             older, newer = kept
@@ -113,7 +127,7 @@ class StateOnSsd:
                 f"`{self.folders[0]}` held the state of two checkpoints, from which this run was not resumed. That of "
                 f"`{stays.details['checkpoint']}` stays until this run saves a checkpoint, the other one is given up"
             )
-            self.store.settle(stays.number)
+            self.settle(stays.number)
 
     def report_row(self) -> SsdUse:
         """Return what a report says about the tier."""

@@ -72,15 +72,15 @@ MUTANTS = (
     Mutant(
         "a file that was not written does not count",
         _CHECKPOINT,
-        "            store.settle(before[-1].number)\n",
-        "            pass\n",
+        "                on_ssd.settle(before[-1].number)\n",
+        "                pass\n",
         T_RUN,
     ),
     Mutant(
         "a file that has its name counts, also after an error",
         _CHECKPOINT,
-        "if saved_generation(path, on_ssd.folders) == number:",
-        "if False:",
+        "and saved_generation(path, on_ssd.folders) == number:",
+        "and False:",
         T_BESIDE,
     ),
     Mutant(
@@ -90,12 +90,20 @@ MUTANTS = (
         '(newer.details["checkpoint"], self.folders) is not None',
         T_BESIDE,
     ),
-    Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    store.settle(number)\n", "", T_RUN),
+    Mutant(
+        "a generation that could not be let go of is tried again",
+        _ON_SSD,
+        "        if self._to_settle is not None:\n",
+        "        if False:\n",
+        T_BESIDE,
+    ),
+    Mutant("two generations are one before a commit", _CHECKPOINT, "    on_ssd.make_room()\n", "", T_BESIDE),
+    Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    on_ssd.settle(number)\n", "", T_RUN),
     Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),
     Mutant(
         "a run that begins anew can write where one was killed while it saved",
         _ON_SSD,
-        "            self.store.settle(stays.number)\n",
+        "            self.settle(stays.number)\n",
         "            pass\n",
         T_KILLS,
     ),
@@ -123,8 +131,8 @@ MUTANTS = (
     Mutant(
         "both generations stay until the file is there",
         _CHECKPOINT,
-        "    on_ssd.owns_generations = True\n    try:\n",
-        "    on_ssd.owns_generations = True\n    store.settle(number)\n    try:\n",
+        "        on_ssd.owns_generations = True\n",
+        "        on_ssd.owns_generations = True\n        store.settle(number)\n",
         T_KILLS,
     ),
     Mutant(

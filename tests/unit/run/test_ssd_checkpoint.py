@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_cxl.errors import StorageError
 from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
 from lightning_cxl.run.ssd_checkpoint import commit_beside
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import read_ssd_options
+from lightning_cxl.storage.folder import Folder
+from lightning_cxl.storage.store import Store
 from tests.storage_cases import memory_of
 
 NBYTES = 1 << 16
@@ -121,6 +124,73 @@ def test_an_error_before_leaves_what_the_file_of_this_name_refers_to(begins, tmp
         run.save(path, error_before=KeyboardInterrupt())
     run.step(3)
     assert run.is_resumed(path) == 1
+
+
+def test_a_run_that_begins_anew_may_save_before_its_first_step(begins, tmp_path):
+    run = begins()
+    run.step(1)
+    run.save(tmp_path / "a.ckpt")
+    run.step(2)
+    run.killed_before_the_file(tmp_path / "b.ckpt")
+    run = begins()
+    run.save(tmp_path / "c.ckpt")
+    assert run.generations == [3]
+
+
+def settle_fails_once(run, monkeypatch):
+    """Let the disk be full for the manifest of the next `settle`."""
+    home, write_new = run.state.store._places.home, Folder.write_new
+    settle = Store.settle
+
+    def fails(store, number):
+        monkeypatch.setattr(Store, "settle", settle)
+        with monkeypatch.context() as patch:
+            patch.setattr(Folder, "write_new", full)
+            settle(store, number)
+
+    def full(folder, name, contents):
+        write_new(folder, name, contents[:10])
+        raise StorageError("cannot write", path=home.path / name, errno=28)
+
+    monkeypatch.setattr(Store, "settle", fails)
+
+
+@pytest.mark.parametrize("then", ["step", "save"])
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
+def test_a_run_goes_on_where_a_generation_could_not_be_let_go_of(begins, tmp_path, monkeypatch, then, error):
+    run = begins()
+    run.step(1)
+    run.save(tmp_path / "a.ckpt")
+    run.step(2)
+    settle_fails_once(run, monkeypatch)
+    with pytest.raises(StorageError if error is None else KeyboardInterrupt):
+        run.save(tmp_path / "b.ckpt", error_before=error)
+    assert run.generations == [1, 2]
+    if then == "step":
+        run.step(3)
+        assert run.generations == ([2] if error is None else [1])
+    else:
+        run.save(tmp_path / "c.ckpt")
+        run.step(3)
+        assert run.generations == [3] and run.is_resumed(tmp_path / "c.ckpt") == 2
+
+
+def test_a_run_goes_on_where_a_commit_failed(begins, tmp_path, monkeypatch):
+    run = begins()
+    run.step(1)
+    run.save(tmp_path / "a.ckpt")
+    run.step(2)
+    with monkeypatch.context() as patch:
+
+        def cannot_tell(folder, name):
+            raise StorageError("cannot replace", path=folder.path / name, errno=5)
+
+        patch.setattr(Folder, "publish", cannot_tell)
+        with pytest.raises(StorageError, match="cannot replace"):
+            run.save(tmp_path / "b.ckpt")
+    run.step(3)
+    run.step(4)
+    assert run.is_resumed(tmp_path / "a.ckpt") == 1
 
 
 def test_the_generation_of_a_file_is_read_without_its_types(tmp_path, monkeypatch):
