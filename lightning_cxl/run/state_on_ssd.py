@@ -33,7 +33,7 @@ class StateOnSsd:
         allocate: gives the memory that records visit, page-aligned.
 
     Raises:
-        ConfigError: the folders cannot be used.
+        ConfigError: the folders cannot be used, or hold the state of another model.
         TierFullError, StorageError: there is no room.
     """
 
@@ -59,6 +59,7 @@ class StateOnSsd:
             cleanup.callback(self.store.close)
             self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)), self.make_room)
             cleanup.callback(self.visits.close)
+            self.store.check_found({each.name: each.nbytes for each in planned})
             for each in planned:
                 record = self.visits.reserve(each.name, each.nbytes)
                 self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}

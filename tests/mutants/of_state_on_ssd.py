@@ -97,6 +97,13 @@ MUTANTS = (
         "        if False:\n",
         T_BESIDE,
     ),
+    Mutant(
+        "the state of another model is refused",
+        _ON_SSD,
+        "            self.store.check_found(",
+        "            dict(",
+        T_BESIDE,
+    ),
     Mutant("two generations are one before a commit", _CHECKPOINT, "    on_ssd.make_room()\n", "", T_BESIDE),
     Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    on_ssd.settle(number)\n", "", T_RUN),
     Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),

@@ -4,11 +4,13 @@ import os
 import pickle
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_cxl.errors import StorageError
+from lightning_cxl.errors import ConfigError, StorageError
+from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
 from lightning_cxl.run.ssd_checkpoint import commit_beside
 from lightning_cxl.run.state_on_ssd import StateOnSsd
@@ -135,6 +137,31 @@ def test_a_run_that_begins_anew_may_save_before_its_first_step(begins, tmp_path)
     run = begins()
     run.save(tmp_path / "c.ckpt")
     assert run.generations == [3]
+
+
+def test_the_state_of_another_model_is_refused(begins, tmp_path):
+    run = begins()
+    run.save(tmp_path / "a.ckpt")
+    run.state.close()
+    with pytest.raises(ConfigError, match="which has no record `other`"):
+        begins(planned=[SimpleNamespace(name="other", nbytes=NBYTES, tensors=())])
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_parameter_joins_a_run_that_began_anew(begins, tmp_path, saves):
+    run = begins()
+    run.step(1)
+    run.save(tmp_path / "a.ckpt")
+    run.state.close()
+    run = begins()
+    run.step(2)
+    if saves:
+        run.save(tmp_path / "a.ckpt")
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    flat = run.state.flat(parameter, "head", TensorRole.MOMENTUM, torch.float32, 100)
+    assert flat.shape == (100,)
+    run.save(tmp_path / "b.ckpt")
+    assert run.is_resumed(tmp_path / "b.ckpt") == 2
 
 
 def settle_fails_once(run, monkeypatch):
