@@ -143,6 +143,20 @@ MUTANTS = (
         T_KILLS,
     ),
     Mutant(
+        "all optimizers are given back, also where one cannot be",
+        "lightning_cxl/updates/adoption.py",
+        "                rest.callback(self._release, *each)\n",
+        "                self._release(*each)\n",
+        T_RUN,
+    ),
+    Mutant(
+        "users see the error that ended a run when their optimizers are given back",
+        "lightning_cxl/run/run.py",
+        "cleanup.callback(self._end, self._adoption.release)",
+        "cleanup.callback(self._adoption.release)",
+        T_RUN,
+    ),
+    Mutant(
         "users see the error that ended a run",
         "lightning_cxl/run/run.py",
         "            if not self._ended_by_error:\n",
