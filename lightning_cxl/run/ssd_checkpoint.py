@@ -31,6 +31,7 @@ from lightning_cxl.optim.state_records import StateRecord
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.storage.folder import MANIFEST
 from lightning_cxl.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,15 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
         CheckpointError: the state is not there any more.
         ConfigError: a run uses it.
     """
-    store = Store([Path(folder) for folder in saved["folders"]], budget_bytes=sys.maxsize, keeps=True)
+    paths = [Path(folder) for folder in saved["folders"]]
+    missing = [path for path in (*paths, paths[0] / MANIFEST) if not path.exists()]
+    if missing:  # a store would make the folders
+        raise CheckpointError(
+            f"the optimizer state of this checkpoint was generation {saved['generation']} in "
+            f"{', '.join(f'`{path}`' for path in paths)}, which is gone: there is no `{missing[0]}`. Call this from the "
+            f"directory that the run was started in if the path is relative, and mount the drive"
+        )
+    store = Store(paths, budget_bytes=sys.maxsize, keeps=True)
     try:
         records = {name: store.reserve(name, nbytes) for name, nbytes in store.found.items()}
         store.restore(saved["generation"])

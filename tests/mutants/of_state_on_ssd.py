@@ -104,6 +104,13 @@ MUTANTS = (
         "            dict(",
         T_BESIDE,
     ),
+    Mutant(
+        "nothing is made where state is gone",
+        _CHECKPOINT,
+        "    if missing:  # a store",
+        "    if False:  # a store",
+        T_BESIDE,
+    ),
     Mutant("two generations are one before a commit", _CHECKPOINT, "    on_ssd.make_room()\n", "", T_BESIDE),
     Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    on_ssd.settle(number)\n", "", T_RUN),
     Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),

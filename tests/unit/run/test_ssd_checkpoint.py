@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_cxl.errors import ConfigError, StorageError
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
-from lightning_cxl.run.ssd_checkpoint import commit_beside
+from lightning_cxl.run.ssd_checkpoint import commit_beside, whole
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import read_ssd_options
 from lightning_cxl.storage.folder import Folder
@@ -162,6 +162,18 @@ def test_a_parameter_joins_a_run_that_began_anew(begins, tmp_path, saves):
     assert flat.shape == (100,)
     run.save(tmp_path / "b.ckpt")
     assert run.is_resumed(tmp_path / "b.ckpt") == 2
+
+
+@pytest.mark.parametrize("gone", ["parent/drive0", "drive0", "drive1", "drive0/lightning_cxl-manifest.json"])
+def test_state_that_is_gone_is_said_and_nothing_is_made(tmp_path, gone):
+    paths = [tmp_path / "parent" / "drive0" if "parent" in gone else tmp_path / "drive0", tmp_path / "drive1"]
+    for path in paths:
+        if str(path) != str(tmp_path / gone):
+            path.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=f"generation 3 in .* is gone: there is no `{tmp_path / gone}`"):
+        whole([], {"folders": [str(path) for path in paths], "generation": 3})
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def settle_fails_once(run, monkeypatch):
