@@ -60,6 +60,7 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
     Raises:
         CheckpointError: the file system refused; nothing is left behind.
     """
+    made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
@@ -69,17 +70,23 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
         os.replace(partial, target)
-        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)  # the name, too, survives a power loss: state that older files refer to is let go of next
-        finally:
-            os.close(folder)
+        # names, too, survive a power loss: state that older files refer to is let go of next
+        for folder in (target.parent, *(each.parent for each in made)):
+            _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
             f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."
         ) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

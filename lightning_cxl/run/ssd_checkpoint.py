@@ -154,8 +154,8 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
     if missing:  # a store would make the folders
         raise CheckpointError(
             f"the optimizer state of this checkpoint was generation {saved['generation']} in "
-            f"{', '.join(f'`{path}`' for path in paths)}, which is gone: there is no `{missing[0]}`. Call this from the "
-            f"directory that the run was started in if the path is relative, and mount the drive"
+            f"{', '.join(f'`{path}`' for path in paths)}, which is gone: there is no `{missing[0]}`. Call this in the "
+            "directory that the run was started in if the path is relative, and mount the drive"
         )
     store = Store(paths, budget_bytes=sys.maxsize, keeps=True)
     try:

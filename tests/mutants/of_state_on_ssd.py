@@ -131,9 +131,16 @@ MUTANTS = (
     Mutant(
         "the name of a checkpoint lies on the disk before state is let go of",
         _FILE,
-        "            os.fsync(folder)",
-        "            pass",
+        "        os.fsync(folder)",
+        "        pass",
         T_KILLS,
+    ),
+    Mutant(
+        "the names of new folders lie on the disk, too",
+        _FILE,
+        "(target.parent, *(each.parent for each in made))",
+        "(target.parent,)",
+        T_BESIDE,
     ),
     Mutant(
         "what a generation has is not written to",

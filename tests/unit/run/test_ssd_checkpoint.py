@@ -11,6 +11,7 @@ import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.run.checkpoint import save_file
 from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
 from lightning_cxl.run.ssd_checkpoint import commit_beside, whole
 from lightning_cxl.run.state_on_ssd import StateOnSsd
@@ -174,6 +175,21 @@ def test_state_that_is_gone_is_said_and_nothing_is_made(tmp_path, gone):
     with pytest.raises(CheckpointError, match=f"generation 3 in .* is gone: there is no `{tmp_path / gone}`"):
         whole([], {"folders": [str(path) for path in paths], "generation": 3})
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_names_of_new_folders_of_a_checkpoint_lie_on_the_disk(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def noting(fd):
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    folder = tmp_path / "a" / "b"
+    for expected in ({folder, folder.parent, tmp_path}, {folder}):
+        save_file({}, folder / "file.ckpt")
+        assert set(synced[1:]) == {str(each) for each in expected}
+        synced.clear()
 
 
 def settle_fails_once(run, monkeypatch):
