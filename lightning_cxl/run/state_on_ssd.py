@@ -1,7 +1,6 @@
 """`StateOnSsd`: the optimizer state of a run that lies on SSD: its store, its slots, and the record of each tensor."""
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
@@ -15,6 +14,7 @@ from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.store import Store
@@ -36,7 +36,7 @@ class StateOnSsd:
         allocate: gives the memory that records visit, page-aligned.
 
     Raises:
-        ConfigError: the folders cannot be used.
+        ConfigError: the folders cannot be used, or hold the state of another model.
         TierFullError, StorageError: there is no room.
     """
 
@@ -52,6 +52,7 @@ class StateOnSsd:
         """Whether checkpoints refer to this state instead of copying it."""
         self.owns_generations = False
         """Whether the generations in the folders are this run's: it has committed, or was resumed from one."""
+        self._to_settle: int | None = None  # the generation that stays, where letting go of the others has failed
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
         self._num_added = 0
@@ -59,8 +60,9 @@ class StateOnSsd:
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-            self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)), self._make_room)
+            self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)), self.make_room)
             cleanup.callback(self.visits.close)
+            self.store.check_found({each.name: each.nbytes for each in planned})
             for each in planned:
                 record = self.visits.reserve(each.name, each.nbytes)
                 self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
@@ -116,23 +118,39 @@ class StateOnSsd:
         """
         self.visits.forget()
         self.store.restore(generation)
-        self.store.settle(generation)
+        self.settle(generation)
         self.visits.take_records_as_they_are()
         self.owns_generations = True
 
-    def _make_room(self) -> None:
-        """Let go of one of two generations, if this run was not resumed from either: they leave no version to write.
+    def settle(self, generation: int) -> None:
+        """Let go of all generations of the store but one. What fails is done before the next write or commit.
 
-        A run that was killed while it saved leaves two. The newer one stays if its checkpoint file is there.
+        Raises:
+            StorageError: the manifest could not be replaced; all generations stay until then.
         """
+        self._to_settle = generation
+        self.store.settle(generation)
+        self._to_settle = None
+
+    def make_room(self) -> None:
+        """Let go of one of two generations before a write or a commit: together they leave no version to write.
+
+        It was decided which one stays and could not be done then, or this run was not resumed from either. A run that
+        was killed while it saved leaves two. The newer one stays if its checkpoint file refers to it: the
+        file that is there may be an older one of the same name.
+        """
+        if self._to_settle is not None:
+            self.settle(self._to_settle)
         kept = self.store.generations()
         if len(kept) > 1 and not self.owns_generations:
-            stays = kept[1] if os.path.exists(kept[1].details["checkpoint"]) else kept[0]
+            older, newer = kept
+            is_saved = saved_generation(newer.details["checkpoint"], self.folders) == newer.number
+            stays = newer if is_saved else older
             log.warning(
                 f"`{self.folders[0]}` held the state of two checkpoints, from which this run was not resumed. That of "
                 f"`{stays.details['checkpoint']}` stays until this run saves a checkpoint, the other one is given up"
             )
-            self.store.settle(stays.number)
+            self.settle(stays.number)
 
     def report_row(self) -> SsdUse:
         """Return what a report says about the tier."""

@@ -330,6 +330,10 @@ class Engine:
         try:
             self.wait()
         finally:
+            with self._lock:
+                started = list(self._open)
+            for transfer in started:  # also where Ctrl-C has ended the wait: what follows others needs the threads
+                transfer._event.wait()
             threads, self._threads = self._threads, []
             for queue in self._queues:
                 for _ in range(_THREADS_PER_DRIVE):

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,7 @@ class Store:
         Raises:
             TierFullError: the budget has not that much left.
             StorageError: a drive has not that much left.
-            ConfigError: the name is taken, or the folder holds a generation without such a record and nothing was
-                restored: it is of another run.
+            ConfigError: the name is taken, or an earlier run left a record of this name and another size.
         """
         with self._changes:
             self._check_open()
@@ -100,10 +99,8 @@ class Store:
             part = part_nbytes(nbytes, len(self._drives))
             total = part * len(self._drives) * num_versions
             self._check_budget(name, total)
-            found = self._generations.found_records
-            if found and (name in found or self._restored is None):
-                versions = self._generations.found_versions(name, nbytes)
-            else:
+            versions = self._generations.found_versions(name, nbytes)
+            if versions is None:
                 versions = tuple(self._end + index * part for index in range(num_versions))
             end = max(versions) + part
             for drive in self._drives:
@@ -114,6 +111,17 @@ class Store:
             if self._restored is not None and name in self._restored.records:
                 record.becomes(self._restored.records[name])
             return record
+
+    def check_found(self, records: Mapping[str, int]) -> None:
+        """Refuse a folder that holds a generation of another run.
+
+        Args:
+            records: bytes of records that this run has from the start, by name.
+
+        Raises:
+            ConfigError: the generation does not have all of them.
+        """
+        self._generations.check_found(records)
 
     def _check_budget(self, name: str, nbytes: int) -> None:
         left = self._budget_bytes - self._reserved_bytes

@@ -12,6 +12,7 @@ adopted the same way: by `add_param_group` at once, and what someone puts into a
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -137,9 +138,21 @@ class Adoption:
         return [self._masters.adopt(p, self._precisions.form_for(optimizer, p)) for p in parameters]
 
     def release(self) -> None:
-        """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
-        while self._adopted:
-            original, current, own_step = self._adopted.pop()
+        """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now.
+
+        Raises:
+            StorageError: a write of state on SSD has failed; all optimizers have been given back.
+        """
+        adopted, self._adopted = self._adopted, []
+        with ExitStack() as rest:
+            for each in adopted:
+                rest.callback(self._release, *each)
+
+    def _release(self, original: Optimizer, current: Optimizer, own_step: Any) -> None:
+        try:
+            if isinstance(current, CPUAdam):
+                current.leave_run()  # first: who looks at state of a run waits for writes, which may fail again
+        finally:
             step = vars(current).get("step")
             if isinstance(step, HostStep):
                 step.remove()
@@ -150,8 +163,6 @@ class Adoption:
                     group["params"] = own
                 else:
                     group["params"][:] = own
-            if isinstance(current, CPUAdam):
-                current.leave_run()
             if original is not current:
                 vars(original).pop("step", None)
                 if own_step is not None:

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
+from lightning_cxl.optim.state_visits import StateVisits
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
@@ -268,6 +269,62 @@ def test_training_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path,
     assert callback.num_failed == 3
     again = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 6, ckpt_path=tmp_path / "4.ckpt")
     assert ours.losses == straight.losses[:5] and again.losses == straight.losses[4:]
+
+
+class TwoOptimizers(Sequential):
+    """Steps two optimizers itself, and keeps references to them."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        parameters = list(self.model.parameters())
+        self.mine = [torch.optim.AdamW(half) for half in (parameters[:3], parameters[3:])]
+        return self.mine
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss([each.to(self.device) for each in batch]))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class DriveFails(Callback):
+    """Lets all writes fail from the end of a step on."""
+
+    def __init__(self, monkeypatch, ends_run):
+        self.monkeypatch, self.ends_run = monkeypatch, ends_run
+
+    def on_train_batch_end(self, *_):
+        wait = StateVisits.wait
+
+        def fail(visits):
+            wait(visits)
+            raise StorageError("cannot write")
+
+        self.monkeypatch.setattr(StateVisits, "wait", fail)
+        if self.ends_run:
+            raise RuntimeError("the user's")
+
+
+@pytest.mark.parametrize("after_error", [False, True])
+def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, monkeypatch, caplog, after_error):
+    modules = []
+
+    def task(model):
+        modules.append(TwoOptimizers(model))
+        return modules[0]
+
+    callbacks = [DriveFails(monkeypatch, after_error)]
+    expected = (RuntimeError, "the user's") if after_error else (StorageError, "cannot write")
+    with pytest.raises(expected[0], match=expected[1]):
+        fit(on_ssd(tmp_path / "ssd", master="fp32"), 2, task=task, callbacks=callbacks)
+    own = {id(parameter) for parameter in modules[0].parameters()}
+    for optimizer in modules[0].mine:
+        assert "step" not in vars(optimizer) and {id(key) for key in optimizer.state} <= own
+        assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} <= own
+        assert optimizer.state
+    assert not after_error or "the error that ended the run was not the only one: cannot write" in caplog.text
 
 
 class Reversed(Sequential):
