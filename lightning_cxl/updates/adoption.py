@@ -10,7 +10,7 @@ adopted the same way: by `add_param_group` at once, and what someone puts into a
 `Adoption.release` undoes what was put on optimizer objects.
 """
 
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -167,7 +167,7 @@ class Adoption:
                 vars(original).pop("step", None)
                 if own_step is not None:
                     original.step = own_step  # type: ignore[method-assign]
-                original.state, original.param_groups = current.state, current.param_groups
+                original.state, original.param_groups = _state_of(current), current.param_groups
 
     def _give_back(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
         pair = self._masters.find(parameter)
@@ -228,8 +228,17 @@ class _Sensitive:
 
 def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
     """State of an optimizer is keyed by parameter: move it along."""
-    if old is not new and old in optimizer.state:
-        optimizer.state[new] = optimizer.state.pop(old)
+    state = _state_of(optimizer)
+    if old is not new and old in state:
+        state[new] = state.pop(old)
+
+
+def _state_of(optimizer: Optimizer) -> defaultdict[torch.Tensor, Any]:
+    """Return the state of an optimizer, which no update changes now; empty where it was lost with a drive."""
+    if not isinstance(optimizer, CPUAdam):
+        return optimizer.state
+    optimizer.wait()
+    return optimizer.plain_state
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
