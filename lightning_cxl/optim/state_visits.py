@@ -244,11 +244,15 @@ class StateVisits:
         with self._changed:
             while self._fetched:
                 self._drop_fetched()
-            try:
-                while self._writing:
+            errors = []
+            while self._writing:
+                try:
                     self._finish_write()
-            finally:
-                self._slots.close()
+                except StorageError as error:
+                    errors.append(error)
+            self._slots.close()
+        if errors:
+            raise errors[0]
 
     def _write_dirty(self) -> None:
         self._touched.clear()

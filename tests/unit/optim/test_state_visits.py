@@ -1,6 +1,8 @@
 """State on SSD is updated as state in memory is, bit for bit, through slots that never take more than their cap."""
 
+import contextlib
 import copy
+import errno
 import os
 import threading
 import time
@@ -408,3 +410,20 @@ def test_float32_state_that_is_loaded_into_8_bit_counts(tmp_path) -> None:
         optimizer.step()
     assert_equal_runs(own, plain, plain_parameters)
     own.close()
+
+
+class FailingWrites(System):
+    def pwritev(self, *args):
+        time.sleep(0.05)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9, system=FailingWrites())
+    for record in own.records[:2]:
+        with own.visits.visit(record):
+            pass
+    with pytest.raises(StorageError, match="EIO"):
+        own.visits.close()
+    with contextlib.suppress(StorageError):
+        own.store.close()
