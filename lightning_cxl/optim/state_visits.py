@@ -15,7 +15,9 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
   tell that it happened: the next visit then takes the window's bytes, and the write drops the private pages. Writes
   through ``.data`` leave no trace and are lost.
 * A record that was never written is not read. State that starts at zero is made zero in the slot.
-* Several threads may visit different records at a time: the worker of overlapped updates, and the step itself.
+* Several threads may visit different records at a time: the worker of overlapped updates, and the step itself. A
+  record that is visited is not read ahead, and not visited a second time: what was read would be old.
+* A slot is given back when nothing reads or writes it any more, also where a visit is interrupted.
 * Errors of reads are raised by the visit, those of writes by a later visit or by `wait`.
 """
 
@@ -107,6 +109,7 @@ class StateVisits:
         self._before_write = before_write
         self._records: list[StateRecord] = []
         self._fetched: dict[StateRecord, _Fetched] = {}  # in the order in which they are expected
+        self._visited: set[StateRecord] = set()
         self._writing: deque[_Written] = deque()
         self._next: dict[StateRecord, StateRecord] = {}  # what followed what
         self._latest: StateRecord | None = None
@@ -131,7 +134,9 @@ class StateVisits:
             while self._writing and self._writing[0].write.done():
                 self._finish_write()
             for record in records:
-                if record not in self._fetched and not self._fetch(record):
+                if record in self._fetched or record in self._visited:  # what is read now would be old soon
+                    continue
+                if not self._fetch(record):
                     return
 
     @contextmanager
@@ -141,28 +146,58 @@ class StateVisits:
         Raises:
             StorageError: a read, or a write before, has failed.
         """
+        with self._entering(record):
+            slot, read = self._read(record)
+            is_written = False
+            try:
+                with self._changed:
+                    self.num_visits += 1
+                    if self._latest is not None:
+                        self._next[self._latest] = record
+                    self._latest = record
+                if read is not None:
+                    read.wait_host()
+                self.expect(self._following(record))
+                yield record.fill(slot)
+                with self._changed:
+                    self._before_write()
+                    self._writing.append(_Written(slot, self._store.write(record.record, slot)))
+                    is_written = True
+                    self._touched.pop(record, None)
+                    record.clean()
+            finally:
+                if not is_written:
+                    self._leave_slot(slot, read)
+
+    @contextmanager
+    def _entering(self, record: StateRecord) -> Iterator[None]:
+        """Return a region that one thread at a time is in for a record, and in which nobody reads it ahead."""
         with self._changed:
-            slot, read = self._fetched.pop(record) if record in self._fetched else self._fetch_now(record)
-            self.num_visits += 1
-            if self._latest is not None:
-                self._next[self._latest] = record
-            self._latest = record
-        is_written = False
+            while record in self._visited:
+                self._changed.wait()
+            self._visited.add(record)
         try:
-            if read is not None:
-                read.wait_host()
-            self.expect(self._following(record))
-            yield record.fill(slot)
-            with self._changed:
-                self._before_write()
-                self._writing.append(_Written(slot, self._store.write(record.record, slot)))
-                self._touched.pop(record, None)
-                self._changed.notify_all()
-            record.clean()
-            is_written = True
+            yield
         finally:
-            if not is_written:
-                self._give_back(slot)
+            with self._changed:
+                self._visited.remove(record)
+                self._changed.notify_all()
+
+    def check(self) -> None:
+        """Read what is written and compare checksums, before someone copies what windows show.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged a record.
+        """
+        self.wait()
+        for record in self._records:
+            with self._entering(record):
+                slot, read = self._read(record)
+                try:
+                    if read is not None:
+                        read.wait_host()
+                finally:
+                    self._leave_slot(slot, read)
 
     def touched(self, record: StateRecord) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""
@@ -171,15 +206,18 @@ class StateVisits:
             self.wait()  # the end of a write drops what someone has written to the window meanwhile
 
     def wait(self) -> None:
-        """Return when all windows show the state of the last update.
+        """Return when all windows show the state of the last update, and all that someone wrote to them is written.
 
         Raises:
-            StorageError: a write has failed.
+            StorageError: a write has failed, now or before: what the window shows is not whole.
         """
-        self._write_touched()
+        self._write_dirty()
         with self._changed:
             while self._writing:
                 self._finish_write()
+            for record in self._records:
+                if not record.record.is_whole:
+                    raise record.record.not_whole()
 
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.
@@ -206,14 +244,15 @@ class StateVisits:
         with self._changed:
             while self._fetched:
                 self._drop_fetched()
-        try:
-            self.wait()
-        finally:
-            self._slots.close()
+            try:
+                while self._writing:
+                    self._finish_write()
+            finally:
+                self._slots.close()
 
-    def _write_touched(self) -> None:
-        for record in list(self._touched):
-            del self._touched[record]
+    def _write_dirty(self) -> None:
+        self._touched.clear()
+        for record in self._records:
             if record.is_dirty:
                 with self.visit(record):
                     pass
@@ -227,9 +266,17 @@ class StateVisits:
             following = self._next.get(following)
         return list(found)
 
-    def _give_back(self, slot: Buffer) -> None:
+    def _read(self, record: StateRecord) -> _Fetched:
         with self._changed:
-            self._slots.give_back(slot)
+            return self._fetched.pop(record) if record in self._fetched else self._fetch_now(record)
+
+    def _leave_slot(self, slot: Buffer, read: StorageTransfer | None) -> None:
+        """Let go of a slot that is not written, now or when the read into it is done."""
+        with self._changed:
+            if read is None or read.done():
+                self._slots.give_back(slot)
+            else:
+                self._writing.append(_Written(slot, read))
             self._changed.notify_all()
 
     # -- with the lock -----------------------------------------------------------------------------------------------
@@ -242,8 +289,8 @@ class StateVisits:
             return True
         for index, (slot, write) in enumerate(self._writing if record.record.is_written else ()):
             if slot is not None and slot.nbytes == record.record.padded_nbytes:
-                self._writing[index] = _Written(None, write)
                 self._fetched[record] = _Fetched(slot, self._store.read(record.record, slot, after=[write]))
+                self._writing[index] = _Written(None, write)
                 return True
         return False
 
@@ -264,17 +311,21 @@ class StateVisits:
 
     def _drop_fetched(self) -> None:
         """Give up the record that is expected last."""
-        _, (slot, read) = self._fetched.popitem()
+        record = next(reversed(self._fetched))
+        slot, read = self._fetched[record]
         if read is not None:
             with suppress(StorageError):  # nobody needs these bytes
                 read.wait_host()
+        del self._fetched[record]  # only now: who is interrupted while waiting must not give the slot away
         self._slots.give_back(slot)
 
     def _finish_write(self) -> None:
         """Wait for the oldest write."""
-        slot, write = self._writing.popleft()
+        slot, write = self._writing[0]
         try:
             write.wait_host()
         finally:
-            if slot is not None:
-                self._slots.give_back(slot)
+            if write.done():  # else interrupted: the slot is still in use
+                self._writing.popleft()
+                if slot is not None:
+                    self._slots.give_back(slot)

@@ -146,6 +146,8 @@ def refer_to_ssd(
         StorageError: the state on SSD cannot be committed.
     """
     if on_ssd is None or not on_ssd.refers:
+        if on_ssd is not None:
+            on_ssd.visits.check()
         yield {**checkpoint, KEY: own}
         return
     states = ssd_checkpoint.refer(checkpoint["optimizer_states"], on_ssd.visits)
@@ -314,7 +316,11 @@ def restore_masters(
     Float32 masters of a checkpoint also become split ones; split ones are in the optimizer's state and load with it.
     """
     masters.absorb_changes()
-    states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
+    states: dict[int, Mapping[str, Any]] = {}
+    owners: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        states.update((id(p), state) for p, state in optimizer.state.items())
+        owners.update((id(p), optimizer) for p in optimizer.state)
     for pair in masters:
         value = (saved or {}).get(pair.name)
         if value is None:
@@ -330,6 +336,9 @@ def restore_masters(
                 upper, lower = split(value.float().contiguous())
                 pair.master.copy_(upper)
                 remainder.copy_(lower)
+                owner = owners[id(pair.master)]
+                if isinstance(owner, CPUAdam):
+                    owner.note_written(pair.master)
             elif not pair.is_shared:
                 pair.master.copy_(value)
 

@@ -172,6 +172,8 @@ class Run:
             TierFullError: gradients or optimizer state do not fit; nothing has been swapped then.
             UnsupportedError: an Adam option that `CPUAdam` does not have.
         """
+        if self.on_ssd is not None:
+            self.on_ssd.refuse_state_of_earlier_run(optimizers)
         self._host.memory.trim()  # what weights that have moved have left
         self._precisions.consider(optimizers)
         try:

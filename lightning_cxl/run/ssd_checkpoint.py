@@ -85,6 +85,7 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
             before could not be let go of, which is tried again before the next write.
     """
     on_ssd.make_room()
+    on_ssd.visits.wait()  # what someone has written to state counts
     store, number = on_ssd.store, None
     before = store.generations()
     if before and not on_ssd.owns_generations:

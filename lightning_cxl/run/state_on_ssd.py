@@ -1,11 +1,13 @@
 """`StateOnSsd`: the optimizer state of a run that lies on SSD: its store, its slots, and the record of each tensor."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
+from torch.optim import Optimizer
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.records import PlannedRecord, slot_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
@@ -16,6 +18,7 @@ from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.window import files_shown_at
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +90,25 @@ class StateOnSsd:
             given.clear()
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)
+
+    def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse optimizers whose state this run would overwrite while it copies that state.
+
+        It lies in the same files since an earlier run, and no generation protects what that run wrote last.
+
+        Raises:
+            UnsupportedError: there is such state.
+        """
+        own = set(self.store.files)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and own.intersection(files_shown_at(value.data_ptr())):
+                        raise UnsupportedError(
+                            f"the optimizer has state of an earlier run in `{self.folders[0]}`, which this run would "
+                            f"overwrite: make a new optimizer and resume from that run's checkpoint, use another "
+                            f"folder, or set checkpoint='copy'"
+                        )
 
     def restore(self, generation: int) -> None:
         """Make the state what it was in a generation of the store, and let go of the others.

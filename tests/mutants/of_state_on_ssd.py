@@ -6,6 +6,7 @@ _RECORDS = "lightning_cxl/optim/state_records.py"
 _VISITS = "lightning_cxl/optim/state_visits.py"
 _STATE = "lightning_cxl/optim/parameter_state.py"
 _ADAM = "lightning_cxl/optim/cpu_adam.py"
+_EIGHT = "lightning_cxl/optim/eight_bit.py"
 _TABLE = "lightning_cxl/optim/kernel_table.py"
 _CHECKPOINT = "lightning_cxl/run/ssd_checkpoint.py"
 T_VISITS = ("tests/unit/optim/test_state_visits.py",)
@@ -23,6 +24,7 @@ MUTANTS = (
     Mutant(
         "what a user wrote to state counts", _RECORDS, "        if self.is_dirty:\n", "        if False:\n", T_VISITS
     ),
+    Mutant("what a kernel codes counts", _EIGHT, "    torch.autograd.graph.increment_version", "    str", T_VISITS),
     Mutant("new state is zero", _RECORDS, "            blank(visit.at_slot)\n", "            pass\n", T_VISITS),
     Mutant("state is zero once", _RECORDS, "        self.blanks.clear()\n", "", T_VISITS),
     Mutant(
@@ -36,23 +38,17 @@ MUTANTS = (
         "loading waits for writes",
         _VISITS,
         "            self.wait()  # the end of a write",
-        "            self._write_touched()  # the end of a write",
-        T_VISITS,
-    ),
-    Mutant(
-        "a visit that fails writes nothing",
-        _VISITS,
-        "        is_written = False\n        try:\n",
-        "        is_written = False\n        self._store.write(record.record, slot)\n        try:\n",
+        "            self._write_dirty()  # the end of a write",
         T_VISITS,
     ),
     Mutant(
         "a visit that fails gives its slot back",
         _VISITS,
-        "                self._give_back(slot)\n",
-        "                pass\n",
+        "self._leave_slot(slot, read)\n\n    @",
+        "pass\n\n    @",
         T_VISITS,
     ),
+    Mutant("a slot that is read into is kept", _VISITS, "if read is None or read.done():", "if True:", T_VISITS),
     Mutant("a read waits for the write in its slot", _VISITS, "slot, after=[write]))", "slot))", T_VISITS),
     Mutant(
         "a slot is taken from what was read ahead",
@@ -62,13 +58,12 @@ MUTANTS = (
         T_VISITS,
     ),
     Mutant(
-        "who waits for a slot is told",
+        "what is visited is not read ahead",
         _VISITS,
-        "                self._changed.notify_all()\n            record.clean()",
-        "            record.clean()",
+        "if record in self._fetched or record in self._visited:",
+        "if record in self._fetched:",
         T_VISITS,
     ),
-    Mutant("state after a run is memory", _STATE, "            state.record = None\n", "            pass\n", T_VISITS),
     Mutant(
         "a file that was not written does not count",
         _CHECKPOINT,
@@ -176,5 +171,30 @@ MUTANTS = (
         "            if not self._ended_by_error:\n",
         "            if True:\n",
         T_FAULTY,
+    ),
+    Mutant(
+        "a record is visited by one thread at a time",
+        _VISITS,
+        "            while record in self._visited:\n                self._changed.wait()\n",
+        "",
+        T_VISITS,
+    ),
+    Mutant("a write that failed is not forgotten", _VISITS, "if not record.record.is_whole:", "if False:", T_VISITS),
+    Mutant("lost state is refused", _STATE, "        if self.lost:\n", "        if False:\n", T_VISITS),
+    Mutant("state after a run is memory", _STATE, "            state.record = None\n", "            pass\n", T_VISITS),
+    Mutant("a generation has what users wrote", _CHECKPOINT, "    on_ssd.visits.wait()  # what", "    # what", T_RUN),
+    Mutant(
+        "state is checked before it is copied",
+        "lightning_cxl/run/checkpoint.py",
+        "            on_ssd.visits.check()\n",
+        "            pass\n",
+        T_RUN,
+    ),
+    Mutant(
+        "state of an earlier run is not overwritten",
+        "lightning_cxl/run/run.py",
+        "            self.on_ssd.refuse_state_of_earlier_run(optimizers)\n",
+        "            pass\n",
+        T_RUN,
     ),
 )
