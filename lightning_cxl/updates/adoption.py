@@ -167,7 +167,7 @@ class Adoption:
                 vars(original).pop("step", None)
                 if own_step is not None:
                     original.step = own_step  # type: ignore[method-assign]
-                original.state, original.param_groups = current.state, current.param_groups
+                original.state, original.param_groups = _state_of(current), current.param_groups
 
     def _give_back(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
         pair = self._masters.find(parameter)
@@ -228,8 +228,13 @@ class _Sensitive:
 
 def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
     """State of an optimizer is keyed by parameter: move it along."""
-    if old is not new and old in optimizer.state:
-        optimizer.state[new] = optimizer.state.pop(old)
+    if old is not new and old in (state := _state_of(optimizer)):
+        state[new] = state.pop(old)
+
+
+def _state_of(optimizer: Optimizer) -> Any:
+    """Return the state; an empty one where it was lost, which `CPUAdam.state` would raise."""
+    return optimizer.plain_state if isinstance(optimizer, CPUAdam) and optimizer.kept.lost else optimizer.state
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
