@@ -315,11 +315,9 @@ def restore_masters(
     Float32 masters of a checkpoint also become split ones; split ones are in the optimizer's state and load with it.
     """
     masters.absorb_changes()
-    states: dict[int, Mapping[str, Any]] = {}
-    owners: dict[int, Optimizer] = {}
-    for optimizer in optimizers:
-        states.update((id(p), state) for p, state in optimizer.state.items())
-        owners.update((id(p), optimizer) for p in optimizer.state)
+    optimizers = list(optimizers)
+    states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
+    owners = {id(p): optimizer for optimizer in optimizers for p in optimizer.state}
     for pair in masters:
         value = (saved or {}).get(pair.name)
         if value is None:

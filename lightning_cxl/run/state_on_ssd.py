@@ -99,7 +99,7 @@ class StateOnSsd:
         Raises:
             UnsupportedError: there is such state.
         """
-        own = set(self.store.files)
+        own = {file for record in self._record_of.values() for file in files_shown_at(record.window.address)}
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 for value in state.values():

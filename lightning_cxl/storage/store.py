@@ -287,11 +287,6 @@ class Store:
             self._generations.keep_only(self._generations.get(generation), self._records.values())
 
     @property
-    def files(self) -> list[Path]:
-        """The file or block device of each drive."""
-        return [drive.path for drive in self._drives]
-
-    @property
     def found(self) -> dict[str, int]:
         """Bytes of the records that an earlier run left in the folder, by name."""
         return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}

@@ -10,7 +10,7 @@ adopted the same way: by `add_param_group` at once, and what someone puts into a
 `Adoption.release` undoes what was put on optimizer objects.
 """
 
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -228,13 +228,17 @@ class _Sensitive:
 
 def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
     """State of an optimizer is keyed by parameter: move it along."""
-    if old is not new and old in (state := _state_of(optimizer)):
+    state = _state_of(optimizer)
+    if old is not new and old in state:
         state[new] = state.pop(old)
 
 
-def _state_of(optimizer: Optimizer) -> Any:
-    """Return the state; an empty one where it was lost, which `CPUAdam.state` would raise."""
-    return optimizer.plain_state if isinstance(optimizer, CPUAdam) and optimizer.kept.lost else optimizer.state
+def _state_of(optimizer: Optimizer) -> defaultdict[torch.Tensor, Any]:
+    """Return the state of an optimizer, which no update changes now; empty where it was lost with a drive."""
+    if not isinstance(optimizer, CPUAdam):
+        return optimizer.state
+    optimizer.wait()
+    return optimizer.plain_state
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:

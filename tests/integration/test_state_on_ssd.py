@@ -323,6 +323,7 @@ def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, mon
     for optimizer in modules[0].mine:
         assert "step" not in vars(optimizer) and {id(key) for key in optimizer.state} <= own
         assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} <= own
+        assert not optimizer.state, "what could not be written is lost"
     assert not after_error or "the error that ended the run was not the only one: cannot write" in caplog.text
 
 
