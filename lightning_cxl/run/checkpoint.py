@@ -70,8 +70,7 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
         os.replace(partial, target)
-        # names, too, survive a power loss: state that older files refer to is let go of next
-        for folder in (target.parent, *(each.parent for each in made)):
+        for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
             _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(

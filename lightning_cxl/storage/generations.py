@@ -11,8 +11,9 @@ never written: a write goes to the other one.
    take writes. Between 1 and 2 a record whose two versions are both committed takes none.
 
 A crash leaves one or two generations, and all their versions are as they were written and synced. A new run chooses
-one with `restore` and lets go of the other one with `settle`. Where replacing the manifest fails, nobody knows which of
-both files lies on the disk: versions of both stay protected until the next replacement succeeds.
+one with `restore` and lets go of the other one with `settle`. Records that it makes beside those of the earlier run
+lie behind them. Where replacing the manifest fails, nobody knows which of both files lies on the disk: versions of both
+stay protected until the next replacement succeeds.
 """
 
 from collections.abc import Iterable, Mapping

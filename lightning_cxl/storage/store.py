@@ -99,9 +99,8 @@ class Store:
             part = part_nbytes(nbytes, len(self._drives))
             total = part * len(self._drives) * num_versions
             self._check_budget(name, total)
-            versions = self._generations.found_versions(name, nbytes)
-            if versions is None:
-                versions = tuple(self._end + index * part for index in range(num_versions))
+            found = self._generations.found_versions(name, nbytes)
+            versions = found or tuple(self._end + index * part for index in range(num_versions))
             end = max(versions) + part
             for drive in self._drives:
                 drive.grow(end)
@@ -113,13 +112,10 @@ class Store:
             return record
 
     def check_found(self, records: Mapping[str, int]) -> None:
-        """Refuse a folder that holds a generation of another run.
-
-        Args:
-            records: bytes of records that this run has from the start, by name.
+        """Refuse a folder with a generation that lacks records of these names and bytes: it is of another run.
 
         Raises:
-            ConfigError: the generation does not have all of them.
+            ConfigError: it has such a generation.
         """
         self._generations.check_found(records)
 
