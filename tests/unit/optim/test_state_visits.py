@@ -413,13 +413,19 @@ def test_float32_state_that_is_loaded_into_8_bit_counts(tmp_path) -> None:
 
 
 class FailingWrites(System):
+    fails = False
+
     def pwritev(self, *args):
+        if not self.fails:
+            return super().pwritev(*args)
         time.sleep(0.05)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9, system=FailingWrites())
+    system = FailingWrites()
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9, system=system)
+    system.fails = True
     for record in own.records[:2]:
         with own.visits.visit(record):
             pass
