@@ -20,7 +20,7 @@ cdef extern from "<sys/mman.h>" nogil:
     void *mmap(void *address, size_t length, int protection, int flags, int fd, long offset)
     int munmap(void *address, size_t length)
     int madvise(void *address, size_t length, int advice)
-    int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE
+    int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_FIXED
     void *MAP_FAILED
     int MADV_DONTNEED, MADV_DONTFORK, MADV_HUGEPAGE
 
@@ -80,6 +80,7 @@ cdef class Mapping:
     cdef readonly size_t address
     cdef readonly size_t nbytes
     cdef int _pid
+    cdef bint _inherit
 
     def __cinit__(self, size_t nbytes, size_t alignment=PAGE, bint inherit=False):
         cdef size_t length, head
@@ -103,6 +104,7 @@ cdef class Mapping:
         self.address = <size_t> (base + head)
         self.nbytes = nbytes
         self._pid = getpid()
+        self._inherit = inherit
         if not inherit and madvise(<void *> self.address, nbytes, MADV_DONTFORK) != 0:
             _raise_errno(errno, "cannot keep a mapping out of forked children")
 
@@ -162,6 +164,52 @@ cdef class Mapping:
             failed = madvise(start, nbytes, MADV_DONTNEED)
         if failed:
             _raise_errno(errno, f"cannot give {nbytes} bytes back")
+
+    def show(self, size_t offset, size_t nbytes, int fd, long file_offset):
+        """Let a part show bytes of a file; what was in it before is gone.
+
+        Its pages are the file's in the page cache until someone writes to them: a page that is written to becomes
+        memory of this process, and the file never gets it.
+
+        Args:
+            offset: of the part, whole pages.
+            nbytes: of the part, whole pages.
+            fd: open for reading; it may be closed afterwards.
+            file_offset: of the first byte, whole pages. Beyond the end of the file an access ends the process.
+
+        Raises:
+            OSError: the kernel refuses; the part then reads as zeros.
+        """
+        if file_offset < 0 or file_offset % PAGE:
+            raise ValueError(f"offset {file_offset} of a file is not a multiple of {PAGE}")
+        cdef int code = self._replace(self._whole_pages(offset, nbytes), nbytes, 0, fd, file_offset)
+        if code:
+            self._replace(self._at(offset, nbytes), nbytes, MAP_ANONYMOUS, -1, 0)  # else the addresses may be lost
+            _raise_errno(code, f"cannot show {nbytes} bytes of a file")
+
+    def hide(self, size_t offset, size_t nbytes):
+        """Let a part show no file any more: it reads as zeros, and takes memory only where it is written to."""
+        cdef int code = self._replace(self._whole_pages(offset, nbytes), nbytes, MAP_ANONYMOUS, -1, 0)
+        if code:
+            _raise_errno(code, f"cannot reserve {nbytes} bytes of addresses again")
+
+    cdef char *_whole_pages(self, size_t offset, size_t nbytes) except NULL:
+        if nbytes == 0 or nbytes % PAGE:
+            raise ValueError(f"{nbytes} bytes are not whole pages")
+        return self._at(offset, nbytes)
+
+    cdef int _replace(self, char *start, size_t nbytes, int more_flags, int fd, long file_offset) noexcept:
+        """Map something else at addresses of this mapping; return errno."""
+        cdef char *at
+        cdef int code = 0
+        with nogil:
+            at = <char *> mmap(start, nbytes, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE | more_flags, fd, file_offset)
+            if at == <char *> MAP_FAILED:
+                code = errno
+            elif not self._inherit and madvise(start, nbytes, MADV_DONTFORK) != 0:
+                code = errno
+        return code
 
 
 cdef int _populate(char *start, size_t nbytes) noexcept nogil:

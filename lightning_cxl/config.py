@@ -8,6 +8,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any, Literal, get_type_hints
 
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.ssd_options import SSD, SsdOptions, read_ssd_options
 from lightning_cxl.units import parse_bytes
 
 Origin = Literal["argument", "environment", "default"]
@@ -23,9 +24,10 @@ class OffloadConfig:
     Every field can also be given as environment variable ``LIGHTNING_CXL_<FIELD>``, see `resolve`.
     """
 
-    tiers: Mapping[str, Mapping[str, int | str] | int | str] = field(default_factory=dict)
+    tiers: Mapping[str, Mapping[str, int | str | Sequence[str]] | int | str] = field(default_factory=dict)
     """Byte budget per tier: ``{"cxl": "64GiB"}`` or ``{"cxl": {"budget": "64GiB"}}``. A tier that is not named is
-    limited by its free memory alone."""
+    limited by its free memory alone. The tier ``ssd`` is there only where it is named, with the folder of its files, or
+    several on several drives: ``{"ssd": {"path": "/nvme/run", "budget": "1TiB", "checkpoint": "copy"}}``."""
     tier_rules: Mapping[str, Mapping[str, str] | str] = field(default_factory=dict)
     """Module name pattern -> tier, or -> ``{"weights" | "gradients" | "optimizer_state" | "activations": tier}``.
     The last matching rule wins; a pattern also matches what the named module contains."""
@@ -79,6 +81,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         """Refuse values that no machine could honour."""
         self.budgets()
+        self.ssd()
         if not isinstance(self.tier_rules, Mapping):
             raise ConfigError(f"tier_rules must map module name patterns to tiers, got {self.tier_rules!r}")
         for pattern, wanted in self.tier_rules.items():
@@ -124,10 +127,20 @@ class OffloadConfig:
             )
 
     def budgets(self) -> dict[str, int]:
-        """Return the byte budget of every tier that has one."""
+        """Return the byte budget of every tier of memory that has one."""
         if not isinstance(self.tiers, Mapping):
             raise ConfigError(f'tiers must map tier names to budgets, such as {{"cxl": "64GiB"}}, got {self.tiers!r}')
-        return {name: _budget(name, value) for name, value in self.tiers.items()}
+        return {name: _budget(name, value) for name, value in self.tiers.items() if name != SSD}
+
+    def ssd(self) -> SsdOptions | None:
+        """Return what is said of the tier ``ssd``; None where there is none."""
+        return read_ssd_options(self.tiers[SSD]) if SSD in self.tiers else None
+
+    @property
+    def refers_to_ssd(self) -> bool:
+        """Whether checkpoints refer to state on the tier ``ssd`` instead of copying it."""
+        options = self.ssd()
+        return options is not None and options.checkpoint == "reference"
 
     def streams_weights(self, computes_on_host: bool) -> bool:
         """Return whether the weights of units stream, if the model has units."""
@@ -193,7 +206,10 @@ def _budget(name: object, value: object) -> int:
         raise ConfigError(f'tiers must map tier names to budgets, such as {{"cxl": "64GiB"}}, got the name {name!r}')
     if isinstance(value, Mapping):
         if set(value) != {"budget"}:
-            raise ConfigError(f'tiers: {name!r} takes the single option "budget", got {sorted(map(str, value))}')
+            raise ConfigError(
+                f'tiers: {name!r} takes the single option "budget", got {sorted(map(str, value))}. Only the tier "ssd" '
+                f"has a path"
+            )
         value = value["budget"]
     if not isinstance(value, (int, float, str)):
         raise ConfigError(f'tiers: the budget of {name!r} must be bytes or a size such as "64GiB", got {value!r}')

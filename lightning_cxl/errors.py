@@ -3,6 +3,8 @@
 A message says what failed with its values, what is available, and what to do.
 """
 
+from pathlib import Path
+
 
 class LightningCXLError(Exception):
     """Base of every exception raised on purpose by this package."""
@@ -30,6 +32,33 @@ class PinnedMemoryError(LightningCXLError, RuntimeError):
 
 class CheckpointError(LightningCXLError, RuntimeError):
     """A checkpoint or a file with weights is missing, damaged, or does not fit the model or optimizer."""
+
+
+class StorageError(LightningCXLError, OSError):
+    """A drive or a file on it failed, or what lies there is damaged.
+
+    Args:
+        message: what failed, why, and what to do.
+        path: of the file.
+        offset: where in the file, in bytes.
+        errno: what the kernel said.
+    """
+
+    path: Path | None
+    offset: int | None
+
+    def __init__(
+        self, message: str, path: Path | None = None, offset: int | None = None, errno: int | None = None
+    ) -> None:
+        super().__init__(errno, message)
+        self.path = path
+        self.offset = offset
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+    def __reduce__(self) -> tuple[type["StorageError"], tuple[object, ...]]:
+        return StorageError, (self.strerror, self.path, self.offset, self.errno)
 
 
 class UnsupportedError(LightningCXLError, NotImplementedError):

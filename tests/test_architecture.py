@@ -20,7 +20,7 @@ PACKAGE = ROOT / "lightning_cxl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 COMPILED = {
-    "_numa": ("memory",),
+    "_numa": ("memory", "storage"),
     "_adam": ("optim",),
     "_grads": ("optim", "gradients"),
     "_cpu": ("optim", "machine", "commands"),
@@ -28,8 +28,8 @@ COMPILED = {
 }
 # third-party packages that what a training run uses may import; the others are front ends and commands
 OUTSIDE = {
-    "errors": (), "config": (), "units": (), "cache": (), "tables": ("rich",), "torch_private": ("torch",),
-    "weights": ("torch", "transformers", "huggingface_hub"),
+    "errors": (), "config": (), "units": (), "cache": (), "storage": ("cryptography", "xxhash"), "tables": ("rich",),
+    "torch_private": ("torch",), "weights": ("torch", "transformers", "huggingface_hub"),
     "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),
     "streaming": ("torch",), "optim": ("torch",), "gradients": ("torch",), "updates": ("torch",),
     "inventory": ("torch",), "planning": ("torch",), "run": ("torch",),

@@ -16,7 +16,7 @@ from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.machine.calibration import Calibration, DeviceSpeeds, NodeSpeeds, SsdSpeeds
-from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
+from lightning_cxl.machine.machine import Cache, Device, Machine, MachineSsd, MachineTier
 from lightning_cxl.planning.policies.registry import POLICIES
 
 DUMPED = Path(__file__).parent / "fixtures" / "configs" / "dumped_earlier.yaml"
@@ -25,8 +25,8 @@ NAMES = """
     CPUAdam CXLOffloadStrategy CheckpointError ConfigError Decision GradientOverflowError Job LightningCXLError
     LightningCXLWarning LoadReport Machine MachineTier MemoryClass MissingTierWarning Move Node OffloadConfig
     OffloadProgressBar PinnedMemoryError Placement PlacementError PlacementPolicy PlacementRequest PlanningPolicy
-    RoleHomePolicy SpillWarning TensorRole Tier TierFullError TierKind TierNotFoundError Topology UnsupportedError
-    empty empty_weights from_pretrained host_allocation load_machine load_weights plain_checkpoint
+    RoleHomePolicy SpillWarning StorageError TensorRole Tier TierFullError TierKind TierNotFoundError Topology
+    UnsupportedError empty empty_weights from_pretrained host_allocation load_machine load_weights plain_checkpoint
     predict_adam_seconds predict_copy_seconds residency save_pretrained save_weights tier
 """
 OPTIONS = {
@@ -82,7 +82,8 @@ ARGUMENTS = {
     lightning_cxl.OffloadProgressBar: {"plain_every_n_steps": 10, "kwargs": inspect.Parameter.empty},
 }
 KEYS_OF_FILES = {
-    Machine: "name tiers device cache host_bytes write_contention source has_speeds",
+    Machine: "name tiers device cache host_bytes write_contention source has_speeds ssd",
+    MachineSsd: "capacity_bytes read_bytes_per_s write_bytes_per_s drive_bytes num_drives versions",
     MachineTier: "name kind capacity_bytes num_nodes adam_bytes_per_s device_read_bytes_per_s device_write_bytes_per_s "
     "device_write_buffer_bytes latency_ns backed_by",
     Device: "name memory_bytes flops h2d_bytes_per_s d2h_bytes_per_s copy_latency_s count is_host",
@@ -94,8 +95,8 @@ KEYS_OF_FILES = {
     SsdSpeeds: "folder read_bytes_per_s write_bytes_per_s direct",
 }
 COMMANDS = {
-    "plan": "model tiers batch seq precision state master accumulate accumulate-grad-batches activation-offload "
-    "stream-weights overlap policy loss plot json",
+    "plan": "model tiers ssd ssd-budget ssd-checkpoint batch seq precision state master accumulate "
+    "accumulate-grad-batches activation-offload stream-weights overlap policy loss plot json",
     "calibrate": "output ssd quick json",
 }
 

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
+from lightning_cxl.ssd_options import SSD
 
 _PARAMETER_ROLES = (
     TensorRole.COMPUTE_WEIGHTS,
@@ -32,6 +33,7 @@ class AskedTiers:
     def __init__(self, model: nn.Module, tiers: ModuleTiers) -> None:
         self._tiers = tiers
         self._owners: dict[int, list[str]] = {}
+        self._state: dict[str, tuple[str | None, str]] = {}  # by name: `read` may find new parameters
         self.names: dict[int, str] = {}
         """First name of every parameter, by the parameter's id."""
         self.read(model)
@@ -51,22 +53,57 @@ class AskedTiers:
             if len(owners) > 1:
                 self._check_shared(self.names[parameter_id], owners)
 
-    def lookup(self, owner: Tensor | str, role: TensorRole) -> tuple[str | None, str]:
+    def place_state(self, parameters: Iterable[Tensor], tier: str | None, source: str) -> None:
+        """Ask for a tier for the state of parameters, instead of decorators and rules.
+
+        Args:
+            parameters: of the model.
+            tier: None leaves it to the policy.
+            source: why, in a few words.
+        """
+        self._state.update((self.names[id(parameter)], (tier, source)) for parameter in parameters)
+
+    def lookup(self, owner: Tensor | str, role: TensorRole, *, in_state: bool = False) -> tuple[str | None, str]:
         """Return the tier that is asked for, and who asks; None and an empty text where nobody does.
+
+        Master weights that are not part of the state stay in memory where the tier `ssd` is asked for: then this is
+        None and the reason.
 
         Args:
             owner: a parameter, or the name of a unit.
             role: of the tensor that is placed for the owner.
+            in_state: see `HostTensor`.
+
+        Raises:
+            UnsupportedError: the tier `ssd` is asked for, for state of another optimizer than `CPUAdam`.
         """
-        for module in self._modules_of(owner):
-            tier, source = self._tiers.lookup(module, role)
-            if tier is not None:
+        for tier, source in self._asked(owner, role, in_state):
+            if tier == SSD and not in_state:
+                return None, self._why_in_memory(owner, role, source)
+            if tier is not None or source:
                 return tier, source
         return None, ""
 
-    def tier(self, owner: Tensor | str, role: TensorRole) -> str | None:
+    def tier(self, owner: Tensor | str, role: TensorRole, *, in_state: bool = False) -> str | None:
         """Return the tier alone; see `lookup`."""
-        return self.lookup(owner, role)[0]
+        return self.lookup(owner, role, in_state=in_state)[0]
+
+    def _asked(self, owner: Tensor | str, role: TensorRole, in_state: bool) -> Iterable[tuple[str | None, str]]:
+        if in_state and not isinstance(owner, str) and (own := self._state.get(self.names.get(id(owner), ""))):
+            return [own]
+        return [self._tiers.lookup(module, role) for module in self._modules_of(owner)]
+
+    def _why_in_memory(self, owner: Tensor | str, role: TensorRole, source: str) -> str:
+        if role is not TensorRole.MASTER_WEIGHTS:
+            name = owner if isinstance(owner, str) else self.names.get(id(owner), "")
+            raise UnsupportedError(
+                f"{source} asks for {role.value} of `{name}` on tier {SSD!r}, and its optimizer keeps that itself. "
+                f"Only state of `CPUAdam` can lie there: use torch's Adam or AdamW with cpu_adam=True, or another tier"
+            )
+        return (
+            f"{source} asks for {SSD}, and copies of weights stay in memory: of bfloat16 weights, master='split' puts "
+            f"what masters have beyond them there"
+        )
 
     def _modules_of(self, owner: Tensor | str) -> Iterable[str]:
         return [owner] if isinstance(owner, str) else self._owners.get(id(owner), [""])

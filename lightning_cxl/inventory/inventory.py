@@ -13,7 +13,7 @@ model as it is; they know which state there will be. Inputs of units are known w
 the size of a micro-batch; else the first forward of the run tells it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,6 +23,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.activations import Measured, estimate, known_parameters, units_of
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.gradients import gradients_at_once, staged_gradients, widened_gradients
+from lightning_cxl.inventory.records import PlannedRecord, group_state, record_names, with_slots
 from lightning_cxl.inventory.sensitive import sensitive_parameters
 from lightning_cxl.inventory.state import state_tensors
 from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, StreamedUnit, grouped, units_by_parameter
@@ -30,8 +31,9 @@ from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.unit_weights import piece_nbytes, streamable
-from lightning_cxl.streaming.units import NamedUnits
+from lightning_cxl.streaming.units import NamedUnits, find_units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +59,22 @@ class Inventory:
     overlap: Overlap
     reserves_all_gradients: bool
     """Whether there must be room for the gradients of all streamed units at once."""
+    record_of: Mapping[int, str]
+    """Name of the record that the state of each parameter belongs to on the tier `ssd`, by the parameter's id."""
 
     @property
     def unit_of(self) -> dict[int, str]:
         """Name of the unit of each parameter that streams, by the parameter's id."""
         return units_by_parameter(self.streamed)
+
+    @property
+    def ssd_records(self) -> tuple[PlannedRecord, ...]:
+        """What lies on the tier `ssd`, in the order of the optimizers' parameters."""
+        return group_state(self.tensors, self.record_of, lambda each: each.tier == SSD)
+
+    def copies_of(self, role: TensorRole) -> int:
+        """Return how often tensors of a role exist: each device has its own of what only it uses."""
+        return self.workload.num_devices if role in (TensorRole.ACTIVATIONS, TensorRole.STAGING) else 1
 
     def bytes_of(self, role: TensorRole) -> int:
         """Return the bytes of a role."""
@@ -123,18 +136,22 @@ def list_tensors(
         *staged.at_once,
         *(_inputs(measured) if optimizers else ()),
     )
+    tensors = tuple(each._replace(tier=asked.tier(each.owner, each.role, in_state=each.in_state)) for each in tensors)
+    blocks = units if config.activation_offload else find_units(model, config.units)
+    record_of = record_names(model, blocks, streamed)
     return Inventory(
         model=model,
         workload=workload,
         asked=asked,
         units=units,
         streamed=streamed,
-        tensors=tuple(each._replace(tier=asked.tier(each.owner, each.role)) for each in tensors),
+        tensors=with_slots(tensors, record_of),
         gradients=tuple(each for each in state if each.role in GRADIENTS),
         staged_bytes=staged.nbytes,
         measured=measured,
         overlap=overlap,
         reserves_all_gradients=reserves_all,
+        record_of=record_of,
     )
 
 

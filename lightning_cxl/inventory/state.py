@@ -28,6 +28,8 @@ def state_tensors(
 ) -> list[HostTensor]:
     """Return masters, gradients and, for CPUAdam, its state; each parameter and role once.
 
+    Master weights of one parameter may be two tensors: a copy, and in `CPUAdam`'s state their lower halves.
+
     Args:
         optimizers: as the user made them.
         precisions: in which masters and moments will be kept; has considered the optimizers.
@@ -35,7 +37,7 @@ def state_tensors(
         accumulates: several micro-batches are added up before a step.
         on_host: whether a parameter will be in host memory between steps.
     """
-    found: dict[tuple[int, TensorRole], HostTensor] = {}
+    found: dict[tuple[int, TensorRole, bool], HostTensor] = {}
     for optimizer in optimizers:
         for group, parameter in ((each, p) for each in optimizer.param_groups for p in each["params"]):
             if is_lazy(parameter):
@@ -45,14 +47,20 @@ def state_tensors(
             half_sums = config.accumulate == "bf16"
             bytes_of = _master_and_grad(parameter, form, separate, half_sums=half_sums, accumulates=accumulates)
             moment = precisions.moment_bytes(optimizer, parameter)
-            foreign = 0
-            if parameter.requires_grad and not moment:
-                foreign = _foreign_bytes(optimizer, precisions, group, parameter)
-            bytes_of |= {TensorRole.MOMENTUM: moment or foreign, TensorRole.VARIANCE: moment}
-            for role, nbytes in bytes_of.items():
-                if nbytes:
-                    found[id(parameter), role] = HostTensor(parameter, role, nbytes)
+            in_state = {TensorRole.MASTER_WEIGHTS: _lower_half_bytes(parameter, form)}
+            if moment or not parameter.requires_grad:
+                in_state |= {TensorRole.MOMENTUM: moment, TensorRole.VARIANCE: moment}
+            else:
+                bytes_of[TensorRole.MOMENTUM] = _foreign_bytes(optimizer, precisions, group, parameter)
+            for is_state, sizes in ((False, bytes_of), (True, in_state)):
+                for role, nbytes in sizes.items():
+                    if nbytes:
+                        found[id(parameter), role, is_state] = HostTensor(parameter, role, nbytes, in_state=is_state)
     return list(found.values())
+
+
+def _lower_half_bytes(parameter: torch.Tensor, form: MasterForm | None) -> int:
+    return 2 * parameter.numel() if master_dtype(parameter, form) in _HALF and parameter.requires_grad else 0
 
 
 def _foreign_bytes(optimizer: Optimizer, precisions: Precisions, group: dict[str, Any], parameter: torch.Tensor) -> int:
@@ -68,8 +76,6 @@ def _master_and_grad(
 ) -> dict[TensorRole, int]:
     numel, dtype = parameter.numel(), master_dtype(parameter, form)
     master_bytes = numel * dtype.itemsize if separate else 0
-    if dtype in _HALF and parameter.requires_grad:
-        master_bytes += 2 * numel  # the lower halves
     sums = dtype in _HALF or form is not None
     wide = accumulates and parameter.dtype in _HALF and not (half_sums and parameter.dtype is torch.bfloat16)
     grad_dtype = (torch.float32 if wide else parameter.dtype) if sums else dtype

@@ -21,6 +21,8 @@ class HostTensor(NamedTuple):
         nbytes: its size.
         unit: the unit that it belongs to, where that streams or where it is the unit's input; else an empty text.
         tier: that a decorator or rule asks for; None leaves it to the policy.
+        in_state: it is part of `CPUAdam`'s state: momentum, variance, or what a split master weight has beyond the
+            bfloat16 weight. Only that may lie on the tier `ssd`.
     """
 
     parameter: torch.Tensor | None
@@ -28,6 +30,7 @@ class HostTensor(NamedTuple):
     nbytes: int
     unit: str = ""
     tier: str | None = None
+    in_state: bool = False
 
     @property
     def owner(self) -> torch.Tensor | str:

@@ -1,4 +1,4 @@
-"""What plans and predictions know of a machine: its memory tiers with their speeds, its device, its cache.
+"""What plans and predictions know of a machine: its tiers with their speeds, its device, its cache.
 
 Every speed is what streaming work reaches in the steady state, not a data sheet's peak. Where a machine comes from:
 `lightning_cxl.machine.machine_file` (YAML) or `lightning_cxl.machine.speeds` (the machine this runs on).
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.reader import Positive, Rate, Size
 from lightning_cxl.machine.topology import TierKind
+from lightning_cxl.ssd_options import SSD
 
 Split = dict[str, float]
 """Tier name to the fraction of the bytes that lie there; fractions add up to 1."""
@@ -50,6 +51,37 @@ class MachineTier:
                 raise ConfigError(f"tier `{self.name}`: {name} must not be negative, got {getattr(self, name)}")
         if self.num_nodes < 1:
             raise ConfigError(f"tier `{self.name}`: num_nodes must be at least 1, got {self.num_nodes}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineSsd:
+    """The tier `ssd`: files on one or several drives, and how fast these are together."""
+
+    capacity_bytes: Size
+    """What a job may use of it, all versions together."""
+    read_bytes_per_s: Rate | None = None
+    """Of all drives together; None where it is not known."""
+    write_bytes_per_s: Rate | None = None
+    drive_bytes: Size | None = None
+    """Size of the drives, which their wear depends on; None: as `capacity_bytes`."""
+    num_drives: int = 1
+    """Over which every record is cut."""
+    versions: int = 1
+    """How often every byte lies on the drives: 2 where checkpoints refer to it."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no drive has."""
+        if self.num_drives < 1 or self.versions not in (1, 2):
+            raise ConfigError(
+                f"ssd: num_drives must be at least 1 and versions 1 or 2, got {self.num_drives} and {self.versions}"
+            )
+        if self.drive_bytes == 0:
+            raise ConfigError("ssd: drive_bytes must be positive, or left out, got 0")
+
+    @property
+    def has_speeds(self) -> bool:
+        """Whether seconds can be predicted."""
+        return self.read_bytes_per_s is not None and self.write_bytes_per_s is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,12 +140,19 @@ class Machine:
     source: str = ""
     """Where the numbers come from, one line."""
     has_speeds: bool = True
-    """False: all speeds are placeholders; bytes can be planned, seconds cannot be predicted."""
+    """False: all speeds of `tiers` and `device` are placeholders; bytes can be planned, seconds cannot be predicted."""
+    ssd: MachineSsd | None = None
+    """The tier `ssd`, which is none of `tiers`: it is no memory. None where there is none."""
 
     def __post_init__(self) -> None:
         """Refuse tiers that cannot be told apart."""
         if not self.tiers:
             raise ConfigError(f"machine `{self.name}` has no memory tier")
+        if any(tier.kind is TierKind.SSD or tier.name == SSD for tier in self.tiers):
+            raise ConfigError(
+                f"machine `{self.name}` has the tier {SSD!r} among `tiers`, which are memory: describe it under `ssd`, "
+                f"with capacity_bytes, read_bytes_per_s and write_bytes_per_s"
+            )
         if len(set(self.names)) < len(self.tiers):
             raise ConfigError(f"machine `{self.name}` has two tiers of one name: {', '.join(self.names)}")
         for tier in self.tiers:
@@ -128,6 +167,12 @@ class Machine:
     def names(self) -> tuple[str, ...]:
         """Tier names, nearest first."""
         return tuple(tier.name for tier in self.tiers)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Most that all tiers together hold."""
+        capacity = sum(tier.capacity_bytes for tier in self.tiers)
+        return capacity if self.host_bytes is None else min(capacity, self.host_bytes)
 
     def tier(self, name: str) -> MachineTier:
         """Return the tier of that name.

@@ -1,7 +1,8 @@
 """Machines as YAML files: whole ones (`load_machine`, `save_machine`), and some fields of one (`load_overrides`).
 
 A file has the fields of `Machine`: ``tiers`` is a list with the fields of `MachineTier`, ``device`` has those of
-`Device`, ``cache`` those of `Cache`. Sizes may be written as ``128GiB``, bytes per second as ``51.8 GiB/s``.
+`Device`, ``cache`` those of `Cache`, ``ssd`` those of `MachineSsd`. Sizes may be written as ``128GiB``, bytes per
+second as ``51.8 GiB/s``.
 """
 
 import os
@@ -13,19 +14,21 @@ from typing import Any
 import yaml
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
+from lightning_cxl.machine.machine import Cache, Device, Machine, MachineSsd, MachineTier
 from lightning_cxl.machine.reader import read, read_fields
 
 _OF_THE_HARDWARE = ("name", "kind", "num_nodes", "backed_by")
+_OF_THE_DRIVES = ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s", "drive_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What a user says about this machine: fields by tier, of the device, of the cache, and of the machine itself."""
+    """What a user says about this machine: fields by tier of memory, of its other parts, and of the machine itself."""
 
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     device: Mapping[str, Any] = field(default_factory=dict)
     cache: Mapping[str, Any] = field(default_factory=dict)
+    ssd: Mapping[str, Any] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -58,8 +61,8 @@ def load_overrides(path: str | os.PathLike[str]) -> Overrides:
           - {name: cxl, adam_bytes_per_s: 60 GB/s, capacity_bytes: 200GiB}
         device: {flops: 4.0e+14}
 
-    A whole machine file will do, too. What a tier is made of, and whether the device is the host, is left out: the
-    machine knows that itself.
+    A whole machine file will do, too. What a tier is made of, how many drives the tier `ssd` has, and whether the
+    device is the host, is left out: the machine knows that itself.
 
     Raises:
         ConfigError: no such file, no YAML, or something in it that is no field or value; the message names the fields.
@@ -82,7 +85,7 @@ def _load(path: str | os.PathLike[str], what: str) -> object:
 
 
 def _overrides(content: object) -> Overrides:
-    parts = {"tiers", "device", "cache"}
+    parts = {"tiers", "device", "cache", "ssd"}
     top = {key: content[key] for key in content if key not in parts} if isinstance(content, Mapping) else content
     machine = read_fields(Machine, top, "the file")
     assert isinstance(content, Mapping)  # else refused
@@ -98,4 +101,6 @@ def _overrides(content: object) -> Overrides:
         tiers[values["name"]] = {name: values[name] for name in values if name not in _OF_THE_HARDWARE}
     device = read_fields(Device, content.get("device", {}), "device")
     device.pop("is_host", None)
-    return Overrides(tiers, device, read_fields(Cache, content.get("cache", {}), "cache"), machine)
+    cache = read_fields(Cache, content.get("cache", {}), "cache")
+    ssd = read_fields(MachineSsd, content.get("ssd") or {}, "ssd")
+    return Overrides(tiers, device, cache, {name: ssd[name] for name in ssd if name in _OF_THE_DRIVES}, machine)

@@ -16,8 +16,10 @@ from lightning_cxl.machine.calibration import Calibration, load_calibration
 from lightning_cxl.machine.fingerprint import cpu_model
 from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
 from lightning_cxl.machine.machine_file import Overrides, load_overrides
+from lightning_cxl.machine.ssd_speeds import ssd_of, ssd_origin
 from lightning_cxl.machine.topology import Tier, Topology
 from lightning_cxl.native import _cpu
+from lightning_cxl.ssd_options import SSD
 
 _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
 
@@ -83,12 +85,15 @@ def machine_of(
         return None
     tiers = tuple(_tier(topology, tier, speeds[tier.name], capacity_bytes or {}) for tier in topology.tiers)
     computing, device_origin = _device(device, tiers[0], calibration, overrides)
-    source = "; ".join(
-        [*(f"{name}: {each.origin}" for name, each in speeds.items()), f"{computing.name}: {device_origin}"]
-    )
+    ssd = ssd_of(topology, calibration, overrides)
+    origins = {name: each.origin for name, each in speeds.items()}
+    if ssd is not None:
+        origins[SSD] = ssd_origin(ssd, calibration, overrides)
+    source = "; ".join(f"{name}: {origin}" for name, origin in {**origins, computing.name: device_origin}.items())
     fields: dict[str, Any] = {"name": cpu_model(topology.root or Path("/")), **overrides.machine}
     fields["source"] = f"{source} ({fields['source']})" if "source" in fields else source
-    return Machine(tiers=tiers, device=computing, cache=_cache(calibration, overrides), **fields)
+    cache = _cache(calibration, overrides)
+    return Machine(tiers=tiers, device=computing, cache=cache, ssd=ssd, **fields)
 
 
 def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu") -> Machine:
@@ -96,12 +101,15 @@ def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu
     placeholders = TierSpeeds(dict.fromkeys(_NEEDED, 1.0), {})
     tiers = tuple(_tier(topology, tier, placeholders, {}) for tier in topology.tiers)
     computing, _ = _device(torch.device(device), tiers[0], None, Overrides())
+    has_ssd = topology.ssd is not None
+    calibration = load_calibration(topology, [each.name for each in devices_apart()]) if has_ssd else None
     return Machine(
         name=cpu_model(topology.root or Path("/")),
         tiers=tiers,
         device=replace(computing, flops=1.0, h2d_bytes_per_s=1.0, d2h_bytes_per_s=1.0),
         source="not known",
         has_speeds=False,
+        ssd=ssd_of(topology, calibration, Overrides()),
     )
 
 

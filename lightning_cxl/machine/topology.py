@@ -7,13 +7,15 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
 from lightning_cxl.machine import limits, nodes
+from lightning_cxl.machine.disk_space import drive_bytes, ssd_capacity_bytes
 from lightning_cxl.machine.nodes import Node
+from lightning_cxl.ssd_options import SSD, SsdOptions
 from lightning_cxl.units import format_bytes, parse_bytes
 
 __all__ = ["Node", "Tier", "TierKind", "Topology"]
@@ -24,7 +26,7 @@ _NOT_THE_CALLER = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
 
 
 class TierKind(enum.Enum):
-    """What kind of memory a tier is made of, fastest first."""
+    """What a tier is made of, fastest first."""
 
     GPU = "gpu"
     DRAM = "dram"
@@ -34,13 +36,21 @@ class TierKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One or more NUMA nodes that are used as one memory, nearest node first."""
+    """One or more NUMA nodes that are used as one memory, nearest node first; or for the tier `ssd`, files."""
 
     name: str
     kind: TierKind
     nodes: tuple[Node, ...]
     emulated: bool = False
     """No such hardware here: the nodes are another tier's, so that programs written for it run anyway."""
+    folders: tuple[Path, ...] = ()
+    """Where the files of the tier `ssd` lie, one folder per drive; a tier of memory has none."""
+    file_bytes: int = 0
+    """What these files may hold together."""
+    versions: int = 1
+    """How often every byte lies in these files: 2 where checkpoints refer to it."""
+    drive_bytes: int = 0
+    """Size of the drives together."""
 
     @property
     def node_ids(self) -> tuple[int, ...]:
@@ -49,8 +59,8 @@ class Tier:
 
     @property
     def capacity_bytes(self) -> int:
-        """Physical memory of all nodes."""
-        return sum(node.capacity_bytes for node in self.nodes)
+        """Physical memory of all nodes; of the tier `ssd`, its budget or what was free on its drives."""
+        return self.file_bytes + sum(node.capacity_bytes for node in self.nodes)
 
     @property
     def read_bytes_per_s(self) -> float | None:
@@ -70,6 +80,8 @@ class Tier:
 
     def describe(self) -> str:
         """Return one line, e.g. ``"cxl: 2.0 GiB on nodes 1, 2 (57.3 GB/s read, 250 ns)"``."""
+        if self.folders:
+            return f"{self.name}: {format_bytes(self.capacity_bytes)} in {', '.join(map(str, self.folders))}"
         ids = ", ".join(map(str, self.node_ids))
         text = f"{self.name}: {format_bytes(self.capacity_bytes)} on node{'s' if len(self.nodes) > 1 else ''} {ids}"
         speeds = [f"{self.read_bytes_per_s / 1e9:.1f} GB/s read"] if self.read_bytes_per_s is not None else []
@@ -80,7 +92,7 @@ class Tier:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Topology:
-    """The tiers of a host, nearest first.
+    """The tiers of a host: of memory, nearest first, and `ssd` where a user has named a folder for it.
 
     Without CXL memory there is one tier, ``dram``. Who asks for the tier ``cxl`` by name then gets DRAM under that
     name, with one warning, and from then on it is one of `tiers`. Topologies of the same hardware are equal, whether
@@ -88,12 +100,15 @@ class Topology:
     """
 
     tiers: tuple[Tier, ...]
+    """Of memory."""
     root: Path | None = None
     """Where ``sys`` and ``proc`` were read; None for an invented machine, all of whose memory counts as free."""
     notes: tuple[str, ...] = ()
     """What detection left out and why, one sentence each."""
     backs_cxl: bool = False
     """Whether DRAM may stand in for CXL memory that is asked for and missing."""
+    ssd: Tier | None = None
+    """The tier `ssd`. It is none of `tiers`: no memory is had from it, and nothing spills to it."""
 
     @classmethod
     def detect(
@@ -163,14 +178,32 @@ class Topology:
         """Return what stays the same when something asks for ``cxl``."""
         return hash(self._hardware())
 
+    def with_ssd(self, options: SsdOptions) -> "Topology":
+        """Return this machine with the tier `ssd`.
+
+        Raises:
+            ConfigError: a path is no folder.
+        """
+        capacity_bytes = ssd_capacity_bytes(options)
+        tier = Tier(
+            SSD,
+            TierKind.SSD,
+            (),
+            folders=options.paths,
+            file_bytes=capacity_bytes,
+            versions=options.versions,
+            drive_bytes=drive_bytes(options) or capacity_bytes,  # some file systems do not say it
+        )
+        return replace(self, ssd=tier)
+
     @property
     def names(self) -> tuple[str, ...]:
-        """Tier names, nearest first."""
+        """Names of the tiers of memory, nearest first."""
         return tuple(tier.name for tier in self.tiers)
 
     def select(self, *, kind: TierKind) -> tuple[Tier, ...]:
         """Return the tiers of a kind, nearest first."""
-        return tuple(tier for tier in self.tiers if tier.kind is kind)
+        return tuple(tier for tier in self._all_tiers() if tier.kind is kind)
 
     def tier(self, name: str) -> Tier:
         """Return the tier of that name; DRAM in place of CXL memory that this machine does not have.
@@ -178,12 +211,19 @@ class Topology:
         Raises:
             TierNotFoundError: there is none; the message names those that exist.
         """
-        for tier in self.tiers:
+        for tier in self._all_tiers():
             if tier.name == name:
                 return tier
         if name == _CXL and self.backs_cxl:
             return self._add_cxl()
-        raise TierNotFoundError(f"there is no tier {name!r}; this machine has: {', '.join(map(repr, self.names))}")
+        raise TierNotFoundError(f"there is no tier {name!r}; {self.what_there_is(name)}")
+
+    def what_there_is(self, missing: str) -> str:
+        """Return the end of a message about a tier that is missing: those that there are, and how to have this one."""
+        text = f"this machine has: {', '.join(repr(tier.name) for tier in self._all_tiers())}"
+        if missing == SSD:
+            text += '. Name a folder for it: tiers={"ssd": {"path": "/nvme/run"}}'
+        return text
 
     def node_tier(self, node_id: int) -> Tier | None:
         """Return the first tier that really has the node (an emulated one never does), None for an unknown node."""
@@ -216,7 +256,10 @@ class Topology:
 
     def describe(self) -> str:
         """Return the tiers and notes, one line each."""
-        return "\n".join([*(tier.describe() for tier in self.tiers), *self.notes])
+        return "\n".join([*(tier.describe() for tier in self._all_tiers()), *self.notes])
+
+    def _all_tiers(self) -> tuple[Tier, ...]:
+        return self.tiers if self.ssd is None else (*self.tiers, self.ssd)
 
     def _real_capacity_bytes(self) -> int:
         return sum(tier.capacity_bytes for tier in self.tiers if not tier.emulated)
@@ -241,7 +284,7 @@ class Topology:
 
     def _hardware(self) -> tuple[object, ...]:
         real = tuple(tier for tier in self.tiers if not tier.emulated)
-        return real, self.root, self.notes, self.backs_cxl
+        return real, self.root, self.notes, self.backs_cxl, self.ssd
 
 
 def _level_of_caller() -> int:

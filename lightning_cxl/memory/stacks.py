@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError
+from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError, UnsupportedError
 from lightning_cxl.machine.topology import Tier, TierKind, Topology
 from lightning_cxl.memory.adaptors import BudgetFullError
 from lightning_cxl.memory.ledger import Counted, Ledger, SplitKey
@@ -83,6 +83,7 @@ class HostMemory:
         Raises:
             TierFullError: no tier of the placement can, or the first ones cannot and ``on_tier_full="error"``.
             TierNotFoundError: the placement names a tier that does not exist.
+            UnsupportedError: the placement names the tier `ssd`, which has no memory.
         """
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
@@ -91,7 +92,11 @@ class HostMemory:
         if self._pid != os.getpid():
             self._start()
         for name in placement.tiers:
-            self.topology.tier(name)
+            if self.topology.tier(name).kind is TierKind.SSD:
+                raise UnsupportedError(
+                    f"cannot make a tensor for {role.value} on tier {name!r}: it is made of files, and tensors live in "
+                    f"memory. Choose one of the tiers {', '.join(map(repr, self.topology.names))}"
+                )
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         self._all_pages()

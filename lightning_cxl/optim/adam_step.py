@@ -14,6 +14,7 @@ from lightning_cxl.optim.kernel_table import KernelTable, Update, is_as_before, 
 from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.optim.parameter_state import ParameterStates
 from lightning_cxl.optim.saved_state import check_moments, parameter_name
+from lightning_cxl.optim.state_records import StateRecord, Visit
 from lightning_cxl.optim.tensor_checks import check_compute_weights, check_parameter, usable_gradient
 from lightning_cxl.optim.threads import ThreadTeams
 
@@ -125,14 +126,28 @@ class AdamStep:
             work: what `collect` returned, or a part of it.
             scale: factor of the gradients.
         """
-        steps, values = array("Q"), array("f", bytes(4 * len(work)))
-        for _, _, update in work:
+        in_memory: list[Work] = []
+        parts: dict[StateRecord, list[Work]] = {}
+        for each in work:
+            update = each.update
             kept = update.kept
             if kept.known is None or kept.known.signature is not update.signature:
                 kept.bind(update.parameter, self._state[update.parameter])
-                steps.append(kept.step.data_ptr())
-            else:
-                steps.append(kept.known.step_address)
+            (in_memory if kept.record is None else parts.setdefault(kept.record, [])).append(each)
+        visits = self._kept.visits
+        if in_memory:
+            visits.expect(list(parts))  # read behind what is updated now
+            self._apply(in_memory, scale, None)
+        records = list(parts)
+        for index, (record, part) in enumerate(parts.items()):
+            with visits.visit(record) as visit:
+                visits.expect(records[index + 1 :])
+                self._apply(part, scale, visit)
+
+    def _apply(self, work: Sequence[Work], scale: float, visit: Visit | None) -> None:
+        """Carry out updates of state in memory, or of one record."""
+        steps = array("Q", [each.update.kept.step.data_ptr() for each in work])
+        values = array("f", bytes(4 * len(work)))
         _adam.next_steps(steps, values)
 
         rows: dict[tuple[int, float], list[Update]] = {}
@@ -140,7 +155,7 @@ class AdamStep:
             if update.kept.precision == "bf16":
                 update = update._replace(key=mix_key(self._seed, ordinal, int(step)))
             rows.setdefault((group_index, step), []).append(update)
-        table = KernelTable(self._teams)
+        table = KernelTable(self._teams, visit)
         for (group_index, step), updates in rows.items():
             table.add(updates, scalars_of(self._groups[group_index], step, scale))
         table.run(self._num_threads, self._isa)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.native import _cpu
 from lightning_cxl.optim.adam_step import AdamStep, written_by
 from lightning_cxl.optim.clipping import GradScale, Meter, ReadingMeter
@@ -16,6 +16,7 @@ from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.number_formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.parameter_state import ParameterStates
 from lightning_cxl.optim.saved_state import checked_entries, match_groups, merged_groups, parameter_name
+from lightning_cxl.optim.state_visits import NoVisits, Visits
 from lightning_cxl.optim.tensor_checks import check_parameter
 from lightning_cxl.optim.threads import ThreadTeams, chosen_isa, thread_count
 from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
@@ -52,6 +53,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             parameter that requires a gradient. None: ``torch.empty``.
         compute_weights: for float32 parameters: bfloat16 or float16 host tensors, shaped and laid out as these, that
             get the new weights in the same pass, rounded to nearest. Read at every step: entries may be added later.
+        visits: bring state to memory that `allocate_state` has put elsewhere. None: all of it is in memory.
 
     Raises:
         ConfigError: a hyper-parameter out of range, a parameter that is not float32 or bfloat16 on the host.
@@ -77,6 +79,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         isa: str | None = None,
         allocate_state: AllocateState | None = None,
         compute_weights: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        visits: Visits | None = None,
     ) -> None:
         self.num_threads = thread_count(num_threads)
         self.isa = chosen_isa(isa)
@@ -90,7 +93,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.teams = ThreadTeams.detect()
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
-        self.kept = ParameterStates(state, fp32_state, allocate_state or allocate_from_torch)
+        self.kept = ParameterStates(state, fp32_state, allocate_state or allocate_from_torch, visits or NoVisits())
         self.meter: Meter = ReadingMeter(self.num_threads, self.isa)
         defaults = {
             "lr": lr,
@@ -147,6 +150,8 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """State by parameter, as of the last step: waits for updates that run behind."""
         self.wait()
+        self.kept.visits.wait()
+        self.kept.check_not_lost()
         return self.plain_state
 
     @state.setter
@@ -176,10 +181,21 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.wait = wait
 
     def leave_run(self) -> None:
-        """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""
-        self.kept.allocate = allocate_from_torch
-        self.wait = _nothing_runs
-        self.meter = ReadingMeter(self.num_threads, self.isa)
+        """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone.
+
+        Raises:
+            StorageError: a write of state on SSD has failed.
+        """
+        try:
+            self.kept.visits.wait()
+        except StorageError as error:
+            self.kept.lost = f"the state of this optimizer was lost with its run: {error}"
+            self.plain_state.clear()
+            raise
+        finally:
+            self.kept.leave_run()
+            self.wait = _nothing_runs
+            self.meter = ReadingMeter(self.num_threads, self.isa)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reserve its optimizer state. A group that is refused is not added."""
@@ -226,6 +242,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
     def begin_step(self) -> AdamStep:
         """Return a step with the hyper-parameters of now, whose updates the caller carries out: a run, part by part."""
+        self.kept.check_not_lost()
         return AdamStep(
             self.param_groups,
             self.plain_state,
@@ -283,6 +300,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         saved: Mapping[Any, Mapping[str, Any]],
     ) -> None:
         """Copy saved states in. `sources` has for each group the key in `saved` of each of its parameters."""
+        self.kept.visits.wait()
         found = []
         for parameter, name, entry in checked_entries(sources, saved):
             if entry is not None:
@@ -292,11 +310,18 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         with torch.no_grad():
             for parameter, entry in found:
                 if entry is None:
-                    self.state.pop(parameter, None)
+                    self.plain_state.pop(parameter, None)
                     continue
                 state = dict(entry)
                 self.kept.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
-                self.state[parameter] = state
+                self.plain_state[parameter] = state
+                self.note_written(parameter)
+
+    def note_written(self, parameter: torch.Tensor) -> None:
+        """Learn that all state of a parameter was written to: on SSD it then does not stay in memory for long."""
+        record = self.kept.of(parameter).record
+        if record is not None:
+            self.kept.visits.touched(record)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: nothing of a run, which belongs to this process."""

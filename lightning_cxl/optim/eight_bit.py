@@ -31,16 +31,17 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, u
         scales: float32, one per block. OUT.
         unsigned: the map of variances, which are not negative; else that of momenta.
     """
-    _adam.quantize(_numpy(flat(values)), _numpy(flat(codes)), _numpy(scales), unsigned, _cpu.best_isa())
+    _adam.quantize(_numpy(flattened(values)), _numpy(flattened(codes)), _numpy(scales), unsigned, _cpu.best_isa())
+    torch.autograd.graph.increment_version([codes, scales])  # as after an operation of torch
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, *, unsigned: bool) -> torch.Tensor:
     """Return the float32 values of dense 8-bit `codes`, in the same element order."""
     values = torch.empty_strided(codes.shape, codes.stride(), dtype=torch.float32)
     _adam.dequantize(
-        _numpy(flat(codes)),
+        _numpy(flattened(codes)),
         _numpy(scales.float().cpu().contiguous()),
-        _numpy(flat(values)),
+        _numpy(flattened(values)),
         unsigned,
         _cpu.best_isa(),
     )
@@ -71,7 +72,7 @@ def check_map(qmap: object, name: str, *, unsigned: bool) -> None:
         raise CheckpointError(f"the saved 8-bit state of {name} uses another map than bitsandbytes' dynamic one")
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a dense tensor as one dimension."""
     return tensor.as_strided((tensor.numel(),), (1,))
 

@@ -20,6 +20,7 @@ from lightning_cxl.optim.number_formats import (
     pack,
 )
 from lightning_cxl.optim.parameter_state import KnownRow, ParameterState
+from lightning_cxl.optim.state_records import Visit
 from lightning_cxl.optim.threads import Stretch, ThreadTeams
 
 _COMPUTE_FORMATS = {torch.bfloat16: WEIGHTS_BF16, torch.float16: WEIGHTS_FP16}
@@ -45,6 +46,7 @@ class KernelRow(NamedTuple):
 
 
 _GRAD, _KEY, _ROW, _TEAM = map(KernelRow._fields.index, ("grads", "key", "row", "team"))  # these change between steps
+_STATE = tuple(map(KernelRow._fields.index, ("rest", "momentum", "variance", "momentum_scale", "variance_scale")))
 
 
 class Update(NamedTuple):
@@ -93,10 +95,12 @@ class KernelTable:
 
     Args:
         teams: which threads take which part; None where all are near to all memory.
+        visit: where state is now that is not in memory otherwise; None where all is in memory.
     """
 
-    def __init__(self, teams: ThreadTeams | None = None) -> None:
+    def __init__(self, teams: ThreadTeams | None = None, visit: Visit | None = None) -> None:
         self._teams = teams
+        self._visit = visit
         self._rows = array("Q")
         self._scalars = array("f")
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters with gaps, and what is updated
@@ -113,16 +117,33 @@ class KernelTable:
             self._rows.extend(known.numbers)
             self._rows[start + _GRAD], self._rows[start + _KEY] = update.grad.data_ptr(), update.key
             self._rows[start + _ROW] = scalars_row
-            if known.stretches is None:
+            stretches = known.stretches
+            if self._visit is not None:
+                self._move(start, self._visit)
+                stretches = self._stretches(update.kept)  # of a slot, which is another one each time
+            if stretches is None:
                 continue
-            if len(known.stretches) == 1:
-                self._rows[start + _TEAM] = known.stretches[0].team
+            if len(stretches) == 1:
+                self._rows[start + _TEAM] = stretches[0].team
                 continue
             whole = KernelRow(*self._rows[start:])
             del self._rows[start:]
             state_bytes = update.kept.momentum.values.element_size()
-            for stretch in known.stretches:
+            for stretch in stretches:
                 self._rows.extend(_part(whole, stretch, update.grad.element_size(), state_bytes))
+
+    def _move(self, start: int, visit: Visit) -> None:
+        """Let a row's addresses of state be those in the slot."""
+        for field in _STATE:
+            address = self._rows[start + field]
+            if visit.moves(address):
+                self._rows[start + field] = address + visit.distance
+
+    def _stretches(self, kept: ParameterState) -> list[Stretch] | None:
+        if self._teams is None:
+            return None
+        momentum = kept.momentum.flat
+        return self._teams.stretches(momentum if self._visit is None else self._visit.at_slot(momentum))
 
     def _describe(self, update: Update) -> KnownRow:
         """Return the row of a parameter, which knows it from now on if it was not copied."""
@@ -130,8 +151,8 @@ class KernelTable:
         if not is_dense(weights):
             weights = weights.detach().contiguous()
             self._copies.append((update.parameter, weights))
-        stretches = None if self._teams is None else self._teams.stretches(kept.momentum.flat)
-        known = KnownRow(update.signature, _pack(update, weights), stretches, kept.step.data_ptr())
+        stretches = self._stretches(kept)
+        known = KnownRow(update.signature, _pack(update, weights), stretches)
         if weights is update.parameter:
             kept.known = known
         return known

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
-from lightning_cxl.optim.eight_bit import decode, encode, flat, num_blocks
+from lightning_cxl.optim.eight_bit import decode, encode, flattened, num_blocks
 from lightning_cxl.optim.number_formats import StatePrecision
+from lightning_cxl.optim.state_records import At
 from lightning_cxl.placement.placement import TensorRole
 
 AllocateState = Callable[[torch.Tensor, TensorRole, torch.dtype, int], torch.Tensor]
@@ -61,13 +62,17 @@ class Moment:
     @property
     def flat(self) -> torch.Tensor:
         """The memory of `values` as one dimension."""
-        return flat(self.values)
+        return flattened(self.values)
 
-    def zero_(self) -> None:
-        """Set every element to zero."""
-        self.flat.fill_(127 if self.scales is not None and not self.unsigned else 0)
+    def zero_(self, at: At = flattened) -> None:
+        """Set every element to zero.
+
+        Args:
+            at: where the memory is now.
+        """
+        at(self.values).fill_(127 if self.scales is not None and not self.unsigned else 0)
         if self.scales is not None:
-            self.scales.zero_()
+            at(self.scales).zero_()
 
     def load(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Take over `values` of the parameter's shape, any element order.

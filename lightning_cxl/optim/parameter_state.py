@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import ConfigError, StorageError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.awaited_params import plain
-from lightning_cxl.optim.eight_bit import dynamic_map
+from lightning_cxl.optim.eight_bit import dynamic_map, flattened
 from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision
 from lightning_cxl.optim.number_formats import StatePrecision, join, split
+from lightning_cxl.optim.state_records import At, StateRecord
+from lightning_cxl.optim.state_visits import NoVisits, Visits
 from lightning_cxl.optim.tensor_checks import follows
 from lightning_cxl.optim.threads import Stretch
 from lightning_cxl.placement.placement import TensorRole
@@ -24,7 +26,6 @@ class KnownRow(NamedTuple):
     numbers: tuple[int, ...]
     stretches: list[Stretch] | None
     """By team; None where there are no teams."""
-    step_address: int
 
 
 class MomentKeys(NamedTuple):
@@ -67,10 +68,22 @@ class ParameterState:
             memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, parameter.numel())
             self.remainder = laid_out_as(memory, parameter)
         self._entries = self._varying()
+        self.record: StateRecord | None = None
+        """The record that this state lies in; None where it is in memory. Not part of a copy, which is in memory."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle keeps: all but addresses."""
-        return {**vars(self), "known": None}
+        """Return what a copy or a pickle keeps: all but where it is."""
+        return {**vars(self), "known": None, "record": None}
+
+    @property
+    def entries(self) -> dict[str, torch.Tensor]:
+        """What steps change, by key of the optimizer's state."""
+        return dict(self._entries)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What steps change, without the count of them."""
+        return [tensor for _, tensor in self._entries if tensor is not self.step]
 
     def holds(self, state: Mapping[str, Any]) -> bool:
         """Return whether `state` refers to this memory throughout."""
@@ -113,10 +126,10 @@ class ParameterState:
             self._follow_layout(parameter, state)
         if not state:
             self.step.zero_()
-            self.momentum.zero_()
-            self.variance.zero_()
-            if self.remainder is not None:
-                self.remainder.zero_()
+            if self.record is None:
+                self._zero(flattened)
+            else:
+                self.record.blanks.append(self._zero)
         elif self.holds(state):
             return
         else:
@@ -125,6 +138,13 @@ class ParameterState:
         state.update(self._entries)
         if self.precision == "8bit":
             state.update({keys.map: dynamic_map(keys.unsigned) for keys in MOMENT_KEYS})
+
+    def _zero(self, at: At) -> None:
+        """Make all but the count of steps zero, wherever it is now."""
+        self.momentum.zero_(at)
+        self.variance.zero_(at)
+        if self.remainder is not None:
+            at(self.remainder).zero_()
 
     def _varying(self) -> list[tuple[str, torch.Tensor]]:
         """Return the entries of the state that steps change."""
@@ -176,13 +196,22 @@ class ParameterStates:
         precision: of momentum and variance.
         fp32_state: parameters whose state stays float32 with ``"8bit"``.
         allocate: gives their memory. Not part of a copy or a pickle: it belongs to this process.
+        visits: know which of that memory is a record's. As `allocate`.
     """
 
     def __init__(
-        self, precision: StatePrecision, fp32_state: Collection[torch.Tensor], allocate: AllocateState
+        self,
+        precision: StatePrecision,
+        fp32_state: Collection[torch.Tensor],
+        allocate: AllocateState,
+        visits: Visits,
     ) -> None:
         self.by_parameter: dict[torch.Tensor, ParameterState] = {}
         self.allocate = allocate
+        self.visits = visits
+        """Bring state that is not in memory."""
+        self.lost = ""
+        """Why the state is not whole any more; empty where it is."""
         self._precision: StatePrecision = precision
         # `in` compares the elements of tensors in a list; where it goes by hash, tensors are told apart by identity
         by_hash = isinstance(fp32_state, (AbstractSet, Mapping)) or not isinstance(fp32_state, Iterable)
@@ -191,7 +220,9 @@ class ParameterStates:
     def make(self, parameter: torch.Tensor) -> ParameterState:
         """Return a new state, which is not kept here yet."""
         precision = choose_precision(parameter, self._precision, sensitive=parameter in self.fp32_state)
-        return ParameterState(parameter, precision, self.allocate)
+        state = ParameterState(parameter, precision, self.allocate)
+        state.record = self.visits.find(state.tensors)
+        return state
 
     def of(self, parameter: torch.Tensor) -> ParameterState:
         """Return the state of a parameter; make it when the parameter was frozen while others got theirs."""
@@ -208,4 +239,19 @@ class ParameterStates:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps."""
-        return {**vars(self), "allocate": allocate_from_torch}
+        return {**vars(self), "allocate": allocate_from_torch, "visits": NoVisits()}
+
+    def check_not_lost(self) -> None:
+        """Refuse to use state that is not whole.
+
+        Raises:
+            StorageError: says why it is not.
+        """
+        if self.lost:
+            raise StorageError(self.lost)
+
+    def leave_run(self) -> None:
+        """Take memory from torch from now on. What lies in windows is memory from now on: updates write to it."""
+        self.allocate, self.visits = allocate_from_torch, NoVisits()
+        for state in self.by_parameter.values():
+            state.record = None

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
-from lightning_cxl.machine.topology import Topology
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.placement.decorators import TierSpec
+from lightning_cxl.placement.on_ssd import check_role_on_ssd
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.placement.policy import PlacementPolicy, PlacementRequest
 
@@ -67,14 +69,20 @@ class Placer:
 
         Raises:
             TierNotFoundError: the tier asked for, or one the policy names, does not exist; the message says which do.
+            UnsupportedError: the tier `ssd` is asked for by what cannot lie there, or named by the policy.
         """
         if tier is None and spec is not None:
             tier = spec.for_role(role)
             source = source or f"tier({spec})"
-        if tier is not None:
-            self.topology.tier(tier)
+        if tier is not None and self.topology.tier(tier).kind is TierKind.SSD:
+            check_role_on_ssd(role, source or "the request")
+            return Placement((tier,), reason=source or "asked for explicitly")  # no policy is asked: nothing spills
         request = PlacementRequest(role, nbytes, module, tier, source if tier is not None else "")
         placement = self.policy.place(request, _Free(self.topology, self._free))
         for name in placement.tiers:
-            self.topology.tier(name)
+            if self.topology.tier(name).kind is TierKind.SSD:
+                raise UnsupportedError(
+                    f"policy {type(self.policy).__name__} places {role.value} on tier {name!r}, and policies place in "
+                    f"memory ({', '.join(self.topology.names)}). Ask for it by a rule or decorator for optimizer_state"
+                )
         return placement

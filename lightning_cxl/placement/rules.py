@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.decorators import SPEC_FIELDS, TierSpec, class_spec, field_of_role, instance_spec
+from lightning_cxl.placement.on_ssd import check_field_on_ssd
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.ssd_options import SSD
 
 _Choice = tuple[str, str]  # tier name, who asked for it
 
@@ -52,6 +54,7 @@ def resolve(
     Raises:
         ConfigError: a pattern that matches no module or an unknown field; the message names the closest that exist.
         TierNotFoundError: a rule or decorator names a tier that this machine does not have.
+        UnsupportedError: a rule or decorator asks for the tier `ssd` for what cannot lie there.
     """
     modules = dict(named_modules)
     by_rule = _check_rules(rules, list(modules), topology)
@@ -102,8 +105,10 @@ def _check_spec(spec: TierSpec | None, source: str, topology: Topology) -> None:
                 topology.tier(tier)
         except TierNotFoundError:
             raise TierNotFoundError(
-                f"{source} asks for {field} on tier {tier!r}; this machine has: {', '.join(map(repr, topology.names))}"
+                f"{source} asks for {field} on tier {tier!r}; {topology.what_there_is(tier)}"
             ) from None
+        if tier == SSD:
+            check_field_on_ssd(field, source)
 
 
 def _nearest(

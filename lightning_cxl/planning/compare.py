@@ -1,7 +1,7 @@
 """`compare`: one job under several policies, side by side; `fits`, whether it fits host and device."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_cxl.errors import ConfigError, TierFullError
 from lightning_cxl.machine.machine import Machine, Split
@@ -12,6 +12,7 @@ from lightning_cxl.planning.jobs.step import StepTime, predict_step
 from lightning_cxl.planning.policies.api import PlanningPolicy
 from lightning_cxl.planning.policies.baselines import DramOnly
 from lightning_cxl.planning.policies.registry import get_policy, plans
+from lightning_cxl.planning.ssd_room import SsdRoom
 
 _UNLIMITED_BYTES = 1 << 62
 
@@ -30,6 +31,8 @@ class PolicyPlan:
     """Why it does not fit."""
     needs_speeds: bool = False
     """It could not decide: speeds are not known."""
+    ssd_seconds: float | None = None
+    """What the tier `ssd` adds to the predicted step; None where that is not predicted, or nothing lies there."""
 
     @property
     def fits(self) -> bool:
@@ -56,7 +59,7 @@ def dram_only_time(job: Job, machine: Machine) -> StepTime | None:
     if not machine.has_speeds:
         return None
     dram = {tier.name: _UNLIMITED_BYTES for tier in machine.select(TierKind.DRAM)}
-    free = replace(job, classes=tuple(replace(each, tier=None) for each in job.classes))
+    free = job.in_memory()
     return predict_step(free, DramOnly().decide(free, machine.with_capacity(dram, _UNLIMITED_BYTES)).splits, machine)
 
 
@@ -69,6 +72,11 @@ def fits_device(job: Job, machine: Machine) -> bool:
     """Return whether a job fits the device's memory; yes where either is not known, or the host is the device."""
     device = machine.device
     return device.is_host or not device.memory_bytes or (job.device_bytes or 0) <= device.memory_bytes
+
+
+def can_predict(job: Job, machine: Machine) -> bool:
+    """Return whether seconds of a job can be predicted: the speeds of all that it uses are known."""
+    return machine.has_speeds and (not job.ssd_bytes or (machine.ssd is not None and machine.ssd.has_speeds))
 
 
 def with_working_memory(job: Job, machine: Machine) -> Machine:
@@ -84,6 +92,14 @@ def with_working_memory(job: Job, machine: Machine) -> Machine:
     return machine.with_capacity(capacity, together)
 
 
+def _check_ssd(job: Job, machine: Machine) -> None:
+    """Refuse state that the tier `ssd` cannot hold."""
+    if job.ssd_bytes:
+        ssd = machine.ssd
+        room = SsdRoom(0) if ssd is None else SsdRoom(ssd.capacity_bytes, ssd.versions, ssd.num_drives)
+        room.check_bytes(room.versions * job.ssd_bytes)
+
+
 def _planning(name: str) -> PlanningPolicy:
     policy = get_policy(name)
     if not plans(policy):
@@ -97,6 +113,7 @@ def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> Poli
     if not machine.has_speeds and getattr(policy, "needs_speeds", True):
         return PolicyPlan(name, {}, {}, None, needs_speeds=True)
     try:
+        _check_ssd(job, machine)
         decision = policy.decide(job, machine)
     except TierFullError as error:
         return PolicyPlan(name, {}, {}, None, str(error))
@@ -109,5 +126,8 @@ def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> Poli
         own = bytes_on.setdefault(each.role, {})
         for tier, share in split.items():
             own[tier] = own.get(tier, 0) + round(share * each.nbytes)
-    time = predict_step(job, decision.splits, machine) if machine.has_speeds else None
-    return PolicyPlan(name, bytes_on, reasons, time)
+    time = predict_step(job, decision.splits, machine) if can_predict(job, machine) else None
+    added = None
+    if time is not None and job.ssd_bytes:
+        added = time.seconds - predict_step(job.without_ssd_moves(), decision.splits, machine).seconds
+    return PolicyPlan(name, bytes_on, reasons, time, ssd_seconds=added)

@@ -12,10 +12,16 @@ from lightning_cxl.planning.fit import check_fits
 from lightning_cxl.planning.free_memory import free_for
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.run_policy import RunPolicy
+from lightning_cxl.planning.ssd_room import SsdRoom
 
 
 def decide(
-    inventory: Inventory, policy: RunPolicy, memory: HostMemory, placer: Placer, on_tier_full: OnTierFull
+    inventory: Inventory,
+    policy: RunPolicy,
+    memory: HostMemory,
+    placer: Placer,
+    on_tier_full: OnTierFull,
+    ssd: SsdRoom | None = None,
 ) -> Placements:
     """Return where every tensor of the inventory goes.
 
@@ -25,6 +31,7 @@ def decide(
         memory: of the run.
         placer: asks the policy before this decision; the decision gets one of its own.
         on_tier_full: whether a full tier spills or refuses.
+        ssd: how much the tier `ssd` may hold; None where there is none.
 
     Raises:
         ConfigError: the policy leaves something out.
@@ -37,4 +44,6 @@ def decide(
     if set(memory.topology.names) - set(free.tiers):  # the policy has asked for one tier more
         free = free_for(inventory.model, memory)
     check_fits(requests, free.tiers, on_tier_full, most=free.together)
+    if ssd is not None:
+        ssd.check(inventory.ssd_records)
     return placements

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from lightning_cxl.config import OnTierFull
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.units import format_bytes
 
 
@@ -28,11 +29,13 @@ def check_fits(
     *,
     most: float = math.inf,
 ) -> None:
-    """Refuse a list of (role, bytes, placement) that the tiers cannot hold, before anything is allocated.
+    """Refuse a list of (role, bytes, placement) that the tiers of memory cannot hold, before anything is allocated.
+
+    What is placed on the tier `ssd` takes no memory, see `SsdRoom.check`.
 
     Args:
         requests: in the order in which they will be allocated.
-        free: bytes by tier.
+        free: bytes by tier of memory.
         on_tier_full: whether a full tier spills.
         most: bytes of all tiers together, where they share memory or a limit.
 
@@ -40,6 +43,7 @@ def check_fits(
         TierFullError: names the first role that does not fit, how much it needs in all and what every tier has left.
     """
     left, together = dict(free), most
+    requests = [each for each in requests if SSD not in each[2].tiers]
     for role, nbytes, placement in requests:
         together -= nbytes
         sizes = None if together < 0 else _where_it_fits(nbytes, placement, left, on_tier_full)

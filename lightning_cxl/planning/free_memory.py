@@ -9,6 +9,8 @@ from lightning_cxl.memory.host_tensors import is_ordinary
 from lightning_cxl.memory.ordinary import anonymous_bytes
 from lightning_cxl.memory.stacks import HostMemory
 
+_SLACK_BYTES = 128 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
@@ -18,6 +20,16 @@ class FreeMemory:
     """Bytes of every tier."""
     together: int
     """Bytes of all tiers: they may share memory or a limit."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a plan may fill of all tiers together."""
+        return min(sum(map(usable, self.tiers.values())), usable(self.together))
+
+
+def usable(nbytes: int) -> int:
+    """Return what a plan may fill of a tier: pools have unused ends of slabs, and splits end in whole stripes."""
+    return nbytes - min(nbytes // 8, _SLACK_BYTES)
 
 
 def free_for(model: nn.Module, memory: HostMemory) -> FreeMemory:

@@ -23,27 +23,30 @@ class Placements:
         self.asked = asked
         self.placer = placer
         self._pin = pin
-        self._decided: dict[tuple[int | str, TensorRole], Placement] = {}
+        self._decided: dict[tuple[int | str, TensorRole, bool], Placement] = {}
 
     def of(self, tensor: HostTensor) -> Placement:
         """Return the placement of a tensor of the inventory."""
-        return self.place(tensor.owner, tensor.role, tensor.nbytes)
+        return self.place(tensor.owner, tensor.role, tensor.nbytes, in_state=tensor.in_state)
 
-    def place(self, owner: Tensor | str, role: TensorRole, nbytes: int) -> Placement:
+    def place(self, owner: Tensor | str, role: TensorRole, nbytes: int, *, in_state: bool = False) -> Placement:
         """Return the placement of the tensor that plays `role` for its owner; decided at the first call.
 
         Args:
             owner: a parameter of the model; for inputs of a unit, the name of the unit.
             role: of the tensor.
             nbytes: its size.
+            in_state: see `HostTensor`; only such a tensor may be placed on the tier `ssd`.
         """
-        key = (owner if isinstance(owner, str) else id(owner), role)
+        key = (owner if isinstance(owner, str) else id(owner), role, in_state)
         if key not in self._decided:
-            self._decided[key] = self._decide(owner, role, nbytes)
+            self._decided[key] = self._decide(owner, role, nbytes, in_state)
         return self._decided[key]
 
-    def _decide(self, owner: Tensor | str, role: TensorRole, nbytes: int) -> Placement:
-        tier, source = self.asked.lookup(owner, role)
+    def _decide(self, owner: Tensor | str, role: TensorRole, nbytes: int, in_state: bool) -> Placement:
+        tier, source = self.asked.lookup(owner, role, in_state=in_state)
         name = owner if isinstance(owner, str) else self.asked.names.get(id(owner), "")
         placement = self.placer.place(role, nbytes, tier=tier, source=source, module=name)
+        if tier is None and source:
+            placement = replace(placement, reason=f"{placement.reason}; {source}")
         return replace(placement, pinned=True) if self._pin and role.is_copied else placement

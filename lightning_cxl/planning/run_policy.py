@@ -15,7 +15,7 @@ from lightning_cxl.machine.speeds import machine_of, machine_without_speeds, wit
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.policy import PlacementPolicy, RoleHomePolicy
-from lightning_cxl.planning.free_memory import FreeMemory
+from lightning_cxl.planning.free_memory import FreeMemory, usable
 from lightning_cxl.planning.jobs.job import Job, MemoryClass
 from lightning_cxl.planning.jobs.model_job import model_job
 from lightning_cxl.planning.policies.api import Decision, PlanningPolicy
@@ -24,7 +24,6 @@ from lightning_cxl.planning.policies.decided import DecidedPolicy
 from lightning_cxl.planning.policies.registry import get_policy, plans
 
 log = logging.getLogger(__name__)
-_SLACK_BYTES = 128 * 2**20
 
 
 class RunPolicy:
@@ -93,7 +92,7 @@ class MachinePolicy:
             ConfigError: the policy leaves a role out, or its splits are none.
             TierFullError: it does not fit.
         """
-        limits = {tier.name: min(_usable(free.tiers[tier.name]), tier.capacity_bytes) for tier in self.machine.tiers}
+        limits = {tier.name: min(usable(free.tiers[tier.name]), tier.capacity_bytes) for tier in self.machine.tiers}
         most = free.together if self.machine.host_bytes is None else min(free.together, self.machine.host_bytes)
         machine = self.machine.with_capacity(limits, most)
         decision = self.policy.decide(job, machine)
@@ -165,8 +164,3 @@ def _warn_of_idle_machine(config: OffloadConfig, why: str) -> None:
             LightningCXLWarning,
             stacklevel=2,
         )
-
-
-def _usable(nbytes: int) -> int:
-    """Return what a plan may fill of a tier: pools have unused ends of slabs, and splits end in whole stripes."""
-    return nbytes - min(nbytes // 8, _SLACK_BYTES)

@@ -10,7 +10,8 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.number_formats import split
 from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
+from lightning_cxl.run import ssd_checkpoint
+from lightning_cxl.run.saved_generation import KEY, SSD
+from lightning_cxl.run.state_on_ssd import StateOnSsd
 
 log = logging.getLogger(__name__)
-
-KEY = "lightning_cxl"
 
 
 class LoadedCheckpoint(dict[str, Any]):
@@ -58,6 +60,7 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
     Raises:
         CheckpointError: the file system refused; nothing is left behind.
     """
+    made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
@@ -67,12 +70,22 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
         os.replace(partial, target)
+        for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
+            _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
             f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."
         ) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -116,6 +129,31 @@ def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_receiv
     }
 
 
+@contextmanager
+def refer_to_ssd(
+    checkpoint: dict[str, Any], own: dict[str, Any], on_ssd: StateOnSsd | None, path: str
+) -> Iterator[dict[str, Any]]:
+    """Return a region in which a checkpoint is written; yields what to write. See [Note: Referring checkpoints].
+
+    Args:
+        checkpoint: as the framework made it.
+        own: our entry.
+        on_ssd: state of the run that does not lie in memory.
+        path: where it will be, for messages.
+
+    Raises:
+        StorageError: the state on SSD cannot be committed.
+    """
+    if on_ssd is None or not on_ssd.refers:
+        if on_ssd is not None:
+            on_ssd.visits.check()
+        yield {**checkpoint, KEY: own}
+        return
+    states = ssd_checkpoint.refer(checkpoint["optimizer_states"], on_ssd.visits)
+    with ssd_checkpoint.commit_beside(on_ssd, path) as entry:
+        yield {**checkpoint, "optimizer_states": states, KEY: {**own, SSD: entry}}
+
+
 def _are_different(groups: list[list[str]]) -> bool:
     names = [name for group in groups for name in group]
     return len(names) == len(set(names))
@@ -126,6 +164,7 @@ def load_optimizers(
     states: Collection[Mapping[str, Any]],
     own: Mapping[str, Any],
     name_of: Callable[[torch.Tensor], str],
+    on_ssd: StateOnSsd | None,
 ) -> None:
     """Load states into optimizers, by parameter name where names are known.
 
@@ -135,9 +174,10 @@ def load_optimizers(
             the optimizers as they are.
         own: our entry of the checkpoint.
         name_of: names of parameters now.
+        on_ssd: state of the run that does not lie in memory.
 
     Raises:
-        CheckpointError: it has states of other optimizers.
+        CheckpointError: it has states of other optimizers, or refers to state that is not there.
     """
     if not states:
         log.info("the checkpoint has no optimizer states: the optimizers go on with what they have")
@@ -146,11 +186,15 @@ def load_optimizers(
         raise CheckpointError(
             f"the checkpoint has state of {len(states)} optimizers, `configure_optimizers` made {len(optimizers)}"
         )
+    if SSD in own:
+        ssd_checkpoint.restore(on_ssd, own[SSD])
     saved_names = own.get("optimizer_param_names") or [None] * len(states)
     for optimizer, state, names in zip(optimizers, states, saved_names, strict=True):
         current = [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         ordered = by_name(state, names, current)
         if isinstance(optimizer, CPUAdam):
+            if on_ssd is not None:
+                ordered = ssd_checkpoint.resolve(ordered, optimizer, on_ssd.visits)
             optimizer.load_state_dict(ordered)
         else:
             load_plain(optimizer, ordered, current)
@@ -216,7 +260,8 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint that needs nothing of this package, for plain Lightning with torch's optimizers.
 
     Momentum and variance become float32, also where they were 8 bit, which torch's Adam cannot read; weights whose
-    float32 master weights are in the file become those. Takes 8 more bytes of memory per parameter.
+    float32 master weights are in the file become those. Takes 8 more bytes of memory per parameter. State on SSD that
+    the checkpoint refers to is read from there.
 
     Example::
 
@@ -227,12 +272,15 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         checkpoint: as `torch.load` returns it; is left as it is.
 
     Raises:
-        CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one.
+        CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one; or state on SSD, to which the
+            checkpoint refers, that is not there any more.
     """
     own = own_entry(checkpoint)
     weights = {**checkpoint["state_dict"]}
     weights.update((name, value) for name, value in (own.get("master_weights") or {}).items() if name in weights)
     states = checkpoint.get("optimizer_states", [])
+    if SSD in own:
+        states = ssd_checkpoint.whole(states, own[SSD])
     all_names = own.get("optimizer_param_names") or [None] * len(states)
     plain_states = []
     for state, names in zip(states, all_names, strict=True):
@@ -267,7 +315,9 @@ def restore_masters(
     Float32 masters of a checkpoint also become split ones; split ones are in the optimizer's state and load with it.
     """
     masters.absorb_changes()
+    optimizers = list(optimizers)
     states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
+    owners = {id(p): optimizer for optimizer in optimizers for p in optimizer.state}
     for pair in masters:
         value = (saved or {}).get(pair.name)
         if value is None:
@@ -283,6 +333,9 @@ def restore_masters(
                 upper, lower = split(value.float().contiguous())
                 pair.master.copy_(upper)
                 remainder.copy_(lower)
+                owner = owners[id(pair.master)]
+                if isinstance(owner, CPUAdam):
+                    owner.note_written(pair.master)
             elif not pair.is_shared:
                 pair.master.copy_(value)
 

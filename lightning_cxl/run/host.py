@@ -23,9 +23,14 @@ from lightning_cxl.placement.placer import Placer
 from lightning_cxl.placement.policy import PlacementPolicy
 from lightning_cxl.placement.rules import resolve
 from lightning_cxl.planning.decide import decide
+from lightning_cxl.planning.free_memory import free_for
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.policies.api import PlanningPolicy
 from lightning_cxl.planning.run_policy import RunPolicy
+from lightning_cxl.planning.settle_state import settle_state
+from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.planning.wear import say_wear
+from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
 from lightning_cxl.updates.unit_updates import why_after_backward
 
@@ -43,7 +48,8 @@ class Host:
         engine: copies between host and device; the device's own when None. Closed with the host.
 
     Raises:
-        ConfigError: there is no such policy, or it needs speeds that are not known.
+        ConfigError: there is no such policy, it needs speeds that are not known, or a path of the tier `ssd` is no
+            folder.
     """
 
     def __init__(
@@ -56,7 +62,11 @@ class Host:
     ) -> None:
         self.config = config
         self.device = device
-        self.topology = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
+        found = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
+        options = config.ssd()
+        self.topology = found if options is None else found.with_ssd(options)
+        self.ssd = None if options is None else SsdRoom.of(self.topology, options)
+        """How much the tier `ssd` may hold; None where there is none."""
         pin = device.type != "cpu" if config.pin_memory == "auto" else bool(config.pin_memory)
         self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
         self.policy = RunPolicy(config, self.topology, device, policy)
@@ -86,6 +96,8 @@ class Host:
 
         Raises:
             ConfigError: rules or decorators that cannot be honoured.
+            UnsupportedError: the tier `ssd` is asked for, for what cannot lie there.
+            TierFullError: what is asked for on the tier `ssd` does not fit, and ``on_tier_full="error"``.
         """
         tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
         objection = why_after_backward(loop.needs_whole_step, optimizers)
@@ -99,6 +111,13 @@ class Host:
         inventory = list_tensors(model, optimizers, self.config, workload, asked=AskedTiers(model, tiers))
         if optimizers and inventory.overlap == "forward":
             log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
+        if self.ssd is not None:
+            room = free_for(model, self.memory).usable_bytes
+            inventory = settle_state(inventory, room, self.ssd, self.config.on_tier_full)
+            if inventory.ssd_records and inventory.units and not self.config.batch_tokens:
+                log.info(
+                    "no memory is kept for activations: with `batch_tokens`, more state goes to the tier ssd instead"
+                )
         return inventory
 
     def decide(self, inventory: Inventory) -> Placements:
@@ -108,14 +127,27 @@ class Host:
             ConfigError: the policy leaves something out.
             TierFullError: it does not fit.
         """
-        return decide(inventory, self.policy, self.memory, self.placer, self.config.on_tier_full)
+        decision = decide(inventory, self.policy, self.memory, self.placer, self.config.on_tier_full, self.ssd)
+        if inventory.ssd_records:
+            say_wear(inventory, self.topology, self.device, self.config.machine)
+        return decision
 
-    def report(self, state: str = "running") -> dict[str, Any]:
-        """Return measured bytes of all tiers, and nothing of a run, as JSON-able data."""
+    def report(self, state: str = "running", ssd: SsdUse | None = None) -> dict[str, Any]:
+        """Return measured bytes of all tiers, and nothing of a run, as JSON-able data.
+
+        Args:
+            state: of the run.
+            ssd: what the run has stored on the tier `ssd`; None before it has.
+        """
+        stats, moved = self.memory.stats(), {}
+        if (tier := self.topology.ssd) is not None:
+            use = ssd or SsdUse()
+            stats["tiers"][tier.name] = tier_row(tier, use)
+            moved = io_data(tier, use)
         return {
             "state": state,
             "device": str(self.device),
-            **self.memory.stats(),
+            **stats,
             "policy": self.policy.name,
             "planned_roles": {},
             "reasons": {},
@@ -123,6 +155,7 @@ class Host:
             "num_trainable": 0,
             "units": [],
             "streamed": {},
+            "ssd": moved,
             "optimizers": [],
             "notes": [*self.topology.notes, *self.memory.notes()],
         }

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cxl.inventory.inventory import Inventory
+from lightning_cxl.inventory.records import SLOTS_OWNER
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.host_tensors import is_dense, is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
@@ -17,6 +18,9 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
+from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.ssd_options import SSD
+from lightning_cxl.storage.drive import BLOCK_BYTES
 
 _TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -47,6 +51,8 @@ class PlacedMemory:
         self._heap = heap
         self._units = units
         self._keeps_in_place = False
+        self.on_ssd: StateOnSsd | None = None
+        """Optimizer state that does not lie in memory."""
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
@@ -88,9 +94,18 @@ class PlacedMemory:
             self._heap.trim()  # in backward, where the C library's heap grows most
 
     def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor for a parameter."""
-        placement = self.placements.place(parameter, role, numel * dtype.itemsize)
+        """Return an uninitialised 1-D tensor for the state that `CPUAdam` keeps of a parameter."""
+        placement = self.placements.place(parameter, role, numel * dtype.itemsize, in_state=True)
+        if placement.tiers[0] == SSD:
+            assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
+            name = self.placements.asked.names.get(id(parameter), "unnamed")
+            return self.on_ssd.flat(parameter, name, role, dtype, numel)
         return self.memory.tensor((numel,), dtype, placement, role)
+
+    def slots(self, nbytes: int) -> Buffer:
+        """Return page-aligned memory that state on SSD visits."""
+        placement = self.placements.place(SLOTS_OWNER, TensorRole.STAGING, nbytes)
+        return self.memory.allocate(nbytes, placement, TensorRole.STAGING, alignment=BLOCK_BYTES)
 
     def activation(self, nbytes: int, unit: str) -> Buffer:
         """Return memory for an input of a unit."""

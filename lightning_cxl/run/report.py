@@ -4,7 +4,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_cxl.tables import table_lines
+from lightning_cxl.ssd_options import SSD
+from lightning_cxl.tables import table_lines, wrapped
 from lightning_cxl.units import format_bytes
 
 _WIDTH = 110
@@ -29,8 +30,7 @@ def format_report(report: Mapping[str, Any]) -> str:
                 role,
                 tier,
                 _size(report["planned_roles"].get(role, {}).get(tier)),
-                _size(report["roles"].get(role, {}).get(tier, 0)),
-                _size(report["peak_roles"].get(role, {}).get(tier, 0)),
+                *(_size(report[key].get(role, {}).get(tier, _unused(tier))) for key in ("roles", "peak_roles")),
             )
             for tier in tiers
         ]
@@ -45,15 +45,25 @@ def format_report(report: Mapping[str, Any]) -> str:
             f"{_size(streamed['slot_bytes'])} on the device, {streamed['num_fetches']} copies, "
             f"{streamed['num_late']} not fetched ahead"
         )
+    if moved := report["ssd"]:
+        seconds = f" of {moved['step_seconds']:.2f} s" if moved["step_seconds"] else ""
+        read = f"{moved['read_bytes_per_step'] / 1e9:.3g} GB read and "
+        lines += wrapped(f"tier ssd, {moved['num_steps']:,.0f} steps{seconds}: {read}{moved['text']}", _WIDTH)
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)
 
 
+def _unused(tier: str) -> int | None:
+    """Return what is shown where no memory is counted: on the tier `ssd` roles are not counted one by one."""
+    return None if tier == SSD else 0
+
+
 def _total(report: Mapping[str, Any]) -> str:
-    """Return the line that compares the plan with what was measured."""
+    """Return the line that compares the plan with what was measured, of memory."""
     planned, peak = (
-        sum(sum(tiers.values()) for tiers in report[key].values()) for key in ("planned_roles", "peak_roles")
+        sum(nbytes for tiers in report[key].values() for tier, nbytes in tiers.items() if tier != SSD)
+        for key in ("planned_roles", "peak_roles")
     )
     of_plan = f" ({peak / planned:.0%})".replace("%", " %") if planned else ""
     return f"in all, each role at its peak: planned {format_bytes(planned)}, peak {format_bytes(peak)}{of_plan}"

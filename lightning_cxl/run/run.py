@@ -10,7 +10,7 @@ those objects are. What a later checkpoint needs of a run is in its `FinishedRun
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_cxl.errors import StorageError
 from lightning_cxl.gradients.arrived import ArrivedGradients
 from lightning_cxl.gradients.leaving import LeavingGradients
 from lightning_cxl.gradients.meter import meter_of_run
@@ -30,11 +31,14 @@ from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.optim.masters import MasterWeights
+from lightning_cxl.optim.state_visits import NoVisits
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.run.residence import Residence, count_parameters
+from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.updates.adoption import Adoption, describe_optimizer
 from lightning_cxl.updates.unit_updates import UnitUpdates
@@ -76,6 +80,7 @@ class Run:
             )
         self._host = host
         self._loop = loop
+        self._ended_by_error = False
         self._model = model
         self.units = tuple(name for name, _ in inventory.units)
         self._heap = HeapTrimmer() if inventory.units else None  # only where the user trades time for memory anyway
@@ -92,6 +97,8 @@ class Run:
             self._residence = Residence(model, self._placed, engine, inventory.streamed)
             decision.asked.read(model)  # some modules make new parameters when they move
             cleanup.callback(self._residence.close)
+            self.on_ssd = self._open_ssd(inventory, cleanup)
+            """Optimizer state that does not lie in memory; None where all of it does."""
             units = self._residence.units
             activations = ActivationOffload(
                 engine,
@@ -128,12 +135,29 @@ class Run:
             activations.attach(inventory.units, model)
             self._precisions = precisions_of(model, config)
             self._adoption = Adoption(
-                self._precisions, self.masters, self._grads, self.guard, self._updates, self._placed, self.meter
+                self._precisions,
+                self.masters,
+                self._grads,
+                self.guard,
+                self._updates,
+                self._placed,
+                self.meter,
+                NoVisits() if self.on_ssd is None else self.on_ssd.visits,
             )
-            cleanup.callback(self._adoption.release)
+            cleanup.callback(self._end, self._adoption.release)
             if worker is not None:
                 cleanup.callback(worker.shutdown)
             self._cleanup = cleanup.pop_all()
+
+    def _open_ssd(self, inventory: Inventory, cleanup: ExitStack) -> StateOnSsd | None:
+        options, records = self._host.config.ssd(), inventory.ssd_records
+        if options is None or not records:
+            return None
+        budget_bytes = self._host.topology.tier(SSD).capacity_bytes
+        on_ssd = StateOnSsd(options, budget_bytes, records, self._placed.slots)
+        cleanup.callback(self._end, on_ssd.close)
+        self._placed.on_ssd = on_ssd
+        return on_ssd
 
     def activate(self) -> AbstractContextManager[Any]:
         """Return a region in which `lightning_cxl.empty` and `host_allocation` follow this run's decision."""
@@ -148,12 +172,15 @@ class Run:
             TierFullError: gradients or optimizer state do not fit; nothing has been swapped then.
             UnsupportedError: an Adam option that `CPUAdam` does not have.
         """
+        if self.on_ssd is not None:
+            self.on_ssd.refuse_state_of_earlier_run(optimizers)
         self._host.memory.trim()  # what weights that have moved have left
         self._precisions.consider(optimizers)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         except BaseException:
-            self._adoption.release()
+            self._ended_by_error = True
+            self._end(self._adoption.release)
             raise
         if self.masters.has_separate:
             attach_zero_grad(self._model, self._grads)
@@ -197,6 +224,8 @@ class Run:
     def end_step(self) -> None:
         """Note that a training step is over."""
         self._host.memory.end_step()
+        if self._placed.on_ssd is not None:
+            self._placed.on_ssd.note_pace()
         if self._loop.writes_unseen:
             self.forget_copies()
 
@@ -219,14 +248,24 @@ class Run:
         """Free everything but weights and optimizer state. Idempotent. See [Note: Order of life].
 
         Args:
-            after_error: an error has ended the run; those of updates are not raised any more.
+            after_error: an error has ended the run; those of updates and of state on SSD are not raised any more.
         """
+        self._ended_by_error = after_error
         with self._cleanup as cleanup:
             cleanup.callback(self._updates.close, after_error=after_error)
 
+    def _end(self, close: Callable[[], None]) -> None:
+        """Call `close`. After an error that ended the run, users see that one, and errors of storage are logged."""
+        try:
+            close()
+        except StorageError as error:
+            if not self._ended_by_error:
+                raise
+            log.warning(f"the error that ended the run was not the only one: {error}")
+
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""
-        report = self._host.report(state)
+        report = self._host.report(state, None if self.on_ssd is None else self.on_ssd.report_row())
         return {
             **report,
             "planned_roles": self._planned.roles(),

@@ -2,11 +2,13 @@ import copy
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.ssd_options import SsdOptions
 
 NAMES = [field.name for field in dataclasses.fields(OffloadConfig)]
 
@@ -15,6 +17,21 @@ def test_budgets_in_both_forms():
     config = OffloadConfig(tiers={"cxl": {"budget": "64GiB"}, "dram": "1.5 GiB", "near": 4096})
     assert config.budgets() == {"cxl": 64 << 30, "dram": 3 << 29, "near": 4096}
     assert OffloadConfig().budgets() == {}
+
+
+def test_the_tier_ssd_is_no_budget_of_memory():
+    config = OffloadConfig(tiers={"cxl": "1GiB", "ssd": {"path": "/nvme/run", "budget": "1TiB"}})
+    assert config.budgets() == {"cxl": 1 << 30}
+    assert config.ssd() == SsdOptions((Path("/nvme/run"),), 1 << 40, "copy")
+    assert OffloadConfig(tiers={"cxl": "1GiB"}).ssd() is None
+
+
+def test_paths_of_the_tier_ssd_are_absolute_whoever_starts_the_run_where(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir("/")
+    options = OffloadConfig(tiers={"ssd": {"path": ["~/run", "other"], "checkpoint": "reference"}}).ssd()
+    assert options == SsdOptions((Path("/home/me/run"), Path("/other")), None, "reference")
+    assert options.versions == 2
 
 
 @pytest.mark.parametrize(
@@ -28,6 +45,20 @@ def test_budgets_in_both_forms():
         ({"tiers": {"cxl": -1}}, "budget of 'cxl': .*non-negative"),
         ({"tiers": {"cxl": None}}, "budget of 'cxl' must be"),
         ({"tiers": {"cxl": True}}, "budget of 'cxl': "),
+        ({"tiers": {"cxl": {"budget": 1, "path": "/nvme"}}}, 'Only the tier "ssd" has a path'),
+        ({"tiers": {"cxl": {"budget": 1, "checkpoint": "copy"}}}, "single option"),
+        ({"tiers": {"ssd": "1TiB"}}, "\"ssd\" needs a path.*got '1TiB'"),
+        ({"tiers": {"ssd": None}}, '"ssd" needs a path'),
+        ({"tiers": {"ssd": {"budget": "1TiB"}}}, '"ssd" needs a path'),
+        ({"tiers": {"ssd": {"path": "/a", "size": 1}}}, "no option 'size'; its options are path, budget, checkpoint"),
+        ({"tiers": {"ssd": {"path": "/a", "checkpoint": "move"}}}, 'must be "copy" or "reference", got \'move\''),
+        ({"tiers": {"ssd": {"path": "/a", "budget": "3 apples"}}}, "budget of \"ssd\": cannot read '3 apples'"),
+        ({"tiers": {"ssd": {"path": "/a", "budget": -1}}}, 'budget of "ssd": .*non-negative'),
+        ({"tiers": {"ssd": {"path": ""}}}, "must be a folder"),
+        ({"tiers": {"ssd": {"path": 3}}}, "must be a folder, .*got 3"),
+        ({"tiers": {"ssd": {"path": ["/a", None]}}}, "must be a folder"),
+        ({"tiers": {"ssd": {"path": []}}}, "at least one folder"),
+        ({"tiers": {"ssd": {"path": ["/a", "/b/../a"]}}}, "none twice"),
         ({"tier_rules": ["cxl"]}, "tier_rules must map"),
         ({"tier_rules": {"layers.*": 3}}, r"'layers\.\*': 3 must be a tier name"),
         ({"tier_rules": {"layers.*": {"weights": None}}}, "must be a tier name"),
@@ -64,6 +95,7 @@ def test_resolve_defaults(monkeypatch):
     [
         ("tiers", "cxl=64GiB, dram=8GiB", {"cxl": "64GiB", "dram": "8GiB"}),
         ("tiers", '{"cxl": {"budget": 4096}}', {"cxl": {"budget": 4096}}),
+        ("tiers", '{"ssd": {"path": ["/a", "/b"]}}', {"ssd": {"path": ["/a", "/b"]}}),
         ("tier_rules", "layers.*=dram", {"layers.*": "dram"}),
         ("tier_rules", '{"layers.*": {"weights": "dram"}}', {"layers.*": {"weights": "dram"}}),
         ("activation_offload", "0", False),

@@ -21,6 +21,7 @@ from lightning_cxl.machine.machine_file import save_machine
 from lightning_cxl.machine.speeds import machine_of
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.native import _cpu
+from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.transfer.engine import make_engine
 
 _DESCRIPTION = """\
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="also write this machine as YAML, to edit and reuse"
     )
-    parser.add_argument("--ssd", type=Path, metavar="DIR", action="append", default=[], help="a folder on a disk")
+    parser.add_argument(
+        "--ssd", type=Path, metavar="DIR", action="append", default=[], help="a folder on a drive for the tier ssd"
+    )
     parser.add_argument("--quick", action="store_true", help="seconds instead of a minute, and less exact")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured as JSON")
     args = parser.parse_args(arguments)
@@ -77,7 +80,9 @@ def main(arguments: Sequence[str]) -> None:
     if args.json:
         _results(rows).write(args.json)
     if args.output:
-        found = machine_of(topology, devices[0].device.type if devices else "cpu")
+        drives = tuple(folder.resolve() for folder in args.ssd)
+        described = topology.with_ssd(SsdOptions(drives)) if drives else topology
+        found = machine_of(described, devices[0].device.type if devices else "cpu")
         if found is None:
             raise LightningCXLError(
                 f"{args.output} was not written: not every node could be measured, see above. Free memory on the "

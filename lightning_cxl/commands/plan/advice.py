@@ -7,9 +7,11 @@ from typing import Any
 from lightning_cxl.commands.plan.planned_model import PlannedModel
 from lightning_cxl.commands.plan.settings import Settings
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.machine import Machine
+from lightning_cxl.machine.machine import Machine, MachineSsd
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.planning.compare import fits
+
+_LARGE_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,9 @@ def _changes(settings: Settings, machine: Machine) -> Iterator[Change]:
         yield option(f"half the batch, {settings.batch // 2}", batch=settings.batch // 2)
     if settings.sequence > 1:
         yield option(f"half the sequence, {settings.sequence // 2}", sequence=settings.sequence // 2)
+    if machine.ssd is None:
+        on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=_LARGE_BYTES))
+        yield Change('optimizer state on a drive, tiers={"ssd": {"path": ...}} (--ssd DIR)', settings, on_drives)
     if (more := _with_another_card(machine)) is not None:
         yield Change("another card like the last one", settings, more)
 

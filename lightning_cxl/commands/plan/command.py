@@ -22,6 +22,7 @@ from lightning_cxl.machine.speeds import machine_of, machine_without_speeds
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.planning.compare import compare, dram_only_time
 from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.ssd_options import SsdOptions, read_ssd_options
 
 DOES_NOT_FIT = 2
 """Exit status."""
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         stream_weights=options.stream_weights,
         loss=options.loss,
     )
-    machine = _this_machine() if options.tiers is None else load_machine(options.tiers)
+    ssd = _ssd(options)
+    machine = _this_machine(ssd) if options.tiers is None else load_machine(options.tiers)
     found = look(PlannedModel(options.model), settings, machine, options.policy)
     print(as_text(found))
     if options.json is not None:
@@ -95,9 +97,27 @@ def look(model: PlannedModel, settings: Settings, machine: Machine, policy: str 
     return found if found.fits else replace(found, changes=what_fits(model, settings, machine, policy))
 
 
-def _this_machine() -> Machine:
+def _ssd(options: argparse.Namespace) -> SsdOptions | None:
+    """Return what the options say about the tier `ssd`.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    given = {"budget": options.ssd_budget, "checkpoint": options.ssd_checkpoint}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not options.ssd:
+        if given:
+            raise ConfigError(f"--ssd-{next(iter(given))} needs --ssd, the folder of the tier")
+        return None
+    if options.tiers is not None:
+        raise ConfigError("--ssd is a folder of this machine: of the machine of --tiers, describe it there under `ssd`")
+    return read_ssd_options({"path": options.ssd, **given})
+
+
+def _this_machine(ssd: SsdOptions | None) -> Machine:
     """Return this machine with what is free on it now; tiers that share memory or a limit hold that much together."""
     topology = Topology.detect()
+    topology = topology if ssd is None else topology.with_ssd(ssd)
     found = devices_apart()
     device = found[0].device.type if found else "cpu"
     free = {tier.name: sum(topology.node_free_bytes(node) for node in tier.node_ids) for tier in topology.tiers}
@@ -119,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, default=default.sequence, help="tokens per sequence (%(default)s)")
     add("--batch", type=int, default=default.batch, help="sequences per micro-batch (%(default)s)")
     add("--tiers", type=Path, help="machine as YAML; this machine with what is free on it when left out")
+    add("--ssd", metavar="DIR", action="append", help="folder for state that memory cannot hold, one for each drive")
+    add("--ssd-budget", metavar="SIZE", help="most bytes there, such as 500GiB (what is free)")
+    add("--ssd-checkpoint", choices=["copy", "reference"], help="reference: twice the bytes there (copy)")
     names = ", ".join(POLICIES)
     add("--policy", help=f"{names}, or package.module.Class (bandwidth; latency_first where speeds are not known)")
     add("--precision", choices=["32-true", "bf16-true", "bf16-mixed"], default=default.precision, help="(%(default)s)")

@@ -10,6 +10,7 @@ from lightning_cxl.machine.machine import Device, Machine
 from lightning_cxl.planning.compare import PolicyPlan, fits_device
 from lightning_cxl.planning.jobs.model_job import ModelJob
 from lightning_cxl.planning.jobs.step import StepTime
+from lightning_cxl.planning.wear import Wear
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,19 @@ class Findings:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory in all: every role, and where the CPU computes, what it works in."""
+        """Host memory in all: every role, and where the CPU computes, what it works in; not what the tier `ssd` has."""
         job = self.planned.job
-        return sum(job.bytes_of().values()) + (job.device_bytes or 0 if self.machine.device.is_host else 0)
+        working = job.device_bytes or 0 if self.machine.device.is_host else 0
+        return sum(job.bytes_of().values()) - job.ssd_bytes + working
+
+    @property
+    def wear(self) -> Wear | None:
+        """What the plan that is shown in full does to the drives of the tier `ssd`; None where it writes nothing."""
+        job, ssd, time = self.planned.job, self.machine.ssd, self.chosen.time
+        if ssd is None or not job.ssd_written_bytes:
+            return None
+        size = ssd.capacity_bytes if ssd.drive_bytes is None else ssd.drive_bytes
+        return Wear(job.ssd_written_bytes, size, None if time is None else time.seconds)
 
 
 def as_data(found: Findings) -> dict[str, Any]:
@@ -66,6 +77,8 @@ def as_data(found: Findings) -> dict[str, Any]:
         "overlap": job.overlap,
         "roles": {role.value: nbytes for role, nbytes in job.bytes_of().items()},
         "host_bytes": found.host_bytes,
+        "host_bytes_left": machine.memory_bytes - found.host_bytes,
+        "ssd": _ssd_data(found),
         "device_bytes": job.device_bytes,
         "device_parts": dict(found.planned.device_parts),
         "policy": found.policy,
@@ -75,6 +88,19 @@ def as_data(found: Findings) -> dict[str, Any]:
         "predicted_dram_only_seconds": found.dram_only.seconds if found.dram_only else None,
         "policies": {name: _policy_data(each, found) for name, each in found.plans.items()},
         "notes": list(found.planned.notes),
+    }
+
+
+def _ssd_data(found: Findings) -> dict[str, Any] | None:
+    job, ssd = found.planned.job, found.machine.ssd
+    if ssd is None:
+        return None
+    return {
+        **asdict(ssd),
+        "used_bytes": job.ssd_bytes * ssd.versions,
+        "num_records": job.num_records,
+        "read_bytes_per_step": job.ssd_written_bytes,  # what is written has been read
+        "wear": None if found.wear is None else found.wear.as_data(),
     }
 
 
@@ -98,6 +124,7 @@ def _policy_data(plan: PolicyPlan, found: Findings) -> dict[str, Any]:
             "tokens_per_s": found.planned.job.num_tokens / plan.time.seconds,
             "of_dram_only": found.dram_only.seconds / plan.time.seconds,
             "hidden_seconds": plan.time.hidden_seconds,
+            "ssd_seconds": plan.ssd_seconds,
             "phases": {
                 name: {"seconds": each.seconds, "bound_by": each.bound_by, "busy_seconds": dict(each.resources)}
                 for name, each in plan.time.phases().items()

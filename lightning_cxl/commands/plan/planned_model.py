@@ -7,7 +7,11 @@ from lightning_cxl.commands.plan.settings import Settings
 from lightning_cxl.inventory.activations import Measured, measure
 from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.machine.machine import Machine
+from lightning_cxl.planning.compare import with_working_memory
+from lightning_cxl.planning.free_memory import FreeMemory
 from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
+from lightning_cxl.planning.settle_state import settle_state
+from lightning_cxl.planning.ssd_room import SsdRoom
 
 
 class PlannedModel:
@@ -23,7 +27,7 @@ class PlannedModel:
         self._measured: dict[Any, Measured] = {}
 
     def job(self, settings: Settings, machine: Machine) -> ModelJob:
-        """Return the job under some settings.
+        """Return the job under some settings, with state on the tier `ssd` where memory cannot hold it.
 
         Raises:
             ConfigError: settings that do not go together.
@@ -41,4 +45,11 @@ class PlannedModel:
         if key not in self._measured:
             compute_loss = loss_on_meta(self._model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(self._model, config, load, compute_loss)
-        return model_job(self.name, list_tensors(self._model, None, config, load, measured=self._measured[key]))
+        inventory = list_tensors(self._model, None, config, load, measured=self._measured[key])
+        planned = model_job(self.name, inventory)
+        if machine.ssd is None:
+            return planned
+        room = with_working_memory(planned.job, machine)
+        free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes)
+        ssd = SsdRoom(machine.ssd.capacity_bytes, machine.ssd.versions, machine.ssd.num_drives)
+        return model_job(self.name, settle_state(inventory, free.usable_bytes, ssd, "spill"))

@@ -6,6 +6,8 @@ from lightning_cxl.commands.plan.findings import Findings
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.planning.compare import PolicyPlan, fits_device
 from lightning_cxl.planning.jobs.step import StepTime
+from lightning_cxl.planning.wear import wear_advice
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.tables import table_lines, wrapped
 from lightning_cxl.units import format_bytes
 
@@ -16,7 +18,7 @@ _NO_SPEEDS = (
 
 def as_text(found: Findings) -> str:
     """Return the findings as text; sentences are wrapped at the terminal's width."""
-    blocks = [_head(found), _roles(found), _device(found), _policies(found), _verdict(found)]
+    blocks = [_head(found), _roles(found), _ssd(found), _device(found), _policies(found), _verdict(found)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -31,9 +33,23 @@ def _head(found: Findings) -> list[str]:
             f"Plan: {found.model}, {job.num_parameters:,} parameters in {job.num_units} units; {chosen.precision}, "
             f"{chosen.state} state, {chosen.master} masters; {chosen.batch} x {chosen.sequence} tokens{steps}{devices}"
         ),
-        *wrapped(f"Machine: {machine.name}: {tiers}{_together(machine)}; {machine.device.name}{flops}"),
+        *wrapped(
+            f"Machine: {machine.name}: {tiers}{_together(machine)}{_drives(machine)}; {machine.device.name}{flops}"
+        ),
         *(wrapped(f"  speeds: {machine.source}") if machine.source else []),
     ]
+
+
+def _drives(machine: Machine) -> str:
+    """Return the tier `ssd`, where there is one."""
+    ssd = machine.ssd
+    if ssd is None:
+        return ""
+    drives = f" on {ssd.num_drives} drives" if ssd.num_drives > 1 else ""
+    text = f"; ssd {format_bytes(ssd.capacity_bytes)}{drives}"
+    if ssd.read_bytes_per_s is None or ssd.write_bytes_per_s is None:
+        return text
+    return f"{text}, {ssd.read_bytes_per_s / 1e9:.2f} GB/s read, {ssd.write_bytes_per_s / 1e9:.2f} GB/s written"
 
 
 def _together(machine: Machine) -> str:
@@ -45,7 +61,7 @@ def _together(machine: Machine) -> str:
 
 def _roles(found: Findings) -> list[str]:
     plan = found.chosen
-    tiers = found.machine.names if plan.bytes_on else ()
+    tiers = _tiers(found) if plan.bytes_on else ()
     roles = found.planned.job.bytes_of()
     rows = []
     for role, nbytes in roles.items():
@@ -63,6 +79,39 @@ def _roles(found: Findings) -> list[str]:
         working = format_bytes(found.planned.job.device_bytes)
         lines.append(f"host memory in all: {format_bytes(found.host_bytes)}, with {working} that the CPU works in")
     return lines
+
+
+def _tiers(found: Findings) -> tuple[str, ...]:
+    """Return the tiers that have a column: those of memory, and `ssd` where anything lies there."""
+    return (*found.machine.names, SSD) if found.planned.job.ssd_bytes else found.machine.names
+
+
+def _ssd(found: Findings) -> list[str]:
+    """Return what memory cannot hold, what the drives do for it, and what is left of memory."""
+    job, machine, wear = found.planned.job, found.machine, found.wear
+    if machine.ssd is None or wear is None:
+        return []
+    left = max(0, machine.memory_bytes - found.host_bytes)
+    twice = " in two versions" if machine.ssd.versions > 1 else ""
+    lines = wrapped(
+        f"tier ssd: optimizer state in {job.num_records} records does not fit in memory, "
+        f"{format_bytes(job.ssd_bytes * machine.ssd.versions)} of {format_bytes(machine.ssd.capacity_bytes)}{twice}; "
+        f"memory left over: {format_bytes(left)} of {format_bytes(machine.memory_bytes)}"
+    )
+    if found.chosen.time is not None:
+        busy = dict.fromkeys(("ssd read", "ssd write"), 0.0)
+        for phase in found.chosen.time.phases().values():
+            busy = {name: seconds + phase.resources.get(name, 0.0) for name, seconds in busy.items()}
+        lines += wrapped(
+            f"  a step reads for {busy['ssd read']:.2f} s and writes for {busy['ssd write']:.2f} s, at the same time; "
+            f"that adds {found.chosen.ssd_seconds or 0.0:.2f} s to the {found.chosen.time.seconds:.2f} s predicted"
+        )
+    elif machine.has_speeds:
+        lines += wrapped(
+            "  the speeds of its drives are not known, so no seconds are predicted: `python -m lightning_cxl calibrate "
+            "--ssd DIR` measures them"
+        )
+    return [*lines, *wrapped(f"  {'WARNING: ' + wear_advice(wear) if wear.wears_out else wear.describe()}")]
 
 
 def _device(found: Findings) -> list[str]:

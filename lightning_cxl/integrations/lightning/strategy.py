@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig, with_option_fields
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
 from lightning_cxl.integrations.lightning.one_process import OneProcessStrategy
@@ -34,6 +35,7 @@ from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report
 from lightning_cxl.run.run import FinishedRun, Run
+from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
 
@@ -144,6 +146,12 @@ class CXLOffloadStrategy(OneProcessStrategy):
     def _start_run(self, optimizers: Sequence[Optimizer], loop: Loop) -> None:
         assert isinstance(self.model, nn.Module)
         inventory = self.host.inventory(self.model, optimizers, loop)
+        if self.config.refers_to_ssd and not isinstance(self.checkpoint_io, CXLCheckpointIO):
+            raise ConfigError(
+                f"checkpoint='reference' of tier 'ssd' needs checkpoints that are on the drive when saving returns, "
+                f"and {type(self.checkpoint_io).__name__} may write them later: leave `checkpoint_io` out, or set "
+                f"checkpoint='copy'"
+            )
         decision = self.host.decide(inventory)
         self._run = Run(self.host, inventory, decision, loop)
         self._active.enter_context(self._run.activate())
@@ -204,8 +212,10 @@ class CXLOffloadStrategy(OneProcessStrategy):
         if run is not None and checkpoint.get("optimizer_states"):
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
             own = ckpt.entry_of(optimizers, run.masters, run.num_received)
-            checkpoint = {**checkpoint, ckpt.KEY: own}
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            with ckpt.refer_to_ssd(checkpoint, own, self._on_ssd, str(filepath)) as written:
+                super().save_checkpoint(written, filepath, storage_options=storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it."""
@@ -226,13 +236,17 @@ class CXLOffloadStrategy(OneProcessStrategy):
             return names.get(parameter) or ("unnamed" if run is None else run.masters.name_of(parameter))
 
         optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
-        ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of)
+        ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of, self._on_ssd)
         if isinstance(run, Run):
             for optimizer in optimizers:
                 run.rehome_state(optimizer)
         if run is not None:
             run.num_received = own.get("num_gradients", 0)
             ckpt.restore_masters(own.get("master_weights"), run.masters, optimizers)
+
+    @property
+    def _on_ssd(self) -> StateOnSsd | None:
+        return None if self._run is None else self._run.on_ssd
 
     def _trained(self) -> Run | FinishedRun | None:
         """Return the run whose optimizers the Trainer has: the present one if it trains, else the last that did."""
@@ -279,7 +293,8 @@ class CXLOffloadStrategy(OneProcessStrategy):
 
         Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}}, ``roles``,
         ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
-        ``policy``, ``reasons`` {role: [text]}, ``notes``.
+        ``ssd`` (what a step moves from and to the tier `ssd`, and the wear of its drives), ``policy``, ``reasons``
+        {role: [text]}, ``notes``.
         """
         report = self._last_report
         if report is None or self._host is not None:

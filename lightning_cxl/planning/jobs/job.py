@@ -1,12 +1,14 @@
 """What one training job keeps in host memory, and what a step moves of it: the input of policies and predictions."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from lightning_cxl.inventory.workload import Overlap
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.ssd_options import SSD
 
+SSD_MOVES = ("ssd_read", "ssd_write")
 Phase = Literal["forward", "backward", "update"]
 """Backward includes the recompute of units; update is the optimizer's step on the host."""
 
@@ -15,8 +17,8 @@ class Move(NamedTuple):
     """Bytes of a memory class that one optimizer step moves."""
 
     phase: Phase
-    kind: Literal["h2d", "d2h", "cpu"]
-    """A copy to the device, a copy from it, or bytes that the CPUs read and write."""
+    kind: Literal["h2d", "d2h", "cpu", "ssd_read", "ssd_write"]
+    """A copy to the device, a copy from it, bytes that the CPUs read and write, or a transfer from or to drives."""
     nbytes: float
 
 
@@ -41,6 +43,8 @@ class Job:
     num_parameters: int = 0
     num_units: int = 1
     """Blocks that come and go one after the other."""
+    num_records: int = 0
+    """Of state on the tier `ssd`, which come and go one after the other."""
     num_tokens: int = 0
     """Of one optimizer step."""
     forward_flops: float = 0.0
@@ -49,6 +53,29 @@ class Job:
     overlap: Overlap = "none"
     device_bytes: int | None = None
     """Peak on the device; None where it is not known."""
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Bytes on the tier `ssd`, one version of them."""
+        return sum(each.nbytes for each in self.classes if each.tier == SSD)
+
+    @property
+    def ssd_written_bytes(self) -> float:
+        """Bytes that a step writes to the tier `ssd`."""
+        return sum(move.nbytes for each in self.classes for move in each.moves if move.kind == "ssd_write")
+
+    def without_ssd_moves(self) -> "Job":
+        """Return the job as if drives took no time."""
+        classes = [
+            replace(each, moves=tuple(move for move in each.moves if move.kind not in SSD_MOVES))
+            for each in self.classes
+        ]
+        return replace(self, classes=tuple(classes))
+
+    def in_memory(self) -> "Job":
+        """Return the job as if memory were large enough: nothing has a tier, and nothing moves from or to drives."""
+        job = self.without_ssd_moves()
+        return replace(job, classes=tuple(replace(each, tier=None) for each in job.classes), num_records=0)
 
     def free_classes(self) -> dict[TensorRole, MemoryClass]:
         """Return the classes that the policy decides about, by role."""

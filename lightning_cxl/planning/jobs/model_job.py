@@ -21,10 +21,9 @@ from lightning_cxl.inventory.gradients import leaving_groups, parameter_bytes
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.jobs.job import Job, MemoryClass
-from lightning_cxl.planning.jobs.moves import Traffic, engine_moves
+from lightning_cxl.planning.jobs.moves import Traffic, engine_moves, ssd_moves
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.params import NUM_SLOTS
-
-_OF_EACH_DEVICE = (TensorRole.ACTIVATIONS, TensorRole.STAGING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,7 @@ def model_job(name: str, inventory: Inventory) -> ModelJob:
         classes=_classes(inventory),
         num_parameters=sum(p.numel() for p in known_parameters(inventory.model)),
         num_units=max(1, len(inventory.units)),
+        num_records=len(inventory.ssd_records),
         num_tokens=workload.batch * workload.sequence * n * workload.num_devices,
         forward_flops=run.forward_flops * n,
         backward_flops=run.backward_flops * n,
@@ -67,7 +67,7 @@ def model_job(name: str, inventory: Inventory) -> ModelJob:
 
 def _classes(inventory: Inventory) -> tuple[MemoryClass, ...]:
     """Return a class per role and tier that is asked for; each has its part of the role's moves."""
-    traffic, num_devices = _traffic(inventory), inventory.workload.num_devices
+    traffic = _traffic(inventory)
     of_class: dict[tuple[TensorRole, str | None], int] = {}
     of_role: dict[TensorRole, int] = {}
     for each in inventory.tensors:
@@ -77,8 +77,8 @@ def _classes(inventory: Inventory) -> tuple[MemoryClass, ...]:
     for (role, tier), nbytes in of_class.items():
         part = nbytes / max(1, of_role[role])
         moves = tuple(m._replace(nbytes=m.nbytes * part) for m in engine_moves(role, of_role[role], traffic))
-        copies = num_devices if role in _OF_EACH_DEVICE else 1
-        classes.append(MemoryClass(role=role, nbytes=nbytes * copies, tier=tier, moves=moves))
+        moves += ssd_moves(nbytes) if tier == SSD else ()
+        classes.append(MemoryClass(role=role, nbytes=nbytes * inventory.copies_of(role), tier=tier, moves=moves))
     return tuple(classes)
 
 

@@ -65,3 +65,8 @@ def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move,
     if role is TensorRole.MASTER_WEIGHTS and traffic.written_back_bytes:
         return (*moved, Move("update", "h2d", float(traffic.written_back_bytes)))
     return moved
+
+
+def ssd_moves(nbytes: int) -> tuple[Move, ...]:
+    """Return what the update moves of state on the tier `ssd`, beside what the CPUs read and write of it in memory."""
+    return Move("update", "ssd_read", float(nbytes)), Move("update", "ssd_write", float(nbytes))

@@ -19,6 +19,15 @@ part, the fill and the drain. The second says that a tier, which may serve all s
 `soft_maximum` is how writes of copies slow down, see `lightning_cxl.planning.jobs.perf`; a cache that takes in a copy's
 writes does not help here, as a step writes many times its size.
 
+State on the tier `ssd` is updated record after record: one is read while another is updated and a third is written,
+reads and writes side by side, each at the speed of all drives together. With R and V the seconds in which all of it is
+read and written, the update takes, as such a pipeline::
+
+    update = (R + U + V) / records + (1 - 1 / records) * max(R, U, V)
+
+where U is what it takes without that. Behind a backward or forward, reads and writes are two more resources of it, and
+the phase takes no less than either. What memory gives and takes for these transfers is left out.
+
 The update is a phase of its own (`Overlap` "none"), or it shares the resources of the backward or of the next forward,
 except for one unit's part: the last unit's gradients are there only when the backward ends, and the first unit's
 weights must be new before the forward starts. On a machine whose device is the host nothing is copied: the CPUs read
@@ -33,12 +42,13 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.workload import Overlap
 from lightning_cxl.machine.machine import Machine, Split, check_split
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.job import Job, Phase
+from lightning_cxl.planning.jobs.job import SSD_MOVES, Job, Phase
 from lightning_cxl.planning.jobs.perf import soft_maximum
+from lightning_cxl.ssd_options import SSD
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
-_UPDATE = 2
 _KINDS = ("h2d", "d2h", "cpu")
+_NEAREST = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,8 @@ class PhaseTime:
     seconds: float
     """What it adds to the step."""
     resources: Mapping[str, float]
-    """Seconds that each resource is busy: ``"compute"``, ``"link h2d"``, ``"link d2h"`` and ``"tier <name>"``."""
+    """Seconds that each resource is busy: ``"compute"``, ``"link h2d"``, ``"link d2h"``, ``"tier <name>"``, and where
+    state is on the tier `ssd`, ``"ssd read"`` and ``"ssd write"``."""
 
     @property
     def bound_by(self) -> str:
@@ -97,7 +108,8 @@ class StepTime:
 def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine) -> StepTime:
     """Return how long one optimizer step takes.
 
-    Capacities are not looked at: that is the policies' work.
+    Capacities are not looked at: that is the policies' work. Drives whose speeds are not known count as if they took no
+    time.
 
     Args:
         job: classes that name a tier lie there.
@@ -115,17 +127,18 @@ def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine)
 
 
 class _Load:
-    """What one phase asks of the machine: bytes of the links, bytes by tier and kind, seconds of compute."""
+    """What one phase asks of the machine: bytes of the links, by tier and kind, of drives, and seconds of compute."""
 
-    __slots__ = ("compute", "link", "tiers")
+    __slots__ = ("compute", "link", "ssd", "tiers")
 
-    def __init__(self, compute: float, link: list[float], tiers: list[list[float]]) -> None:
+    def __init__(self, compute: float, link: list[float], tiers: list[list[float]], ssd: list[float]) -> None:
         self.compute = compute
         self.link = link  # h2d, d2h
         self.tiers = tiers  # each h2d, d2h, cpu
+        self.ssd = ssd  # read, written
 
     def copy(self) -> "_Load":
-        return _Load(self.compute, self.link, [list(each) for each in self.tiers])
+        return _Load(self.compute, self.link, [list(each) for each in self.tiers], self.ssd)
 
     def with_part(self, other: "_Load", part: float) -> "_Load":
         """Return this load with a part of another phase's."""
@@ -136,6 +149,7 @@ class _Load:
                 [own + part * extra for own, extra in zip(mine, theirs, strict=True)]
                 for mine, theirs in zip(self.tiers, other.tiers, strict=True)
             ],
+            [own + part * extra for own, extra in zip(self.ssd, other.ssd, strict=True)],
         )
 
 
@@ -149,6 +163,7 @@ class StepModel:
         self._machine = machine
         self._overlap = job.overlap
         self._units = max(1, job.num_units)
+        self._alone = 1.0 if job.overlap == "none" else 1 / self._units  # part of the update that nothing hides
         self._device = machine.device
         self._index = {name: machine.names.index(machine.tier(name).backed_by or name) for name in machine.names}
         self._speeds = [
@@ -157,12 +172,20 @@ class StepModel:
         ]
         flops = (job.forward_flops, job.backward_flops, 0.0)
         self._fixed = [
-            _Load(each / self._device.flops, [0.0, 0.0], [[0.0, 0.0, 0.0] for _ in machine.tiers]) for each in flops
+            _Load(each / self._device.flops, [0.0, 0.0], [[0.0, 0.0, 0.0] for _ in machine.tiers], [0.0, 0.0])
+            for each in flops
         ]
+        self._records = max(1, job.num_records)
+        self._ssd_speeds = (0.0, 0.0)  # seconds per byte; as if it took no time where they are not known
+        if machine.ssd is not None and machine.ssd.read_bytes_per_s and machine.ssd.write_bytes_per_s:
+            self._ssd_speeds = (1 / machine.ssd.read_bytes_per_s, 1 / machine.ssd.write_bytes_per_s)
         self._free: dict[TensorRole, list[tuple[int, int, float]]] = {}
         for each in job.in_one_order():
             moves = []
             for move in each.moves:
+                if move.kind in SSD_MOVES:
+                    self._fixed[_PHASES.index(move.phase)].ssd[SSD_MOVES.index(move.kind)] += move.nbytes
+                    continue
                 phase, kind = _PHASES.index(move.phase), _KINDS.index(move.kind)
                 if self._device.is_host:
                     kind = 2
@@ -174,35 +197,31 @@ class StepModel:
             if each.tier is None:
                 if moves:
                     self._free.setdefault(each.role, []).extend(moves)
-            else:
-                self._add(self._fixed, moves, {machine.tier(each.tier).name: 1.0})
+            else:  # what is on drives is updated in memory, in slots
+                tier = machine.tiers[_NEAREST] if each.tier == SSD else machine.tier(each.tier)
+                self._add(self._fixed, moves, {tier.name: 1.0})
 
     def seconds(self, splits: Mapping[TensorRole, Split]) -> float:
         """Return the seconds of the whole step; see `predict_step`."""
-        work, after = self._work(splits)
-        seconds = sum(map(self._seconds, work))
-        return seconds if after is None else seconds + self._seconds(after) / self._units
+        work, update = self._work(splits)
+        return sum(map(self._seconds, work)) + self._alone * self._update_seconds(update)
 
     def explain(self, splits: Mapping[TensorRole, Split]) -> StepTime:
         """Return the whole step, phase by phase; see `predict_step`."""
-        work, after = self._work(splits)
-        times = [PhaseTime(self._seconds(load), self._resources(load)) for load in work]
-        serial = sum(each.seconds for each in times)
-        if after is not None:
-            serial = sum(map(self._seconds, self._loads(splits)))
-            part = {name: busy / self._units for name, busy in self._resources(after).items()}
-            times.append(PhaseTime(self._seconds(after) / self._units, part))
-        forward, backward, update = times
-        return StepTime(forward, backward, update, self._overlap, serial)
+        work, update = self._work(splits)
+        forward, backward = (PhaseTime(self._seconds(load), self._resources(load)) for load in work)
+        part = {name: busy * self._alone for name, busy in self._resources(update).items()}
+        after = PhaseTime(self._alone * self._update_seconds(update), part)
+        *others, update = self._loads(splits)
+        serial = sum(map(self._seconds, others)) + self._update_seconds(update)
+        return StepTime(forward, backward, after, self._overlap, serial)
 
-    def _work(self, splits: Mapping[TensorRole, Split]) -> tuple[list[_Load], _Load | None]:
-        """Return the phases' loads as they overlap, and the update of which one unit's part is left over."""
-        loads = self._loads(splits)
-        if self._overlap == "none":
-            return loads, None
-        update = loads.pop(_UPDATE)
-        host = _PHASES.index(self._overlap)
-        loads[host] = loads[host].with_part(update, 1 - 1 / self._units)
+    def _work(self, splits: Mapping[TensorRole, Split]) -> tuple[list[_Load], _Load]:
+        """Return the loads of forward and backward as they overlap with the update, and the update."""
+        *loads, update = self._loads(splits)
+        if self._overlap != "none":
+            host = _PHASES.index(self._overlap)
+            loads[host] = loads[host].with_part(update, 1 - self._alone)
         return loads, update
 
     def _loads(self, splits: Mapping[TensorRole, Split]) -> list[_Load]:
@@ -223,7 +242,18 @@ class StepModel:
                 loads[phase].tiers[index][kind] += share * nbytes
 
     def _seconds(self, load: _Load) -> float:
-        """Return what a phase takes; the formula is the module's."""
+        """Return what forward or backward takes; the formulas are the module's."""
+        return max(self._seconds_in_memory(load), *self._ssd_seconds(load))
+
+    def _update_seconds(self, load: _Load) -> float:
+        """Return what the update takes where nothing hides it."""
+        stages = (self._seconds_in_memory(load), *self._ssd_seconds(load))
+        return sum(stages) / self._records + (1 - 1 / self._records) * max(stages)
+
+    def _ssd_seconds(self, load: _Load) -> tuple[float, float]:
+        return load.ssd[0] * self._ssd_speeds[0], load.ssd[1] * self._ssd_speeds[1]
+
+    def _seconds_in_memory(self, load: _Load) -> float:
         h2d, d2h = self._link_seconds(load)
         fetch, stored, busiest = h2d, 0.0, 0.0
         for (read, written, cpu), (per_read, per_write, per_byte) in zip(load.tiers, self._speeds, strict=True):
@@ -258,4 +288,6 @@ class StepModel:
                 per_read, per_write, per_byte = speeds
                 copies = max(read * per_read, written * per_write, (read + written) * per_byte)
                 busy[f"tier {tier.name}"] = cpu * per_byte + copies
+        if any(load.ssd):
+            busy["ssd read"], busy["ssd write"] = self._ssd_seconds(load)
         return busy

@@ -2,9 +2,9 @@
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.machine import Machine, MachineTier, Split
-from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.jobs.job import Job
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.units import format_bytes
 
 
@@ -13,7 +13,7 @@ class Room:
 
     Args:
         job: what decorators and rules fix is taken first.
-        machine: SSDs are left out: tensors cannot live there.
+        machine: what is fixed on its tier `ssd` takes nothing of memory.
 
     Raises:
         TierFullError: what is fixed does not fit.
@@ -21,13 +21,12 @@ class Room:
 
     def __init__(self, job: Job, machine: Machine) -> None:
         self._machine = machine
-        self.tiers: tuple[MachineTier, ...] = tuple(t for t in machine.tiers if t.kind is not TierKind.SSD)
+        self.tiers: tuple[MachineTier, ...] = machine.tiers
         self._left = {tier.name: tier.capacity_bytes for tier in self.tiers}
-        capacity = sum(self._left.values())
-        self.together = capacity if machine.host_bytes is None else min(capacity, machine.host_bytes)
+        self.together = machine.memory_bytes
         """Bytes that all tiers together still have."""
         for each in job.in_one_order():
-            if each.tier is not None:
+            if each.tier not in (None, SSD):
                 self.take(each.role, each.nbytes, {each.tier: 1.0})
 
     def left(self, tier: str) -> int:

@@ -200,6 +200,113 @@ def test_this_machine_is_planned_for_with_what_is_free_on_it(model, tmp_path, ca
     assert asked == {"device": "cpu", "dram": 3 << 30, "cxl": 11 << 30}
 
 
+SSD = "ssd: {{capacity_bytes: {size}, read_bytes_per_s: 1 GB/s, write_bytes_per_s: 0.5 GB/s, drive_bytes: 1TB}}\n"
+
+
+@pytest.fixture
+def small(model, tmp_path, capsys):
+    """Runs the command where memory is one tier, too small for the job, with what a file says about the tier ssd."""
+
+    def run(*arguments, dram, ssd=None):
+        ssd = SSD.format(size="1GiB") if ssd is None else ssd
+        machine, data = tmp_path / "machine.yaml", tmp_path / "plan.json"
+        text = MACHINE.format(dram=dram, cxl="1GiB", gpu="1GiB", is_host="false")
+        card = text.index("  - {name: cxl0")
+        machine.write_text(text[:card] + text[text.index("device:") :] + ssd)
+        status = main(["--model", model, "--tiers", str(machine), "--seq", "512", "--json", str(data), *arguments])
+        return status, capsys.readouterr().out, json.loads(data.read_text())
+
+    return run
+
+
+def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
+    everything = small(dram="1GiB")[2]
+    assert everything["ssd"]["used_bytes"] == everything["ssd"]["num_records"] == 0
+    assert everything["ssd"]["wear"] is None
+    dram = everything["host_bytes"] * 9 // 10
+    status, text, data = small(dram=f"{dram}B")
+    assert status == 0 and data["fits"]
+    on_ssd = {role: tiers["ssd"] for role, tiers in data["policies"]["bandwidth"]["bytes"].items() if "ssd" in tiers}
+    assert set(on_ssd) == {"momentum", "variance", "master_weights"}
+    assert sum(on_ssd.values()) == data["ssd"]["used_bytes"] == data["ssd"]["wear"]["written_bytes_per_step"] > 0
+    in_memory = sum(tiers["dram0"] for tiers in data["policies"]["bandwidth"]["bytes"].values())
+    assert in_memory == data["host_bytes"] <= dram
+    assert data["host_bytes_left"] == dram - data["host_bytes"]
+    predicted = data["policies"]["bandwidth"]["predicted"]
+    assert predicted["seconds"] >= data["ssd"]["used_bytes"] / 0.5e9
+    dram_only = data["predicted_dram_only_seconds"]
+    assert predicted["ssd_seconds"] == pytest.approx(predicted["seconds"] - dram_only, rel=0.01)
+    assert data["ssd"]["wear"]["wears_out_within_a_year"]
+    said = " ".join(text.split())
+    assert "memory left over" in said and "WARNING: this would wear out a consumer drive within a year" in said
+    assert max(map(len, text.splitlines())) <= 118
+    # every policy plans the same job
+    assert all(each["fits"] for each in data["policies"].values())
+
+
+def test_two_versions_take_twice_the_bytes_and_wear_the_same(small):
+    dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
+    once = small(dram=dram)[2]["ssd"]
+    status, text, data = small(dram=dram, ssd=SSD.format(size="1GiB").replace("}", ", versions: 2}"))
+    assert status == 0 and "in two versions" in text
+    assert data["ssd"]["used_bytes"] == 2 * once["used_bytes"]
+    assert data["ssd"]["wear"]["written_bytes_per_step"] == once["wear"]["written_bytes_per_step"]
+
+
+def test_a_tier_ssd_that_is_too_small_takes_what_it_can(small):
+    dram = f"{small(dram='1GiB')[2]['host_bytes'] // 2}B"
+    status, _, data = small(dram=dram, ssd=SSD.format(size="40MiB"))
+    assert status == 2
+    assert 0 < data["ssd"]["used_bytes"] <= 40 << 20
+
+
+def test_bytes_are_planned_where_the_speed_of_drives_is_not_known(small):
+    dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
+    status, text, data = small(dram=dram, ssd="ssd: {capacity_bytes: 1GiB}\n")
+    assert status == 0 and data["fits"]
+    assert data["policies"]["bandwidth"]["predicted"] is None
+    assert "the speeds of its drives are not known" in text and "calibrate --ssd" in " ".join(text.split())
+    assert "TB per 1,000 steps" in " ".join(text.split()) and data["ssd"]["wear"]["drive_writes_per_day"] is None
+
+
+def test_what_would_make_it_fit_names_the_tier_ssd(small):
+    dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
+    status, _, data = small(dram=dram, ssd="")
+    assert status == 2 and data["ssd"] is None
+    assert any("(--ssd DIR)" in change for change in data["what_fits"])
+
+
+def test_a_picture_shows_what_lies_on_the_tier_ssd(small, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    labels = []
+    own = Axes.set_xticks
+    monkeypatch.setattr(
+        Axes, "set_xticks", lambda self, ticks, names=(), **k: labels.extend(names) or own(self, ticks, names, **k)
+    )
+    dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
+    small("--plot", str(tmp_path / "plan.png"), dram=dram)
+    assert [name for name in labels if name.startswith("ssd\n")] == [f"ssd\n{policy}" for policy in POLICIES]
+
+
+def test_a_folder_of_this_machine(unknown_speeds, tmp_path):
+    needed = unknown_speeds(topology=Topology.fake())[2]["host_bytes"]
+    few = Topology.fake((f"{needed * 9 // 10}B",), ())
+    ssd = ("--ssd", str(tmp_path / "drive"), "--ssd-budget", "1GiB")
+    status, text, data = unknown_speeds(*ssd, topology=few)
+    assert status == 0 and data["ssd"]["capacity_bytes"] == 1 << 30 and data["ssd"]["used_bytes"] > 0
+    assert "TB per 1,000 steps" in " ".join(text.split())
+    data = unknown_speeds(*ssd, "--ssd-checkpoint", "reference", topology=few)[2]
+    assert data["ssd"]["versions"] == 2
+    with pytest.raises(ConfigError, match="--ssd-budget needs --ssd"):
+        unknown_speeds("--ssd-budget", "1GiB", topology=few)
+
+
+def test_a_folder_of_this_machine_is_none_of_another(plan, tmp_path):
+    with pytest.raises(ConfigError, match="--ssd is a folder of this machine"):
+        plan("--ssd", str(tmp_path))
+
+
 @pytest.fixture
 def unknown_speeds(model, tmp_path, capsys, monkeypatch):
     """Runs the command on a machine whose speeds nobody knows; returns status, text and the JSON it wrote."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
+from lightning_cxl.machine.machine import Cache, Device, Machine, MachineSsd, MachineTier
 from lightning_cxl.machine.machine_file import load_machine, save_machine
 from lightning_cxl.machine.topology import TierKind
 
@@ -87,6 +87,9 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         source="measured, 1 run",
         host_bytes=11,
         has_speeds=False,
+        ssd=MachineSsd(
+            capacity_bytes=13, read_bytes_per_s=1 / 7, write_bytes_per_s=None, drive_bytes=17, num_drives=2, versions=2
+        ),
     )
     save_machine(machine, tmp_path / "machine.yaml")
     assert load_machine(tmp_path / "machine.yaml") == machine
@@ -114,6 +117,12 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("device:", "cache: {size: 5}\ndevice:", "the file: cache has the unknown key 'size'; its keys are: nbytes"),
         ("kind: dram", "kind: dram\n    backed_by: cxl", "the file: there is no tier 'cxl'; machine `small` has"),
         ("name: small", "name: small\nwrite_contention: 0.5", "write_contention must be at least 1, got 0.5"),
+        ("kind: dram", "kind: ssd", "has the tier 'ssd' among `tiers`, which are memory: describe it under `ssd`"),
+        ("name: dram0", "name: ssd", "has the tier 'ssd' among `tiers`"),
+        ("device:", "ssd: {read_bytes_per_s: 1}\ndevice:", "the file: ssd lacks capacity_bytes; its keys are"),
+        ("device:", "ssd: {capacity_bytes: 1, num_drives: 0}\ndevice:", "ssd: num_drives must be at least 1"),
+        ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions 1 or 2, got 1 and 3"),
+        ("device:", "ssd: {capacity_bytes: 1, drive_bytes: 0}\ndevice:", "drive_bytes must be positive, or left out"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(old, new, message, tmp_path):
@@ -142,3 +151,12 @@ def test_what_is_no_machine_is_refused(text, message, tmp_path):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read the machine file .*nowhere.yaml: No such file"):
         load_machine(tmp_path / "nowhere.yaml")
+
+
+def test_the_tier_ssd_is_read_as_people_write_it(tmp_path):
+    text = SMALL + "ssd: {capacity_bytes: 1TiB, read_bytes_per_s: 7 GB/s, write_bytes_per_s: 6.0e+9}\n"
+    found = load_machine(written(tmp_path, text))
+    assert found.ssd == MachineSsd(capacity_bytes=1 << 40, read_bytes_per_s=7e9, write_bytes_per_s=6e9)
+    assert found.ssd.has_speeds
+    assert found.names == ("dram0",)
+    assert not MachineSsd(capacity_bytes=1, read_bytes_per_s=7e9).has_speeds

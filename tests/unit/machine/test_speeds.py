@@ -7,10 +7,11 @@ import torch
 
 from lightning_cxl.commands.env import advice, environment_report, format_environment
 from lightning_cxl.errors import ConfigError, TierNotFoundError
-from lightning_cxl.machine.calibration import save_calibration
+from lightning_cxl.machine.calibration import SsdSpeeds, save_calibration
 from lightning_cxl.machine.machine_file import save_machine
 from lightning_cxl.machine.speeds import adam_mix, machine_of, machine_without_speeds, tier_speeds, with_new_tiers
 from lightning_cxl.machine.topology import TierKind, Topology
+from lightning_cxl.ssd_options import SsdOptions
 from tests.unit.machine.test_calibration import CALIBRATION
 
 NODE = "sys/devices/system/node"
@@ -245,3 +246,73 @@ def test_a_machine_without_speeds_says_so_and_knows_everything_else(machine):
     assert topology.tier("cxl").emulated
     emulated = machine_without_speeds(topology)
     assert [tier.backed_by for tier in emulated.tiers] == [None, "dram"]
+
+
+def measured(folder, read, write):
+    return SsdSpeeds(folder=str(folder), read_bytes_per_s=read, write_bytes_per_s=write, direct=True)
+
+
+def on_drives(machine, monkeypatch, paths, *ssds, **options):
+    """Return the machine with the tier ssd in some folders, each folder's parent a drive of its own."""
+    monkeypatch.setattr("lightning_cxl.machine.ssd_speeds.drive_of", lambda folder: str(folder).split("/drive")[1][0])
+    topology = Topology.detect(machine("2node")).with_ssd(SsdOptions(tuple(paths), 1 << 40, **options))
+    save_calibration(replace(CALIBRATION, ssds=ssds), topology, [])
+    return topology
+
+
+@pytest.fixture
+def folders(tmp_path):
+    found = [tmp_path / "drive1" / "a", tmp_path / "drive1" / "b", tmp_path / "drive2" / "c"]
+    for folder in found:
+        folder.mkdir(parents=True)
+    return found
+
+
+def test_the_tier_ssd_has_what_was_measured_in_its_folder(machine, monkeypatch, folders):
+    a, b, _ = folders
+    topology = on_drives(machine, monkeypatch, [a], measured(b, 1e9, 1e9), measured(a, 7e9, 6e9))
+    found = machine_of(topology)
+    assert (found.ssd.capacity_bytes, found.ssd.read_bytes_per_s, found.ssd.write_bytes_per_s) == (1 << 40, 7e9, 6e9)
+    assert (found.ssd.num_drives, found.ssd.versions) == (1, 1)
+    assert found.ssd.drive_bytes == topology.ssd.drive_bytes > 0
+    assert "; ssd: calibration of 2026-01-31 with 2 threads; " in found.source
+    assert found.names == ("dram", "cxl")
+    assert machine_without_speeds(topology).ssd == found.ssd
+
+
+def test_a_folder_that_was_not_measured_is_as_fast_as_its_drive(machine, monkeypatch, folders):
+    a, b, _ = folders
+    topology = on_drives(machine, monkeypatch, [a / "later"], measured(b, 7e9, 6e9), checkpoint="reference")
+    assert machine_of(topology).ssd.read_bytes_per_s == 7e9
+    assert machine_of(topology).ssd.versions == 2
+
+
+def test_the_slowest_drive_decides(machine, monkeypatch, folders):
+    a, _, c = folders
+    topology = on_drives(machine, monkeypatch, [a, c], measured(a, 7e9, 6e9), measured(c, 3e9, 8e9))
+    found = machine_of(topology).ssd
+    assert (found.read_bytes_per_s, found.write_bytes_per_s, found.num_drives) == (2 * 3e9, 2 * 6e9, 2)
+
+
+def test_folders_on_one_drive_are_no_faster_than_it(machine, monkeypatch, folders):
+    a, b, _ = folders
+    assert machine_of(on_drives(machine, monkeypatch, [a, b], measured(a, 7e9, 6e9))).ssd.read_bytes_per_s == 7e9
+
+
+def test_speeds_are_not_known_as_long_as_one_drive_was_not_measured(machine, monkeypatch, folders):
+    a, _, c = folders
+    found = machine_of(on_drives(machine, monkeypatch, [a, c], measured(a, 7e9, 6e9)))
+    assert not found.ssd.has_speeds
+    assert "; ssd: unknown; " in found.source
+
+
+def test_a_file_wins_for_the_tier_ssd_too(machine, monkeypatch, folders, tmp_path):
+    topology = on_drives(machine, monkeypatch, folders[:1], measured(folders[0], 7e9, 6e9))
+    file = tmp_path / "mine.yaml"
+    file.write_text("ssd: {read_bytes_per_s: 9 GB/s, capacity_bytes: 1GiB, num_drives: 5, versions: 2}\n")
+    found = machine_of(topology, file=file)
+    assert (found.ssd.read_bytes_per_s, found.ssd.write_bytes_per_s, found.ssd.capacity_bytes) == (9e9, 6e9, 1 << 30)
+    assert (found.ssd.num_drives, found.ssd.versions) == (1, 1)  # the machine knows that itself
+    assert "; ssd: file and calibration" in found.source
+    without = replace(topology, ssd=None)
+    assert machine_of(without, file=file).ssd is None

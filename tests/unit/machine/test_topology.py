@@ -3,6 +3,7 @@ import dataclasses
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from lightning_cxl.memory import scope
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.placement.policy import RoleHomePolicy
+from lightning_cxl.ssd_options import SsdOptions
 
 GIB = 1 << 30
 NODE = "sys/devices/system/node"
@@ -241,3 +243,32 @@ def test_what_is_asked_for_changes_neither_hash_nor_equality():
 def test_what_a_user_made_of_tiers_has_no_other():
     with pytest.raises(TierNotFoundError, match=r"no tier 'cxl'.*'dram'"):
         Topology(Topology.fake().tiers[:1]).tier("cxl")
+
+
+ON_DISK = SsdOptions((Path("/nvme/run"),), 1 << 40)
+
+
+def test_the_tier_ssd_is_no_tier_of_memory():
+    plain = Topology.fake(("1GiB",), ("2GiB",))
+    topology = plain.with_ssd(ON_DISK)
+    assert topology.names == ("dram", "cxl")
+    assert topology.tier("ssd") is topology.ssd
+    assert topology.select(kind=TierKind.SSD) == (topology.ssd,)
+    assert topology.ssd.capacity_bytes == 1 << 40
+    assert topology.ssd.node_ids == ()
+    assert topology.host_limit_bytes() == plain.host_limit_bytes() == 3 << 30
+    assert topology.describe().splitlines()[-1] == "ssd: 1.0 TiB in /nvme/run"
+    assert topology != plain
+    assert plain.ssd is None
+
+
+def test_a_missing_tier_ssd_says_how_to_have_it():
+    with pytest.raises(TierNotFoundError, match=r'this machine has: .dram., .cxl.\. Name a folder.*"path": "/nvme'):
+        Topology.fake().tier("ssd")
+
+
+def test_dram_stands_in_for_cxl_beside_the_tier_ssd():
+    topology = Topology.fake(("1GiB",), ()).with_ssd(ON_DISK)
+    with pytest.warns(MissingTierWarning):
+        assert topology.tier("cxl").emulated
+    assert topology.names == ("dram", "cxl")

@@ -5,17 +5,26 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError, TierNotFoundError
+from lightning_cxl.errors import (
+    ConfigError,
+    LightningCXLError,
+    SpillWarning,
+    TierFullError,
+    TierNotFoundError,
+    UnsupportedError,
+)
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.ssd_options import SsdOptions
 
 MIB = 2**20
 CXL_FIRST = Placement(("cxl", "dram"))
@@ -394,3 +403,13 @@ def test_a_split_a_budget_page_locked_memory_and_our_own_keep_bytes_from_being_i
     assert memory.count_in_place(ours.data_ptr() + 400, 400, DRAM, role) is None
     memory.close()
     assert memory.count_in_place(address, 4000, DRAM, role) is None
+
+
+def test_no_memory_is_had_from_the_tier_ssd(topology):
+    with_ssd = topology.with_ssd(SsdOptions((Path("/nvme/run"),), MIB))
+    memory = HostMemory(with_ssd, budgets={"dram": MIB})
+    assert set(memory.free_bytes()) == set(memory.stats()["tiers"]) == set(topology.names)
+    for tiers in (("ssd",), ("ssd", "dram"), ("dram", "ssd")):
+        with pytest.raises(UnsupportedError, match="momentum on tier 'ssd': it is made of files"):
+            memory.tensor((8,), torch.float32, Placement(tiers), ROLE)
+    memory.close()

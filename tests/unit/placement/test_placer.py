@@ -1,13 +1,15 @@
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
-from lightning_cxl.errors import MissingTierWarning, TierNotFoundError
+from lightning_cxl.errors import MissingTierWarning, TierNotFoundError, UnsupportedError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.decorators import TierSpec
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.placement.policy import PlacementRequest, RoleHomePolicy
+from lightning_cxl.ssd_options import SsdOptions
 
 TOPOLOGY = Topology.fake(dram=("4GiB",), cxl=("8GiB",))
 
@@ -90,3 +92,34 @@ def test_a_policy_that_reads_what_a_missing_tier_has_free_gets_that_tier():
 def test_a_policy_that_names_an_unknown_tier_is_found_out():
     with pytest.raises(TierNotFoundError, match=r"'moon'.*'dram', 'cxl'"):
         make_placer(RecordingPolicy(Placement(("cxl", "moon")))).place(TensorRole.MOMENTUM, 1)
+
+
+WITH_SSD = TOPOLOGY.with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
+STATE = (TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS)
+
+
+@pytest.mark.parametrize("role", STATE)
+def test_state_that_asks_for_the_tier_ssd_gets_nothing_else_whatever_the_policy_says(role):
+    policy = RecordingPolicy(Placement(("dram",)))
+    placement = Placer(WITH_SSD, policy, dict).place(role, 1 << 50, tier="ssd", source="rule 'net.*'")
+    assert placement == Placement(("ssd",), reason="rule 'net.*'")
+    assert policy.asked == []
+
+
+@pytest.mark.parametrize("role", [role for role in TensorRole if role not in STATE])
+def test_what_cannot_lie_on_the_tier_ssd_is_refused(role):
+    placer = Placer(WITH_SSD, RoleHomePolicy(WITH_SSD), dict)
+    with pytest.raises(UnsupportedError, match=f"tier.all=ssd. asks for {role.value} on tier 'ssd'.*Only optimizer"):
+        placer.place(role, 1, tier="ssd", source="tier(all=ssd)")
+
+
+@pytest.mark.parametrize("role", list(TensorRole))
+def test_nothing_goes_to_the_tier_ssd_by_itself(role):
+    full = {"dram": 0, "cxl": 0}
+    assert "ssd" not in Placer(WITH_SSD, RoleHomePolicy(WITH_SSD), lambda: full).place(role, 1 << 50).tiers
+
+
+def test_a_policy_that_names_the_tier_ssd_is_refused():
+    placer = Placer(WITH_SSD, RecordingPolicy(Placement(("dram", "ssd"))), dict)
+    with pytest.raises(UnsupportedError, match=r"RecordingPolicy places momentum.*in memory \(dram, cxl\)"):
+        placer.place(TensorRole.MOMENTUM, 1)

@@ -1,11 +1,14 @@
+from pathlib import Path
+
 import pytest
 from torch import nn
 
-from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.errors import ConfigError, TierNotFoundError, UnsupportedError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.decorators import tier
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import resolve
+from lightning_cxl.ssd_options import SsdOptions
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",))
 WEIGHTS, ACTIVATIONS, MOMENTUM = TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS, TensorRole.MOMENTUM
@@ -133,3 +136,36 @@ def test_decorators_with_an_unknown_tier():
 def test_closest_names_are_offered_whole():
     with pytest.raises(ConfigError, match="Closest: 'lm_head'"):
         resolved(Model(), {"lm_haed": "cxl"})
+
+
+WITH_SSD = TOPOLOGY.with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
+
+
+def test_rules_and_decorators_put_state_on_the_tier_ssd():
+    model = Model()
+    tier(optimizer_state="ssd")(model.embed)
+    tiers = resolved(model, {"layers.*": {"optimizer_state": "ssd"}}, WITH_SSD)
+    assert asked(tiers, "embed") == (None, None, "ssd", None)
+    assert asked(tiers, "layers.1.mlp.0") == ("cxl", None, "ssd", "cxl")
+
+
+@pytest.mark.parametrize("field", ["weights", "gradients", "activations"])
+def test_what_cannot_lie_on_the_tier_ssd_yet_is_refused(field):
+    with pytest.raises(UnsupportedError, match=rf"tier_rules: 'embed' asks for {field} on tier 'ssd'.*optimizer_state"):
+        resolved(Model(), {"embed": {field: "ssd"}}, WITH_SSD)
+    marked = Model()
+    tier(**{field: "ssd"})(marked.embed)
+    with pytest.raises(UnsupportedError, match=rf"tier\(...\) on 'embed' asks for {field} on tier 'ssd'"):
+        resolved(marked, {}, WITH_SSD)
+
+
+def test_a_rule_for_everything_on_the_tier_ssd_says_what_to_write():
+    with pytest.raises(
+        UnsupportedError, match=r'asks for weights on tier .* Ask for it alone: {"optimizer_state": "ssd"}'
+    ):
+        resolved(Model(), {"layers.*": "ssd"}, WITH_SSD)
+
+
+def test_a_rule_for_a_tier_ssd_that_is_not_there_says_how_to_have_it():
+    with pytest.raises(TierNotFoundError, match=r"tier_rules: 'embed' asks for optimizer_state.*Name a folder for it"):
+        resolved(Model(), {"embed": {"optimizer_state": "ssd"}})

@@ -67,6 +67,7 @@ REPORT = {
     "num_trainable": 10,
     "units": [],
     "streamed": {},
+    "ssd": {},
     "optimizers": [],
     "notes": [],
 }

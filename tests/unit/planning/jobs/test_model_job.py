@@ -143,7 +143,7 @@ def test_without_streaming_everything_is_on_the_device_and_copied_masters_are_on
 
 
 def test_decorated_modules_are_classes_of_their_own_and_no_byte_is_lost():
-    def tier_of(owner, role):
+    def tier_of(owner, role, *, in_state=False):
         on_card = owner == "model.layers.0" if isinstance(owner, str) else owner.dim() == 1
         return "cxl0" if on_card else None
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
-from lightning_cxl.machine.machine import Device, Machine, MachineTier
+from lightning_cxl.machine.machine import Device, Machine, MachineSsd, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
@@ -318,3 +318,73 @@ def test_the_order_of_classes_changes_not_even_the_last_bit():
     fixed = [replace(job, classes=tuple(replace(each, tier="dram0") for each in job.classes)) for job in forms]
     for jobs in (forms, fixed):
         assert len({StepModel(job, MACHINE).seconds(splits) for job in jobs}) == 1
+
+
+def on_ssd(read, write, **machine):
+    return replace(MACHINE, ssd=MachineSsd(capacity_bytes=0, read_bytes_per_s=read, write_bytes_per_s=write), **machine)
+
+
+def job_on_ssd(*classes, records=5, **values):
+    """Return a job that has momentum on the tier ssd: 400 bytes for the CPUs, 200 from and to the drives."""
+    moves = (Move("update", "cpu", 400), Move("update", "ssd_read", 200), Move("update", "ssd_write", 200))
+    job = job_of(*classes, **values)
+    momentum = MemoryClass(role=R.MOMENTUM, nbytes=200, tier="ssd", moves=moves)
+    return replace(job, classes=(*job.classes, momentum), num_records=records)
+
+
+def test_records_are_read_updated_and_written_in_a_pipeline():
+    time = predict_step(job_on_ssd(), {}, on_ssd(20, 10))
+    # 10 s of reads, 4 s of updates in the nearest memory, 20 s of writes, over 5 records
+    assert time.update.seconds == pytest.approx((10 + 4 + 20) / 5 + 4 / 5 * 20)
+    assert time.update.bound_by == "ssd write"
+    assert time.update.resources == pytest.approx(
+        {
+            "compute": 0,
+            "link h2d": 0,
+            "link d2h": 0,
+            "tier dram0": 4,
+            "tier cxl0": 0,
+            "ssd read": 10,
+            "ssd write": 20,
+        }
+    )
+    one = predict_step(job_on_ssd(records=1), {}, on_ssd(20, 10))
+    assert one.update.seconds == pytest.approx(10 + 4 + 20)
+
+
+def test_the_cpus_may_be_slower_than_the_drives():
+    time = predict_step(job_on_ssd(), {}, on_ssd(2000, 1000))
+    assert time.update.seconds == pytest.approx((0.1 + 4 + 0.2) / 5 + 4 / 5 * 4)
+    assert time.update.bound_by == "tier dram0"
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_reads_and_writes_hide_behind_what_the_device_does(overlap):
+    job = job_on_ssd(forward=40, backward=40, overlap=overlap, units=4)
+    time = predict_step(job, {}, on_ssd(20, 10))
+    assert time.forward.seconds == time.backward.seconds == pytest.approx(40)  # 3/4 of 20 s are less
+    assert time.update.seconds == pytest.approx(((10 + 4 + 20) / 5 + 4 / 5 * 20) / 4)
+    assert time.serial_seconds == pytest.approx(40 + 40 + (10 + 4 + 20) / 5 + 4 / 5 * 20)
+    slow = predict_step(job, {}, on_ssd(20, 2))  # 100 s of writes
+    phase = getattr(slow, overlap)
+    assert phase.seconds == pytest.approx(75)
+    assert phase.bound_by == "ssd write"
+
+
+def test_drives_of_unknown_speed_take_no_time():
+    known = predict_step(job_on_ssd().without_ssd_moves(), {}, MACHINE)
+    assert predict_step(job_on_ssd(), {}, MACHINE).seconds == known.seconds == pytest.approx(4)
+    assert StepModel(job_on_ssd(), MACHINE).seconds({}) == known.seconds
+
+
+@given(read=st.floats(1, 1e4), write=st.floats(1, 1e4), overlap=st.sampled_from(["none", "backward", "forward"]))
+def test_a_step_takes_no_less_than_reads_or_writes_and_no_more_than_all_in_turn(read, write, overlap):
+    job = job_on_ssd(WEIGHTS, GRADS, forward=20, backward=60, overlap=overlap)
+    splits = {R.COMPUTE_WEIGHTS: DRAM, R.COMPUTE_GRADS: DRAM}
+    machine = on_ssd(read, write)
+    seconds = predict_step(job, splits, machine).seconds
+    assert seconds == StepModel(job, machine).seconds(splits)
+    without = predict_step(job.without_ssd_moves(), splits, machine)
+    limit = 1 + 1e-9
+    assert max(200 / read, 200 / write, without.seconds) <= seconds * limit
+    assert seconds <= (without.serial_seconds + 200 / read + 200 / write) * limit

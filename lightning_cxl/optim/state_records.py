@@ -1,0 +1,109 @@
+"""`StateRecord`: optimizer state that lies on SSD and is read and written as one; its tensors lie in a window."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.storage.record import Record
+from lightning_cxl.storage.store import Store
+
+At = Callable[[torch.Tensor], torch.Tensor]
+"""Returns where the bytes of a tensor of state are now, in one dimension."""
+
+_ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
+
+
+def taken_nbytes(nbytes: int) -> int:
+    """Return the bytes that a tensor of `nbytes` takes of a record."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Visit(NamedTuple):
+    """Where a record's bytes are while it is updated."""
+
+    window: Buffer
+    slot: Buffer
+
+    @property
+    def distance(self) -> int:
+        """What is added to an address in the window."""
+        return self.slot.address - self.window.address
+
+    def moves(self, address: int) -> bool:
+        """Return whether an address is in the window."""
+        return 0 <= address - self.window.address < self.window.nbytes
+
+    def at_slot(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a dense tensor as they are in the slot, in one dimension; others are returned flat."""
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        if not self.moves(tensor.data_ptr()):
+            return flat
+        part = self.slot.slice(tensor.data_ptr() - self.window.address, tensor.nbytes)
+        return part.tensor((tensor.numel(),), tensor.dtype)
+
+
+class StateRecord:
+    """Cuts the tensors of optimizer state from one record's window, and knows whether someone wrote to them.
+
+    Args:
+        store: has the record.
+        name: of the record.
+        nbytes: of all tensors, each counted by `taken_nbytes`.
+
+    Raises:
+        TierFullError: the store's budget is used up.
+        StorageError: the drive has no room for it, or fails.
+    """
+
+    def __init__(self, store: Store, name: str, nbytes: int) -> None:
+        self.record: Record = store.reserve(name, nbytes)
+        self.window: Buffer = store.window(self.record)
+        self.blanks: list[Callable[[At], None]] = []
+        """Make state zero that shall start so, at the next visit."""
+        self._used_bytes = 0
+        self._tensors: list[torch.Tensor] = []
+        self._versions = 0
+
+    def take(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return a 1-D tensor of the window."""
+        nbytes = numel * dtype.itemsize
+        tensor = self.window.slice(self._used_bytes, nbytes).tensor((numel,), dtype)
+        self._used_bytes += taken_nbytes(nbytes)
+        self._tensors.append(tensor)
+        return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in this window."""
+        return 0 <= tensor.data_ptr() - self.window.address < self.window.nbytes
+
+    @torch.no_grad()
+    def fill(self, slot: Buffer) -> Visit:
+        """Bring what is newer than the drive, or was never there, into a slot that has what is on the drive.
+
+        State that nobody has asked for yet stays as undefined as new memory is.
+        """
+        if self.is_dirty:
+            _bytes_of(slot)[: self.window.nbytes].copy_(_bytes_of(self.window))
+        visit = Visit(self.window, slot)
+        for blank in self.blanks:
+            blank(visit.at_slot)
+        return visit
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether someone wrote to a tensor since `clean`, in a way that counts up its version."""
+        return self._versions != self._count()
+
+    def clean(self) -> None:
+        """Note that the record has what the tensors show, or has newer bytes than they do."""
+        self._versions = self._count()
+        self.blanks.clear()
+
+    def _count(self) -> int:
+        return sum(tensor._version for tensor in self._tensors)
+
+
+def _bytes_of(buffer: Buffer) -> torch.Tensor:
+    return buffer.tensor((buffer.nbytes,), torch.uint8)

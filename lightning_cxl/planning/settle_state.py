@@ -1,0 +1,142 @@
+"""`settle_state`: which optimizer state lies on the tier `ssd`, settled in the inventory before any policy decides.
+
+What decorators and rules ask for is there already. Where memory cannot hold the rest, more state goes there: that of as
+many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the units whose
+state is in memory; then that of parameters outside of units, the largest first, but those that are larger than the
+largest unit last of all, because each of the slots in memory must hold the largest. State that someone asks another
+tier for stays. All who read the inventory afterwards see the same: policies, the check whether a run fits, `plan`, and
+the run.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from lightning_cxl.config import OnTierFull
+from lightning_cxl.errors import SpillWarning
+from lightning_cxl.inventory.inventory import Inventory
+from lightning_cxl.inventory.records import PlannedRecord, group_state, slot_bytes, with_slots
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.ssd_options import SSD
+from lightning_cxl.units import format_bytes
+
+NO_ROOM = "does not fit in memory"
+"""Who asks for the tier `ssd` for what no decorator or rule puts there."""
+
+
+class _Movable(NamedTuple):
+    units: Sequence[PlannedRecord]  # in the order of the model
+    others: Sequence[PlannedRecord]  # the largest first
+
+
+def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_full: OnTierFull) -> Inventory:
+    """Return the inventory with state on the tier `ssd` as it will be in the run.
+
+    Args:
+        inventory: with what decorators and rules ask for.
+        memory_bytes: that all tiers of memory can hold together.
+        ssd: the tier.
+        on_tier_full: where more is asked for than the tier holds, the last records stay in memory, with a warning; or
+            that is refused.
+
+    Raises:
+        TierFullError: more is asked for than the tier holds, and ``on_tier_full="error"``.
+    """
+    if on_tier_full == "error":
+        ssd.check(inventory.ssd_records)
+    else:
+        inventory = _as_ssd_can_hold(inventory, ssd)
+    chosen = _without_room(inventory, memory_bytes, ssd)
+    return _placed(inventory, chosen, SSD, NO_ROOM) if chosen else inventory
+
+
+def memory_bytes_of(inventory: Inventory) -> int:
+    """Return the bytes of memory that an inventory takes, what lies on the tier `ssd` left out."""
+    return sum(each.nbytes * inventory.copies_of(each.role) for each in inventory.tensors if each.tier != SSD)
+
+
+def evenly_spread(count: int, of: int) -> list[int]:
+    """Return `count` different numbers from 0 to ``of - 1`` at distances that differ by at most one, in order."""
+    return [(2 * index + 1) * of // (2 * count) for index in range(count)]
+
+
+def _as_ssd_can_hold(inventory: Inventory, ssd: SsdRoom) -> Inventory:
+    left, refused = ssd.capacity_bytes, []
+    for record in inventory.ssd_records:
+        if ssd.bytes_of(record) > left:
+            refused.append(record)
+        else:
+            left -= ssd.bytes_of(record)
+    if not refused:
+        return inventory
+    warnings.warn(
+        f"optimizer state of {len(refused)} of {len(inventory.ssd_records)} records stays in memory "
+        f"({format_bytes(sum(record.nbytes for record in refused))}): tier `ssd` has "
+        f"{format_bytes(ssd.capacity_bytes)}. Raise its budget, or set on_tier_full='error' to refuse instead.",
+        SpillWarning,
+        stacklevel=2,
+    )
+    return _placed(inventory, refused, None, "tier ssd is full")
+
+
+def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequence[PlannedRecord]:
+    """Return the records that go to the tier `ssd` so that the others fit; where none do, those that leave least."""
+    needed = memory_bytes_of(inventory)
+    if needed <= memory_bytes:
+        return []
+    there, movable = inventory.ssd_records, _movable(inventory)
+    all_records = [*movable.units, *movable.others]
+    on_drives = {record.name: ssd.bytes_of(record) for record in all_records}
+    state = {record.name: sum(each.nbytes for each in record.tensors) for record in all_records}
+    slots = {record.name: slot_bytes([record]) * inventory.copies_of(TensorRole.STAGING) for record in all_records}
+    slots_now = slot_bytes(there) * inventory.copies_of(TensorRole.STAGING)
+    without_slots = needed - slots_now
+    room = ssd.capacity_bytes - sum(map(ssd.bytes_of, there))
+    best: Sequence[PlannedRecord] = []
+    for chosen in _choices(movable):
+        names = [record.name for record in chosen]
+        if sum(on_drives[name] for name in names) > room:
+            continue
+        largest = max(slots_now, *(slots[name] for name in names))
+        left = without_slots - sum(state[name] for name in names) + largest
+        if left < needed:
+            best, needed = chosen, left
+        if left <= memory_bytes:
+            break
+    return best
+
+
+def _movable(inventory: Inventory) -> _Movable:
+    """Return the state that nobody asks a tier for and of whose record nothing lies on the tier `ssd` yet."""
+    taken = {record.name for record in inventory.ssd_records}
+    parameters = {*inventory.asked.names.values()}
+    order = {name: index for index, name in enumerate(dict.fromkeys(inventory.record_of.values()))}
+    free = group_state(inventory.tensors, inventory.record_of, lambda each: each.tier is None)
+    found = [record for record in free if record.name in order and record.name not in taken]
+    units = [record for record in found if record.name not in parameters]
+    others = [record for record in found if record.name in parameters]
+    return _Movable(sorted(units, key=lambda r: order[r.name]), sorted(others, key=lambda r: -r.nbytes))
+
+
+def _choices(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
+    """Yield what could go to the tier `ssd`, more and more of it; what makes the slots larger comes last."""
+    units, others = movable
+    for count in range(1, len(units) + 1):
+        yield [units[index] for index in evenly_spread(count, len(units))]
+    largest = max((record.nbytes for record in units), default=0)
+    in_turn = [r for r in others if r.nbytes <= largest] + [r for r in others if r.nbytes > largest]
+    for count in range(1, len(others) + 1):
+        yield [*units, *in_turn[:count]]
+
+
+def _placed(inventory: Inventory, records: Sequence[PlannedRecord], tier: str | None, source: str) -> Inventory:
+    """Return the inventory with all state of some records on a tier, and slots for what is on `ssd` now."""
+    moved = {id(each.parameter) for record in records for each in record.tensors}
+    inventory.asked.place_state((p for p in inventory.model.parameters() if id(p) in moved), tier, source)
+    tensors = (
+        each._replace(tier=tier) if each.in_state and id(each.parameter) in moved else each
+        for each in inventory.tensors
+    )
+    return replace(inventory, tensors=with_slots(tensors, inventory.record_of))

@@ -1,0 +1,50 @@
+"""`SsdRoom`: how much the tier `ssd` may hold, and whether records fit."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_cxl.errors import TierFullError
+from lightning_cxl.inventory.records import RECORD_ALIGNMENT, PlannedRecord, round_up
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.ssd_options import SsdOptions
+from lightning_cxl.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SsdRoom:
+    """The tier `ssd`, as plans fill it."""
+
+    capacity_bytes: int
+    """On all drives together."""
+    versions: int = 1
+    """How often each record is on the drives."""
+    num_drives: int = 1
+    """Over which each record is cut."""
+
+    @classmethod
+    def of(cls, topology: Topology, options: SsdOptions) -> "SsdRoom":
+        """Return the room of a topology that has the tier."""
+        assert topology.ssd is not None
+        return cls(topology.ssd.capacity_bytes, options.versions, len(options.paths))
+
+    def bytes_of(self, record: PlannedRecord) -> int:
+        """Return what a record takes on the drives, all versions together."""
+        return self.versions * round_up(record.nbytes, RECORD_ALIGNMENT * self.num_drives)
+
+    def check(self, records: Iterable[PlannedRecord]) -> None:
+        """Refuse records that the tier cannot hold; see `check_bytes`."""
+        self.check_bytes(sum(map(self.bytes_of, records)))
+
+    def check_bytes(self, needed: int) -> None:
+        """Refuse bytes, of all versions together, that the tier cannot hold.
+
+        Raises:
+            TierFullError: says how much is needed, and how much there is.
+        """
+        if needed > self.capacity_bytes:
+            twice = ', twice because of checkpoint="reference"' if self.versions > 1 else ""
+            raise TierFullError(
+                f"cannot place optimizer state on tier `ssd`: it needs {format_bytes(needed)}{twice}, and the tier has "
+                f"{format_bytes(self.capacity_bytes)}. Raise its budget in `tiers`, free space on its drives, or keep "
+                f'less state there: state="bf16" or "8bit"'
+            )

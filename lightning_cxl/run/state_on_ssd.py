@@ -1,0 +1,171 @@
+"""`StateOnSsd`: the optimizer state of a run that lies on SSD: its store, its slots, and the record of each tensor."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.inventory.records import PlannedRecord, slot_bytes
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
+from lightning_cxl.optim.state_slots import StateSlots
+from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.run.saved_generation import saved_generation
+from lightning_cxl.run.ssd_use import Pace, SsdUse
+from lightning_cxl.ssd_options import SsdOptions
+from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.window import files_shown_at
+
+log = logging.getLogger(__name__)
+
+_MOST_TENSORS = 5  # of one parameter: two moments, in 8 bit with scales beside them, and the remainder
+_MOST_BYTES = 10  # of an element: two moments in float32, and the remainder
+
+
+class StateOnSsd:
+    """Gives tensors of records, all state of one parameter in one record.
+
+    Args:
+        options: the user's.
+        budget_bytes: of the drives together.
+        planned: all of these records are made now, so that a full drive shows before training.
+        allocate: gives the memory that records visit, page-aligned.
+
+    Raises:
+        ConfigError: the folders cannot be used, or hold the state of another model.
+        TierFullError, StorageError: there is no room.
+    """
+
+    def __init__(
+        self,
+        options: SsdOptions,
+        budget_bytes: int,
+        planned: Sequence[PlannedRecord],
+        allocate: Callable[[int], Buffer],
+    ) -> None:
+        self.folders = [str(path) for path in options.paths]
+        self.refers = options.checkpoint == "reference"
+        """Whether checkpoints refer to this state instead of copying it."""
+        self.owns_generations = False
+        """Whether the generations in the folders are this run's: it has committed, or was resumed from one."""
+        self._to_settle: int | None = None  # the generation that stays, where letting go of the others has failed
+        self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
+        self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
+        self._num_added = 0
+        self._pace = Pace()
+        with ExitStack() as cleanup:
+            self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
+            cleanup.callback(self.store.close)
+            self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)), self.make_room)
+            cleanup.callback(self.visits.close)
+            self.store.check_found({each.name: each.nbytes for each in planned})
+            for each in planned:
+                record = self.visits.reserve(each.name, each.nbytes)
+                self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
+            self._cleanup = cleanup.pop_all()
+
+    def flat(
+        self, parameter: torch.Tensor, name: str, role: TensorRole, dtype: torch.dtype, numel: int
+    ) -> torch.Tensor:
+        """Return a 1-D tensor for state of a parameter of the model, contents undefined.
+
+        What was not planned gets a record of its own: a parameter that came later, or whose state is made again.
+
+        Args:
+            parameter: of the model.
+            name: of the parameter.
+            role: of the tensor.
+            dtype: of the tensor.
+            numel: elements of the tensor.
+        """
+        given = self._given.setdefault(id(parameter), set())
+        if id(parameter) not in self._record_of or (role, dtype) in given:
+            self._num_added += 1
+            most = parameter.numel() * _MOST_BYTES + _MOST_TENSORS * taken_nbytes(1)
+            self._record_of[id(parameter)] = self.visits.reserve(f"{name}, added as number {self._num_added}", most)
+            given.clear()
+        given.add((role, dtype))
+        return self._record_of[id(parameter)].take(dtype, numel)
+
+    def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse optimizers whose state this run would overwrite while it copies that state.
+
+        It lies in the same files since an earlier run, and no generation protects what that run wrote last.
+
+        Raises:
+            UnsupportedError: there is such state.
+        """
+        own = {file for record in self._record_of.values() for file in files_shown_at(record.window.address)}
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and own.intersection(files_shown_at(value.data_ptr())):
+                        raise UnsupportedError(
+                            f"the optimizer has state of an earlier run in `{self.folders[0]}`, which this run would "
+                            f"overwrite: make a new optimizer and resume from that run's checkpoint, use another "
+                            f"folder, or set checkpoint='copy'"
+                        )
+
+    def restore(self, generation: int) -> None:
+        """Make the state what it was in a generation of the store, and let go of the others.
+
+        Raises:
+            CheckpointError: there is no such generation, or it has not all records.
+        """
+        self.visits.forget()
+        self.store.restore(generation)
+        self.settle(generation)
+        self.visits.take_records_as_they_are()
+        self.owns_generations = True
+
+    def settle(self, generation: int) -> None:
+        """Let go of all generations of the store but one. What fails is done before the next write or commit.
+
+        Raises:
+            StorageError: the manifest could not be replaced; all generations stay until then.
+        """
+        self._to_settle = generation
+        self.store.settle(generation)
+        self._to_settle = None
+
+    def make_room(self) -> None:
+        """Let go of one of two generations before a write or a commit: together they leave no version to write.
+
+        It was decided which one stays and could not be done then, or this run was not resumed from either. A run that
+        was killed while it saved leaves two. The newer one stays if its checkpoint file refers to it: the
+        file that is there may be an older one of the same name.
+        """
+        if self._to_settle is not None:
+            self.settle(self._to_settle)
+        kept = self.store.generations()
+        if len(kept) > 1 and not self.owns_generations:
+            older, newer = kept
+            is_saved = saved_generation(newer.details["checkpoint"], self.folders) == newer.number
+            stays = newer if is_saved else older
+            log.warning(
+                f"`{self.folders[0]}` held the state of two checkpoints, from which this run was not resumed. That of "
+                f"`{stays.details['checkpoint']}` stays until this run saves a checkpoint, the other one is given up"
+            )
+            self.settle(stays.number)
+
+    def report_row(self) -> SsdUse:
+        """Return what a report says about the tier."""
+        reserved = self.store.stats()["reserved_bytes"]
+        return SsdUse(used_bytes=reserved, peak_bytes=reserved, held_bytes=reserved, **self._pace.of_steps())
+
+    def note_pace(self) -> None:
+        """Measure what steps move, from one call to the next."""
+        counts = {**self.store.stats(), "num_visits": self.visits.num_visits}
+        self._pace.note(counts, len(set(self._record_of.values())))
+
+    def stats(self) -> dict[str, int]:
+        """Return the counts of the store, and how many reads were not started ahead."""
+        return {**self.store.stats(), "num_late": self.visits.num_late}
+
+    def close(self) -> None:
+        """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""
+        self._cleanup.close()

@@ -1,0 +1,231 @@
+"""A folder that one store has for itself: its lock, and small files that are replaced as a whole."""
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import weakref
+from pathlib import Path
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.storage.drive import storage_error
+from lightning_cxl.storage.system import System
+
+MANIFEST = "lightning_cxl-manifest.json"
+PART = "lightning_cxl-part.json"
+"""Lies in the other folders of a store that keeps a generation, and says where its manifest is."""
+_LOCK = "lightning_cxl.lock"
+_NEW = ".new"
+_DATA = re.compile(r"lightning_cxl-(?P<store>[0-9a-f]{16})-\d+\.data")
+_PID_DIGITS = 20
+
+_held: "weakref.WeakSet[Folder]" = weakref.WeakSet()
+
+
+class Folder:
+    """A folder, made where it does not exist, and locked against other stores until `close`.
+
+    Args:
+        path: of the folder; what it lies in must exist.
+        system: makes the system calls.
+
+    Raises:
+        ConfigError: another store uses the folder; the message names its process.
+        StorageError: the folder cannot be made or used.
+    """
+
+    def __init__(self, path: Path, system: System) -> None:
+        self.path = path
+        self._system = system
+        try:
+            with contextlib.suppress(FileExistsError):
+                system.make_folder(path)
+                self._sync(path.parent)
+            self._lock_fd = system.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise storage_error("use folder", path, error) from None
+        try:
+            self._take_lock()
+        except BaseException:
+            self.close()
+            raise
+        _held.add(self)
+
+    def _take_lock(self) -> None:
+        line = bytearray(_PID_DIGITS)
+        try:
+            self._system.lock(self._lock_fd)
+            line[:] = str(os.getpid()).rjust(_PID_DIGITS).encode()
+            self._system.pwritev(self._lock_fd, [memoryview(line)], 0)
+        except BlockingIOError:
+            with contextlib.suppress(OSError):
+                self._system.preadv(self._lock_fd, [memoryview(line)], 0)
+            holder = line.decode(errors="replace").strip("\0 ") or "unknown"
+            raise ConfigError(
+                f"`{self.path}` is in use by process {holder}: two runs cannot share a folder. Choose another one, or "
+                f"wait for that process to end"
+            ) from None
+        except OSError as error:
+            raise storage_error("lock", self.path / _LOCK, error) from None
+
+    def data_path(self, store_id: str, drive: int) -> Path:
+        """Return the path of a store's data file."""
+        return self.path / f"lightning_cxl-{store_id}-{drive}.data"
+
+    def remove_orphans(self, keep: str | None) -> None:
+        """Remove what runs that have ended left here: our data files but those of store `keep`, unfinished files.
+
+        Raises:
+            StorageError: it cannot be removed.
+        """
+        try:
+            for name in self._system.names(self.path):
+                data = _DATA.fullmatch(name)
+                if name in (MANIFEST + _NEW, PART + _NEW) or (data is not None and data["store"] != keep):
+                    self._system.unlink(self.path / name)
+        except OSError as error:
+            raise storage_error("clean", self.path, error) from None
+
+    def read(self, name: str) -> bytes | None:
+        """Return the contents of a small file; None where there is none.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        path = self.path / name
+        try:
+            fd = self._system.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise storage_error("open", path, error) from None
+        try:
+            try:
+                contents = bytearray(self._system.size(fd))
+                position = 0
+                while position < len(contents):
+                    count = self._system.preadv(fd, [memoryview(contents)[position:]], position)
+                    if count <= 0:
+                        break
+                    position += count
+                return bytes(contents[:position])
+            finally:
+                self._system.close(fd)
+        except OSError as error:
+            raise storage_error("read", path, error) from None
+
+    def write_new(self, name: str, contents: bytes) -> None:
+        """Write a file that `publish` gives the name; until then the file of that name stays as it is.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        path = self.path / (name + _NEW)
+        try:
+            fd = self._system.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            try:
+                position, view = 0, memoryview(contents)
+                while position < len(contents):
+                    count = self._system.pwritev(fd, [view[position:]], position)
+                    if count <= 0:
+                        raise OSError(errno.EIO, "no byte was written")
+                    position += count
+                self._system.sync(fd)
+            finally:
+                self._system.close(fd)
+        except OSError as error:
+            raise storage_error("write", path, error) from None
+
+    def publish(self, name: str) -> None:
+        """Give what `write_new` wrote its name, and wait until that lies on the disk.
+
+        Raises:
+            StorageError: it is not known which of both files lies on the disk.
+        """
+        path = self.path / name
+        try:
+            self._system.rename(self.path / (name + _NEW), path)
+        except OSError as error:
+            raise storage_error("replace", path, error) from None
+        self.sync()
+
+    def sync(self) -> None:
+        """Wait until the names in the folder lie on the disk.
+
+        Raises:
+            StorageError: they may not.
+        """
+        try:
+            self._sync(self.path)
+        except OSError as error:
+            raise storage_error("sync folder", self.path, error) from None
+
+    def _sync(self, path: Path) -> None:
+        fd = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._system.sync(fd)
+        finally:
+            self._system.close(fd)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if it is there.
+
+        Raises:
+            StorageError: it cannot be removed.
+        """
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self._system.unlink(path)
+        except OSError as error:
+            raise storage_error("remove", path, error) from None
+
+    def close(self) -> None:
+        """Let go of the lock. Idempotent.
+
+        Raises:
+            StorageError: the kernel reports an error; the descriptor is gone all the same.
+        """
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd < 0:
+            return
+        try:
+            try:
+                self._system.unlock(fd)
+            finally:
+                self._system.close(fd)
+        except OSError as error:
+            raise storage_error("unlock", self.path / _LOCK, error) from None
+
+    def close_in_child(self) -> None:
+        """Let go of the descriptor that a fork has copied; the parent keeps the lock."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def is_block_device(path: Path, system: System) -> bool:
+    """Return whether `path` is a block device.
+
+    Raises:
+        ConfigError: there is something that is neither a folder nor a block device.
+        StorageError: the path cannot be looked at.
+    """
+    try:
+        mode = system.mode(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise storage_error("look at", path, error) from None
+    if not stat.S_ISDIR(mode) and not stat.S_ISBLK(mode):
+        raise ConfigError(f"`{path}` is neither a folder nor a block device")
+    return stat.S_ISBLK(mode)
+
+
+def _close_in_child() -> None:
+    # a lock ends when the last copy of its descriptor is closed: a child must not keep it when its parent is killed
+    for folder in list(_held):
+        folder.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

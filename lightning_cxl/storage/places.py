@@ -1,0 +1,186 @@
+"""The places of one store: its locked folders, the drives in them, and their files."""
+
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
+from lightning_cxl.storage.drive import Drive
+from lightning_cxl.storage.folder import MANIFEST, PART, Folder, is_block_device
+from lightning_cxl.storage.manifest import Manifest, decode
+from lightning_cxl.storage.system import System
+
+log = logging.getLogger(__name__)
+
+WHAT_TO_DO = "Use another folder, or delete this one if nobody needs it (fill a device's first 256 KiB with zeros)."
+
+
+class Places:
+    """Locks folders, cleans them, and opens one drive for each path.
+
+    Args:
+        paths: a folder for each drive; others than the first may be block devices.
+        keeps: whether a generation that lies there is kept.
+        system: makes the system calls.
+
+    Raises:
+        ConfigError, StorageError, CheckpointError: as of `Store`.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, keeps: bool, system: System) -> None:
+        self._system = system
+        self.paths = tuple(str(path) for path in paths)
+        self.files_stay = False
+        self.drives: list[Drive] = []
+        self._files: dict[int, tuple[Folder, Path]] = {}  # by the number of their drive
+        with contextlib.ExitStack() as stack:
+            folders = self._lock(stack, paths)
+            self.home = next(folder for folder in folders if folder is not None)
+            self.found = self._read_manifest(keeps)
+            self.files_stay = self.found is not None
+            self.store_id = self.found.store_id if self.found else secrets.token_hex(8)
+            stack.push(self._leave)
+            for index, (path, folder) in enumerate(zip(paths, folders, strict=True)):
+                self._open_drive(stack, index, path, folder)
+            self._opened = stack.pop_all()
+
+    def _lock(self, stack: contextlib.ExitStack, paths: Sequence[Path]) -> list[Folder | None]:
+        if not paths:
+            raise ConfigError("storage needs at least one path: a folder on a drive")
+        if len({Path(path).resolve() for path in paths}) < len(paths):
+            raise ConfigError(f"each path is used once, got {', '.join(f'`{path}`' for path in paths)}")
+        folders: list[Folder | None] = []
+        for index, path in enumerate(paths):
+            if is_block_device(path, self._system):
+                if index == 0:
+                    raise ConfigError(
+                        f"`{path}` is a block device, which holds data only: the first path must be a folder, for the "
+                        f"lock and the manifest"
+                    )
+                folders.append(None)
+            else:
+                folder = Folder(path, self._system)
+                stack.callback(folder.close)
+                folders.append(folder)
+        return folders
+
+    def _read_manifest(self, keeps: bool) -> Manifest | None:
+        contents = self.home.read(MANIFEST)
+        if contents is None:
+            return None
+        found = decode(contents, self.home.path / MANIFEST)
+        if not keeps:
+            raise ConfigError(f"`{self.home.path}` holds {found.said()}, and this run keeps none. {WHAT_TO_DO}")
+        if len(found.drives) != len(self.paths):
+            raise ConfigError(
+                f"`{self.home.path}` holds {found.said()} on {len(found.drives)} drives ({', '.join(found.drives)}), "
+                f"and this run has {len(self.paths)}. {WHAT_TO_DO}"
+            )
+        return found
+
+    def _check_other(self, folder: Folder) -> None:
+        """Refuse a folder with data of another store that keeps a generation.
+
+        Raises:
+            ConfigError: it has.
+        """
+        if folder.read(MANIFEST) is not None:
+            raise ConfigError(f"`{folder.path}` holds a generation of its own, of another run. {WHAT_TO_DO}")
+        contents = folder.read(PART)
+        if contents is not None:
+            self._check_not_needed(folder.path, contents)
+
+    def _check_not_needed(self, path: Path, part: bytes) -> None:
+        """Refuse a path that `part` says belongs to another store, if that store has a generation.
+
+        Raises:
+            ConfigError: it has, or nobody knows.
+        """
+        try:
+            fields = json.loads(part)
+            home = Path(fields["home"]) / MANIFEST
+            needed = decode(home.read_bytes(), home).store_id == fields["store"]
+        except FileNotFoundError:  # without the folder nobody knows: its disk may not be mounted
+            needed = not home.parent.is_dir()
+        except (ValueError, KeyError, TypeError, OSError, CheckpointError) as error:
+            raise ConfigError(
+                f"`{path}` holds a part of another run, and it cannot be checked whether that is needed: {error}. "
+                f"{WHAT_TO_DO}"
+            ) from None
+        if needed:
+            raise ConfigError(
+                f"`{path}` holds a part of a generation whose manifest lies in `{home.parent}`. {WHAT_TO_DO}"
+            )
+
+    def _open_drive(self, stack: contextlib.ExitStack, index: int, path: Path, folder: Folder | None) -> None:
+        new = self.found is None
+        if folder is None:
+            drive = Drive(path, self._system, device=True)
+        else:
+            if new:
+                self._check_other(folder)
+            path = folder.data_path(self.store_id, index)
+            self._files[index] = (folder, path)
+            drive = Drive(path, self._system, make=new)
+        stack.callback(drive.close)
+        drive.prepare()
+        self.drives.append(drive)
+        if folder is None:
+            self._check_device(drive, index)
+        else:
+            folder.remove_orphans(self.store_id)
+            folder.sync()
+
+    def _check_device(self, drive: Drive, index: int) -> None:
+        label = drive.label()
+        if self.found is None:
+            if label is not None:
+                self._check_not_needed(drive.path, label)
+            return
+        part = json.loads(label or b"{}")
+        if (part.get("store"), part.get("drive")) != (self.store_id, index):
+            raise CheckpointError(
+                f"`{drive.path}` is not the device that the generation in `{self.home.path}` was written to"
+            )
+
+    def _part(self, drive: int) -> bytes:
+        return json.dumps({"store": self.store_id, "drive": drive, "home": str(self.home.path.resolve())}).encode()
+
+    def keep_files(self) -> None:
+        """Say that files stay at `close`, and note in other folders and on devices whose they are.
+
+        Raises:
+            StorageError: that cannot be noted.
+        """
+        if self.files_stay:
+            return
+        for index, drive in enumerate(self.drives):
+            if index not in self._files:
+                drive.set_label(self._part(index))
+            elif index > 0:
+                folder = self._files[index][0]
+                folder.write_new(PART, self._part(index))
+                folder.publish(PART)
+        self.files_stay = True
+
+    def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            self._remove_files()
+        except StorageError as another:
+            if error is None:
+                raise
+            # users need the first error; the next store here removes the files
+            log.warning(f"the error that ended the storage was not the only one: {another}")
+
+    def _remove_files(self) -> None:
+        if not self.files_stay:
+            for folder, path in self._files.values():
+                folder.remove(path)
+                folder.remove(folder.path / PART)
+
+    def close(self) -> None:
+        """Close all files, remove those that do not stay, and let go of the locks. Idempotent."""
+        self._opened.close()

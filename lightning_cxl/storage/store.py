@@ -1,0 +1,345 @@
+"""`Store`: records on drives, with windows, checksums, and generations that survive a crash."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.storage.cipher import Seal, Sealer
+from lightning_cxl.storage.drive import BLOCK_BYTES, HEAD_BYTES
+from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, Piece, StorageTransfer
+from lightning_cxl.storage.generations import Generations
+from lightning_cxl.storage.manifest import Entry, Generation
+from lightning_cxl.storage.places import Places
+from lightning_cxl.storage.record import Record, part_nbytes
+from lightning_cxl.storage.system import System
+from lightning_cxl.storage.window import Window
+from lightning_cxl.units import format_bytes
+
+
+class Store:
+    """Records on one or several drives. Thread-safe.
+
+    Args:
+        paths: a folder for each drive; others than the first may be block devices, which are used whole.
+        budget_bytes: most bytes that records take, all drives and versions together.
+        keeps: whether records have two versions, so that generations can be committed. See [Note: Generations].
+        system: makes the system calls.
+        chunk_bytes: of one read or write; a folder that holds a generation keeps its own.
+        key: what lies on the drives is encrypted with this key, 32 or 64 random bytes. See [Note: Encryption at rest].
+
+    Raises:
+        ConfigError: the paths cannot be used together, another run uses them, or they hold a generation and `keeps` is
+            False.
+        StorageError: a drive cannot be used.
+        CheckpointError: the manifest that lies there is damaged.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        budget_bytes: int,
+        keeps: bool = False,
+        system: System | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        key: bytes | None = None,
+    ) -> None:
+        if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
+            raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
+        self._sealer = None if key is None else Sealer(key)
+        self._budget_bytes = budget_bytes
+        self._keeps = keeps
+        self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
+        self._lock = threading.Lock()  # of fields of records; held shortly
+        self._records: dict[str, Record] = {}
+        self._unsynced: set[Record] = set()
+        self._reserved_bytes = 0
+        self._restored: Generation | None = None
+        self._closed = False
+        with contextlib.ExitStack() as stack:
+            self._places = Places(paths, keeps=keeps, system=system or System())
+            stack.callback(self._places.close)
+            found = self._places.found
+            self._drives = self._places.drives
+            chunk_bytes = found.chunk_bytes if found else chunk_bytes
+            self._generations = Generations(self._places, chunk_bytes, self._sealer.check() if self._sealer else "")
+            self._end = HEAD_BYTES
+            for nbytes, versions in self._generations.found_records.values():
+                self._end = max(self._end, max(versions) + part_nbytes(nbytes, len(self._drives)))
+            self._engine = Engine(self._drives, chunk_bytes)
+            stack.callback(self._engine.close)
+            self._opened = stack.pop_all()
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def reserve(self, name: str, nbytes: int) -> Record:
+        """Take space for all versions of a record.
+
+        Args:
+            name: unique in this store.
+            nbytes: at least 1.
+
+        Raises:
+            TierFullError: the budget has not that much left.
+            StorageError: a drive has not that much left.
+            ConfigError: the name is taken, or an earlier run left a record of this name and another size.
+        """
+        with self._changes:
+            self._check_open()
+            if name in self._records:
+                raise ConfigError(f"there is a record `{name}` already: names of records are unique")
+            if nbytes < 1:
+                raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
+            num_versions = 2 if self._keeps else 1
+            part = part_nbytes(nbytes, len(self._drives))
+            total = part * len(self._drives) * num_versions
+            self._check_budget(name, total)
+            found = self._generations.found_versions(name, nbytes)
+            versions = found or tuple(self._end + index * part for index in range(num_versions))
+            end = max(versions) + part
+            for drive in self._drives:
+                drive.grow(end)
+            self._end = max(self._end, end)
+            self._reserved_bytes += total
+            record = self._records[name] = Record(name, nbytes, len(self._drives), versions)
+            if self._restored is not None and name in self._restored.records:
+                record.becomes(self._restored.records[name])
+            return record
+
+    def check_found(self, records: Mapping[str, int]) -> None:
+        """Refuse a folder with a generation that lacks records of these names and bytes: it is of another run.
+
+        Raises:
+            ConfigError: it has such a generation.
+        """
+        self._generations.check_found(records)
+
+    def _check_budget(self, name: str, nbytes: int) -> None:
+        left = self._budget_bytes - self._reserved_bytes
+        if nbytes > left:
+            raise TierFullError(
+                f"cannot place {format_bytes(nbytes)} for `{name}` in `{self._places.home.path}`: {format_bytes(left)} "
+                f"of {format_bytes(self._budget_bytes)} free. Raise the budget, or place less there."
+            )
+
+    def window(self, record: Record) -> Buffer:
+        """Return the address range that shows what was written last; zeros where nothing was.
+
+        With a key it shows zeros until `look`, and from then on what was written until the next `write`.
+
+        It takes no memory but the page cache. What a user writes there is gone after the next `write` and never
+        reaches a drive. It stays valid after `close`. A drive that fails while someone looks ends the process (SIGBUS).
+        """
+        with self._lock:
+            if record.window is None:
+                self._check_open()
+                window = Window(self._drives, record.part_nbytes)
+                record.window = window
+                try:
+                    record.show()
+                except BaseException:
+                    record.window = None
+                    raise
+            return record.window.buffer
+
+    def look(self, record: Record) -> Buffer:
+        """Return the window of a record, which shows its bytes also where they are encrypted.
+
+        It then takes memory, until the next `write` is done.
+
+        Raises:
+            StorageError: as of `read`, where the record was written.
+        """
+        window = self.window(record)
+        if self._sealer is not None and record.target is not None:
+            self.read(record, window).wait_host()
+        return window
+
+    def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
+        """Start reading what was written last, also where that write is still on its way.
+
+        Args:
+            record: of this store.
+            memory: page-aligned, at least `record.padded_nbytes`; nobody may use it before the transfer is done.
+            after: transfers that use the memory until then; begins when they are done, with or without an error.
+
+        Raises:
+            StorageError: nothing was written. At `wait_host`: a drive failed, or the bytes are not those written.
+        """
+        with self._lock:
+            target, write = record.target, record.num_begun
+            if target is None:
+                raise StorageError(f"record `{record.name}` cannot be read: nothing was written to it")
+
+            version, name = target
+
+            def check(checksum: int) -> None:
+                with self._lock:
+                    if record.last_whole != write:
+                        raise record.not_whole()
+                    entry = record.entries[version]
+                    if entry is None or entry.checksum != checksum:
+                        raise record.damaged(version, checksum, self._drives[0].path)
+
+            before = [*after, *([] if record.last_write is None else [record.last_write])]
+            seal = self._seal(record, version, name)
+            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=before, seal=seal)
+            record.reads = [*(read for read in record.reads if not read.done()), transfer]
+            return transfer
+
+    def write(self, record: Record, memory: Buffer) -> StorageTransfer:
+        """Start writing a record. When that is done, its window shows the new bytes.
+
+        Args:
+            record: of this store.
+            memory: page-aligned, at least `record.padded_nbytes`; nobody may change it before the transfer is done.
+
+        Raises:
+            StorageError: both versions are committed. At `wait_host`: a drive failed; the record cannot be read until a
+                later write succeeds, or it is restored.
+        """
+        with self._changes, self._lock:
+            version = self._generations.free_version(record)
+            write = record.num_begun + 1
+            name = "" if self._sealer is None else self._sealer.new()
+
+            def end(checksum: int) -> None:
+                with self._lock:
+                    record.present, record.entries[version] = version, Entry(version, checksum, name)
+                    self._unsynced.add(record)
+                    record.show()
+                    record.last_whole = write
+
+            after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
+            seal = self._seal(record, version, name)
+            transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after, seal=seal)
+            record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
+            return transfer
+
+    def _seal(self, record: Record, version: int, name: str) -> Seal | None:
+        return None if self._sealer is None else self._sealer.seal(name, record.versions[version])
+
+    def _pieces(self, record: Record, version: int, memory: Buffer) -> list[Piece]:
+        if memory.address % BLOCK_BYTES or memory.nbytes < record.padded_nbytes:
+            raise ValueError(
+                f"record `{record.name}` needs {record.padded_nbytes} bytes of page-aligned memory, got "
+                f"{memory.nbytes} bytes at {memory.address:#x}"
+            )
+        part, offset = record.part_nbytes, record.versions[version]
+        return [Piece(drive, offset, memory.slice(drive * part, part)) for drive in range(len(self._drives))]
+
+    # -- generations ---------------------------------------------------------------------------------------------------
+
+    def commit(self, details: dict[str, Any]) -> int:
+        """Make what was written so far a generation, beside the one before. See [Note: Generations].
+
+        Args:
+            details: kept with the generation, as JSON, and shown to users in errors.
+
+        Returns:
+            The number of the generation.
+
+        Raises:
+            ConfigError: this store keeps no generations.
+            StorageError: a write or a drive failed; the generations before are as they were.
+        """
+        with self._changes:
+            self._check_open()
+            if not self._keeps:
+                raise ConfigError("this store keeps no generations: make it with `keeps=True`")
+            details = json.loads(json.dumps(details))  # what cannot be kept is refused before anything is done
+            self._generations.check_room()
+            self._engine.wait()
+            for record in self._records.values():
+                if not record.is_whole:
+                    raise record.not_whole()
+            self._sync_drives()
+            return self._generations.add(details, self._records.values())
+
+    def _sync_drives(self) -> None:
+        for drive in self._drives:
+            drive.check_name()
+        try:
+            for drive in self._drives:
+                drive.sync()
+        except StorageError:
+            # the kernel says this once and may forget the bytes: a second sync would say that all is well
+            with self._lock:
+                for record in self._unsynced:
+                    record.last_whole = -1
+            raise
+        self._unsynced.clear()
+
+    def settle(self, generation: int) -> None:
+        """Let go of all generations but one. See [Note: Generations].
+
+        Raises:
+            CheckpointError: there is no such generation.
+            StorageError: the manifest could not be replaced; all generations stay.
+        """
+        with self._changes:
+            self._check_open()
+            self._generations.keep_only(self._generations.get(generation), self._records.values())
+
+    @property
+    def found(self) -> dict[str, int]:
+        """Bytes of the records that an earlier run left in the folder, by name."""
+        return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}
+
+    def generations(self) -> list[Generation]:
+        """Return what could be restored, oldest first: generations of this run, and of an earlier one in the folder."""
+        return list(self._generations.kept)
+
+    def restore(self, generation: int) -> None:
+        """Make all records what they were in a generation, also those that are reserved later.
+
+        Raises:
+            CheckpointError: there is no such generation, or it does not have one of the records.
+        """
+        with self._changes:
+            self._check_open()
+            chosen = self._generations.get(generation)
+            missing = [name for name in self._records if name not in chosen.records]
+            if missing:
+                raise CheckpointError(
+                    f"generation {generation} in `{self._places.home.path}` has no record `{missing[0]}`"
+                )
+            with contextlib.suppress(StorageError):  # a write that failed does not matter any more
+                self._engine.wait()
+            with self._lock:
+                for name, record in self._records.items():
+                    record.becomes(chosen.records[name])
+            self._restored = chosen
+
+    # -- all together --------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Block until all transfers started so far are done.
+
+        Raises:
+            StorageError: one failed, and nobody has been told yet.
+        """
+        self._engine.wait()
+
+    def stats(self) -> dict[str, int]:
+        """Return bytes reserved, of the budget, read and written; and system calls that read and wrote."""
+        return {"reserved_bytes": self._reserved_bytes, "budget_bytes": self._budget_bytes, **self._engine.counts}
+
+    def close(self) -> None:
+        """Finish all transfers and close everything; files stay where a generation is kept. Idempotent.
+
+        Raises:
+            StorageError: a transfer failed, and nobody has been told; everything is closed all the same.
+        """
+        with self._changes:
+            self._closed = True
+            self._opened.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(f"the storage in `{self._places.home.path}` is closed")

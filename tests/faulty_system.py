@@ -1,0 +1,259 @@
+"""System calls of storage that fail on purpose, and a log of them from which a power loss can be replayed."""
+
+import errno
+import mmap
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_cxl.storage.system import System
+
+BLOCK = 4096
+FAULTS = ("EIO", "ENOSPC", "EROFS", "short", "none moved", "flip", "late", "behind the next", "vanish", "EIO for good")
+_LATE_S = 0.02
+
+
+class FaultySystem(System):
+    """Does what `System` does, and one thing wrong.
+
+    Args:
+        fault: one of `FAULTS`; None: none.
+        at: number of the call that it happens at, the first is 0.
+    """
+
+    def __init__(self, fault: str | None = None, at: int = -1) -> None:
+        self.fault = fault
+        self.at = at
+        self.calls: list[str] = []
+        self.open_files: dict[int, Path] = {}
+        self._lock = threading.Lock()
+        self._next = threading.Event()
+
+    def _call(self, name, function, *args):
+        with self._lock:
+            number = len(self.calls)
+            self.calls.append(name)
+        if number > self.at >= 0:
+            self._next.set()
+        if number == self.at or (self.fault == "EIO for good" and number > self.at >= 0 and name not in HARMLESS):
+            return self._fail(name, function, *args)
+        return function(*args)
+
+    def _fail(self, name, function, *args):
+        moves = name in ("preadv", "pwritev")
+        match self.fault:
+            case "EIO for good" | "EIO" | "ENOSPC" | "EROFS":
+                if name == "close":
+                    function(*args)  # the kernel gives a descriptor back, also with an error
+                code = getattr(errno, self.fault.split()[0])
+                raise OSError(code, os.strerror(code))
+            case "late":
+                time.sleep(_LATE_S)
+            case "behind the next":
+                self._next.wait(_LATE_S)
+            case "none moved" if moves:
+                return 0
+            case "short" if moves:
+                fd, views, offset = args
+                unit = 1 if views[0].nbytes % BLOCK else BLOCK  # direct transfers are of whole blocks
+                return function(fd, [views[0][: -(-views[0].nbytes // (2 * unit)) * unit]], offset)
+            case "flip" if name == "preadv":
+                count = function(*args)
+                if count:
+                    args[1][0][0] ^= 4
+                return count
+            case "flip" if name == "pwritev":
+                fd, views, offset = args
+                with mmap.mmap(-1, views[0].nbytes) as other, memoryview(other) as flipped:
+                    flipped[:] = views[0]
+                    flipped[0] ^= 4
+                    return function(fd, [flipped, *views[1:]], offset)
+            case "vanish":
+                path = self.open_files.get(args[0], args[0])
+                if isinstance(path, Path) and path.is_file():
+                    path.unlink()
+        return function(*args)
+
+    def open(self, path, flags):
+        fd = self._call("open", super().open, path, flags)
+        self.open_files[fd] = path
+        return fd
+
+    def close(self, fd):
+        self._call("close", super().close, fd)
+        self.open_files.pop(fd, None)
+
+    def preadv(self, fd, views, offset):
+        return self._call("preadv", super().preadv, fd, views, offset)
+
+    def pwritev(self, fd, views, offset):
+        return self._call("pwritev", super().pwritev, fd, views, offset)
+
+    def allocate(self, fd, offset, nbytes):
+        self._call("allocate", super().allocate, fd, offset, nbytes)
+
+    def datasync(self, fd):
+        self._call("datasync", lambda fd: None, fd)  # tests lose no power, but time
+
+    def sync(self, fd):
+        self._call("sync", lambda fd: None, fd)
+
+    def size(self, fd):
+        return self._call("size", super().size, fd)
+
+    def mode(self, path):
+        return self._call("mode", super().mode, path)
+
+    def identity(self, file):
+        return self._call("identity", super().identity, file)
+
+    def make_folder(self, path):
+        self._call("make_folder", super().make_folder, path)
+
+    def names(self, folder):
+        return self._call("names", super().names, folder)
+
+    def rename(self, old, new):
+        self._call("rename", super().rename, old, new)
+
+    def unlink(self, path):
+        self._call("unlink", super().unlink, path)
+
+    def lock(self, fd):
+        self._call("lock", super().lock, fd)
+
+    def unlock(self, fd):
+        self._call("unlock", super().unlock, fd)
+
+
+HARMLESS = ("close", "unlock")
+
+
+@dataclass
+class Entry:
+    """One change of files, and when it began and ended: numbers that count up."""
+
+    kind: str
+    file: int
+    """Number of the file or folder."""
+    begin: int
+    end: float = float("inf")
+    offset: int = 0
+    contents: bytes = b""
+    names: tuple[Path, ...] = ()
+
+
+@dataclass
+class LoggingSystem(System):
+    """Notes every change of a file or folder, so that `lose_power` can make what a disk may hold afterwards."""
+
+    log: list[Entry] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._files: dict[Path, int] = {}
+        self._open: dict[int, int] = {}
+        self._now = 0
+        self._num_files = 0
+        self._lock = threading.Lock()
+
+    def _file(self, path):
+        if path not in self._files:
+            self._num_files += 1
+            self._files[path] = self._num_files
+        return self._files[path]
+
+    def _note(self, kind, file, **fields):
+        with self._lock:
+            self._now += 1
+            entry = Entry(kind, file, self._now, **fields)
+            self.log.append(entry)
+            return entry
+
+    def _ended(self, entry):
+        with self._lock:
+            self._now += 1
+            entry.end = self._now
+
+    def open(self, path, flags):
+        new = bool(flags & os.O_CREAT) and not path.exists()
+        fd = super().open(path, flags)
+        if new:
+            self._files.pop(path, None)
+            self._ended(self._note("create", self._file(path), names=(path,)))
+        elif flags & os.O_TRUNC:
+            self._ended(self._note("truncate", self._file(path)))
+        self._open[fd] = self._file(path)
+        return fd
+
+    def pwritev(self, fd, views, offset):
+        entry = self._note("write", self._open[fd], offset=offset, contents=b"".join(bytes(view) for view in views))
+        count = super().pwritev(fd, views, offset)
+        self._ended(entry)
+        return count
+
+    def allocate(self, fd, offset, nbytes):
+        super().allocate(fd, offset, nbytes)
+        self._ended(self._note("allocate", self._open[fd], offset=offset + nbytes))
+
+    def datasync(self, fd):
+        self._ended(self._note("sync", self._open[fd]))
+
+    sync = datasync
+
+    def make_folder(self, path):
+        super().make_folder(path)
+
+    def rename(self, old, new):
+        super().rename(old, new)
+        file = self._files[new] = self._files.pop(old)
+        self._ended(self._note("rename", file, names=(old, new)))
+
+    def unlink(self, path):
+        super().unlink(path)
+        self._ended(self._note("unlink", self._files.pop(path, 0), names=(path,)))
+
+    def lose_power(self, now, random, share):
+        """Write to empty folders what disks may hold if power was lost at time `now`: any part of what was not synced.
+
+        Each such block, or change of a name, is there with probability `share`. Changes of names keep their order.
+        """
+        begun = [entry for entry in self.log if entry.begin <= now]
+        folder_of = {path: self._files.get(path.parent) for entry in begun for path in entry.names}
+
+        def lies_there(entry, file):
+            synced = any(
+                sync.kind == "sync" and sync.file == file and sync.begin > entry.end and sync.end <= now
+                for sync in begun
+            )
+            return synced or random.random() < share
+
+        contents: dict[int, bytearray] = {}
+        names: dict[Path, int] = {}
+        for entry in begun:
+            data = contents.setdefault(entry.file, bytearray())
+            if entry.kind == "write":
+                for start in range(0, len(entry.contents), BLOCK):
+                    if lies_there(entry, entry.file):
+                        block = entry.contents[start : start + BLOCK]
+                        data.extend(bytes(max(0, entry.offset + start + len(block) - len(data))))
+                        data[entry.offset + start : entry.offset + start + len(block)] = block
+            elif entry.kind == "allocate":
+                if lies_there(entry, entry.file):
+                    data.extend(bytes(max(0, entry.offset - len(data))))
+            elif entry.kind == "truncate":
+                if lies_there(entry, entry.file):
+                    data.clear()
+            elif entry.kind in ("create", "rename", "unlink") and lies_there(entry, folder_of[entry.names[-1]]):
+                for path in entry.names:
+                    names.pop(path, None)
+                if entry.kind != "unlink":
+                    names[entry.names[-1]] = entry.file
+        for path, file in names.items():
+            path.write_bytes(contents[file])
+
+    @property
+    def now(self) -> int:
+        """The time now, for `lose_power`."""
+        return self._now

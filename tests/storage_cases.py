@@ -1,0 +1,43 @@
+"""What tests of storage share: memory with known bytes, written to records and read back."""
+
+import torch
+
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.native._numa import Mapping, Range
+
+BLOCK = 4096
+BUDGET = 64 << 20
+CHUNK = 4 * BLOCK
+
+
+def memory_of(nbytes):
+    mapping = Mapping(nbytes)
+    return Buffer(mapping.address, mapping.nbytes, (), None, mapping)
+
+
+def fill(memory, seed):
+    """Fill memory with bytes that no other seed gives; returns them."""
+    contents = torch.randint(0, 256, (memory.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    memory.tensor((memory.nbytes,), torch.uint8).copy_(contents)
+    return bytes(contents.numpy())
+
+
+def bytes_of(memory):
+    return bytes(memoryview(Range(memory.address, memory.nbytes, memory)))
+
+
+def put(store, record, seed):
+    memory = memory_of(record.padded_nbytes)
+    contents = fill(memory, seed)
+    store.write(record, memory).wait_host()
+    return contents
+
+
+def get(store, record):
+    memory = memory_of(record.padded_nbytes)
+    store.read(record, memory).wait_host()
+    return bytes_of(memory)
+
+
+def folders(path, count=1):
+    return [path / f"drive{index}" for index in range(count)]

@@ -1,0 +1,74 @@
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.machine.disk_space import drive_bytes, ssd_capacity_bytes
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.ssd_options import SsdOptions
+
+
+@pytest.fixture
+def drives(monkeypatch, tmp_path):
+    """Makes folders, and says what is free on which drive: ``drives(a=(drive, free), ...)``."""
+
+    def make(**given):
+        real = os.stat
+        for name in given:
+            (tmp_path / name).mkdir()
+        by_path = {str(tmp_path / name): value for name, value in given.items()}
+        monkeypatch.setattr(
+            os, "statvfs", lambda path: SimpleNamespace(f_bavail=by_path[str(path)][1] // 4096, f_frsize=4096)
+        )
+
+        def stat(path, **kwargs):
+            found = by_path.get(str(path))
+            return real(path, **kwargs) if found is None or kwargs else SimpleNamespace(st_dev=found[0])
+
+        monkeypatch.setattr("lightning_cxl.machine.disk_space.os.stat", stat)
+        return [tmp_path / name for name in given]
+
+    return make
+
+
+def test_a_budget_is_the_capacity_whatever_is_free(tmp_path):
+    assert ssd_capacity_bytes(SsdOptions((tmp_path,), 1 << 50)) == 1 << 50
+
+
+def test_without_a_budget_it_is_what_is_free_less_two_percent(drives):
+    (folder,) = drives(a=(1, 4096 * 1000))
+    assert ssd_capacity_bytes(SsdOptions((folder,))) == 4096 * 980
+
+
+def test_of_several_drives_the_one_with_least_free_space_decides(drives):
+    folders = drives(a=(1, 4096 * 1000), b=(2, 4096 * 100), c=(3, 4096 * 5000))
+    assert ssd_capacity_bytes(SsdOptions(tuple(folders))) == 4096 * 294
+
+
+def test_folders_on_one_drive_share_what_is_free_there(drives):
+    folders = drives(a=(1, 4096 * 1000), b=(1, 4096 * 1000))
+    assert ssd_capacity_bytes(SsdOptions(tuple(folders))) == 4096 * 980
+
+
+def test_a_folder_that_is_not_there_yet_counts_as_the_one_around_it(drives):
+    (folder,) = drives(a=(1, 4096 * 1000))
+    assert ssd_capacity_bytes(SsdOptions((folder / "run" / "state",))) == 4096 * 980
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r'the path .*file/run of "ssd" is no folder: .*file is something else'):
+        ssd_capacity_bytes(SsdOptions((tmp_path / "file" / "run",)))
+
+
+def test_the_size_of_drives_counts_each_once(drives, monkeypatch):
+    folders = drives(a=(1, 0), b=(1, 0), c=(2, 0))
+    sizes = {str(folders[0]): 100, str(folders[1]): 100, str(folders[2]): 7}
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=sizes[str(path)], f_frsize=4096))
+    assert drive_bytes(SsdOptions(tuple(folders))) == 107 * 4096
+
+
+def test_a_file_system_that_does_not_say_its_size_is_as_large_as_the_tier(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_frsize=4096))
+    assert Topology.fake().with_ssd(SsdOptions((tmp_path,), 1 << 30)).ssd.drive_bytes == 1 << 30

@@ -1,0 +1,249 @@
+"""Which state lies on the tier `ssd`: the same for every reader of the inventory."""
+
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
+from lightning_cxl.inventory.asked import AskedTiers
+from lightning_cxl.inventory.inventory import list_tensors
+from lightning_cxl.inventory.records import NUM_STATE_SLOTS, SLOTS_OWNER
+from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.policy import RoleHomePolicy
+from lightning_cxl.placement.rules import resolve
+from lightning_cxl.planning.placements import Placements
+from lightning_cxl.planning.settle_state import NO_ROOM, evenly_spread, memory_bytes_of, settle_state
+from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.ssd_options import SsdOptions
+
+TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
+LARGE = SsdRoom(1 << 40)
+OUTSIDE = {"embed.weight", "head.weight", "head.bias"}
+STATE_ROLES = {TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS}
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+
+class Model(nn.Module):
+    def __init__(self, widths, vocabulary=64):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, widths[0])
+        self.layers = nn.ModuleList([Block(width) for width in widths])
+        self.head = nn.Linear(widths[-1], vocabulary)
+
+
+def listed(
+    widths=(64,) * 8, *, rules=None, streams=True, optimizer=AdamW, dtype=torch.bfloat16, vocabulary=64, **options
+):
+    with torch.device("meta"):
+        model = Model(widths, vocabulary).to(dtype)
+    config = OffloadConfig(tier_rules=rules or {}, stream_weights=streams, **options)
+    asked = AskedTiers(model, resolve(model.named_modules(), config.tier_rules, TOPOLOGY))
+    load = Workload(batch=1, sequence=0)
+    return list_tensors(model, [optimizer(model.parameters(), lr=1e-3)], config, load, asked=asked)
+
+
+def settled(inventory, memory_bytes, ssd=LARGE, on_tier_full="spill"):
+    return settle_state(inventory, memory_bytes, ssd, on_tier_full)
+
+
+def on_ssd(inventory):
+    return [record.name for record in inventory.ssd_records]
+
+
+def placements(inventory):
+    return Placements(inventory.asked, Placer(TOPOLOGY, RoleHomePolicy(TOPOLOGY), lambda: {"dram": 1, "cxl": 1}))
+
+
+def test_what_fits_in_memory_stays_there():
+    inventory = listed()
+    assert settled(inventory, memory_bytes_of(inventory)) is inventory
+    assert on_ssd(inventory) == []
+    assert all(each.owner != SLOTS_OWNER for each in inventory.tensors)
+
+
+@settings(deadline=None)
+@given(
+    widths=st.lists(st.sampled_from([16, 32, 64]), min_size=2, max_size=8),
+    part=st.floats(0, 1),
+    vocabulary=st.sampled_from([4, 64, 2000]),
+    streams=st.booleans(),
+)
+def test_as_many_whole_units_go_as_needed(widths, part, vocabulary, streams):
+    before = listed(tuple(widths), vocabulary=vocabulary, streams=streams)
+    everything = memory_bytes_of(before)
+    least = memory_bytes_of(settled(listed(tuple(widths), vocabulary=vocabulary, streams=streams), 0))
+    memory = int(least + part * (everything - least))
+    after, again = (settled(listed(tuple(widths), vocabulary=vocabulary, streams=streams), memory) for _ in range(2))
+    assert memory_bytes_of(after) <= memory
+    assert on_ssd(after) == on_ssd(again)
+    # whole records
+    moved = set(on_ssd(after))
+    for each in after.tensors:
+        if each.in_state:
+            assert (each.tier == "ssd") == (after.record_of[id(each.parameter)] in moved)
+    # parameters outside of units only when all units are there
+    assert moved <= {f"layers.{i}" for i in range(len(widths))} or len(moved - OUTSIDE) == len(widths)
+    # nothing else has changed, and nothing is lost
+    rest = [each._replace(tier=None) for each in after.tensors if each.owner != SLOTS_OWNER]
+    assert [each[1:] for each in rest] == [each[1:] for each in before.tensors]
+    slots = sum(each.nbytes for each in after.tensors if each.owner == SLOTS_OWNER)
+    assert slots == NUM_STATE_SLOTS * max((record.nbytes for record in after.ssd_records), default=0)
+
+
+@given(count=st.integers(1, 60), more=st.integers(0, 60))
+def test_chosen_units_are_evenly_spread(count, more):
+    of = count + more
+    chosen = evenly_spread(count, of)
+    assert len(set(chosen)) == count
+    assert all(0 <= index < of for index in chosen)
+    distances = {b - a for a, b in pairwise(chosen)}
+    assert max(distances, default=1) - min(distances, default=1) <= 1
+
+
+def memory_for_five():
+    """Return the bytes of memory that hold a model when the state of five of its eight units is on drives."""
+    unit = sum(each.nbytes for each in listed().tensors if each.in_state and each.unit == "layers.0")
+    with_slots = listed(rules={"layers.0": {"optimizer_state": "ssd"}}).bytes_of(TensorRole.STAGING)
+    return memory_bytes_of(listed()) - 5 * unit + with_slots - listed().bytes_of(TensorRole.STAGING)
+
+
+def test_units_go_evenly_spread_and_parameters_outside_of_units_last():
+    assert on_ssd(settled(listed(), memory_for_five())) == [f"layers.{i}" for i in (0, 2, 4, 5, 7)]
+    assert len(on_ssd(settled(listed(), memory_for_five() - 1))) == 6
+    assert on_ssd(settled(listed(), 0)) == [
+        "embed.weight", *(f"layers.{i}" for i in range(8)), "head.weight", "head.bias",
+    ]  # fmt: skip
+
+
+def test_the_order_is_that_of_the_model_whatever_the_order_of_the_optimizer():
+    def mixed(parameters, lr):
+        parameters = [*parameters]
+        return AdamW([*parameters[::2], *parameters[1::2]][::-1], lr=lr)
+
+    chosen = on_ssd(settled(listed(optimizer=mixed), memory_for_five()))
+    assert sorted(chosen) == [f"layers.{i}" for i in (0, 2, 4, 5, 7)]
+
+
+def test_what_makes_the_slots_larger_than_it_brings_stays():
+    assert on_ssd(settled(listed(vocabulary=4096), 0)) == [*(f"layers.{i}" for i in range(8)), "head.bias"]
+    # nor does a single parameter go that needs three slots of its size
+    rules = {"layers.*": {"optimizer_state": "dram"}}
+    assert on_ssd(settled(listed(rules=rules), 0)) == []
+
+
+def test_only_state_goes_and_every_reader_is_told_so():
+    inventory = settled(listed(), 0)
+    assert {each.role for each in inventory.tensors if each.tier == "ssd"} == STATE_ROLES
+    decision = placements(inventory)
+    for each in inventory.tensors:
+        tiers = decision.of(each).tiers
+        assert (tiers == ("ssd",)) == (each.tier == "ssd")
+        assert ("ssd" in tiers) == (each.tier == "ssd")
+    moved = next(each for each in inventory.tensors if each.tier == "ssd")
+    assert decision.of(moved).reason == NO_ROOM
+
+
+def test_the_marks_survive_parameters_that_are_made_anew():
+    inventory = settled(listed(), 0)
+    model = inventory.model
+    model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
+    inventory.asked.read(model)
+    assert inventory.asked.tier(model.head.weight, TensorRole.MOMENTUM, in_state=True) == "ssd"
+
+
+def test_copies_of_weights_stay_in_memory_with_a_reason():
+    # weights on the device have a copy on the host, and what masters have beyond bfloat16 is state
+    inventory = listed(streams=False, rules={"": {"optimizer_state": "ssd"}})
+    masters = [each for each in inventory.tensors if each.role is TensorRole.MASTER_WEIGHTS]
+    assert {each.tier for each in masters if each.in_state} == {"ssd"}
+    assert {each.tier for each in masters if not each.in_state} == {None}
+    copy = next(each for each in masters if not each.in_state)
+    placement = placements(inventory).of(copy)
+    assert placement.tiers[0] == "dram"
+    assert "rule '' asks for ssd, and copies of weights stay in memory" in placement.reason
+
+
+def test_full_masters_stay_in_memory_and_moments_go():
+    inventory = listed(master="fp32", rules={"": {"optimizer_state": "ssd"}})
+    roles = {each.role for each in inventory.tensors if each.tier == "ssd"}
+    assert roles == {TensorRole.MOMENTUM, TensorRole.VARIANCE}
+
+
+def test_state_of_another_optimizer_is_refused():
+    def momentum(parameters, lr):
+        return SGD(parameters, lr=lr, momentum=0.9)
+
+    with pytest.raises(
+        UnsupportedError, match=r"asks for momentum of `embed\.weight` on tier 'ssd', and its optimizer"
+    ):
+        listed(optimizer=momentum, rules={"": {"optimizer_state": "ssd"}})
+    assert on_ssd(settled(listed(optimizer=momentum), 0)) == []  # nothing of it goes by itself
+
+
+@pytest.mark.parametrize(
+    "options", [{"streams": True}, {"streams": False}, {"activation_offload": False, "streams": False}]
+)
+def test_one_record_for_each_block_whether_its_weights_stream_or_not(options):
+    inventory = listed((16,) * 3, rules={"": {"optimizer_state": "ssd"}}, **options)
+    assert on_ssd(inventory) == ["embed.weight", "layers.0", "layers.1", "layers.2", "head.weight", "head.bias"]
+
+
+def test_state_that_is_asked_elsewhere_stays_there():
+    inventory = settled(listed(rules={"layers.[0-3]": {"optimizer_state": "dram"}}), 0)
+    assert [name for name in on_ssd(inventory) if name not in OUTSIDE] == [f"layers.{i}" for i in range(4, 8)]
+
+
+def test_state_that_is_asked_there_needs_slots():
+    inventory = listed(rules={"layers.2": {"optimizer_state": "ssd"}})
+    (record,) = inventory.ssd_records
+    slots = [each for each in inventory.tensors if each.owner == SLOTS_OWNER]
+    assert [(each.role, each.nbytes) for each in slots] == [(TensorRole.STAGING, 3 * record.nbytes)]
+    assert record.nbytes % 4096 == 0
+    assert placements(inventory).of(slots[0]).tiers[0] == "dram"
+
+
+def test_what_is_asked_for_and_does_not_fit_stays_in_memory_or_is_refused():
+    rules = {"layers.*": {"optimizer_state": "ssd"}}
+    record = listed(rules=rules).ssd_records[0]
+    room = SsdRoom(5 * record.nbytes + 1)
+    with pytest.raises(TierFullError, match=r"cannot place optimizer state on tier `ssd`: it needs"):
+        settled(listed(rules=rules), 1 << 40, room, "error")
+    with pytest.warns(SpillWarning, match=r"state of 3 of 8 records stays in memory"):
+        inventory = settled(listed(rules=rules), 1 << 40, room)
+    assert on_ssd(inventory) == [f"layers.{i}" for i in range(5)]
+    with pytest.warns(SpillWarning, match="6 of 8"):
+        inventory = settled(listed(rules=rules), 1 << 40, SsdRoom(5 * record.nbytes + 1, versions=2))
+    assert on_ssd(inventory) == ["layers.0", "layers.1"]
+    last = next(e for e in inventory.tensors if e.in_state and e.unit == "layers.7")
+    assert "tier ssd is full" in placements(inventory).of(last).reason
+
+
+def test_no_more_goes_there_than_the_tier_holds():
+    record = settled(listed(), 0).ssd_records[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inventory = settled(listed(), 0, SsdRoom(4 * record.nbytes))
+    assert sum(map(SsdRoom(0).bytes_of, inventory.ssd_records)) <= 4 * record.nbytes
+    assert on_ssd(inventory)
+
+
+def test_a_record_is_cut_into_whole_blocks_of_every_drive():
+    record = settled(listed(), 0).ssd_records[-1]
+    assert record.nbytes == 4096
+    assert SsdRoom(0, versions=2, num_drives=3).bytes_of(record) == 2 * 3 * 4096

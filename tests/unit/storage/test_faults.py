@@ -1,0 +1,296 @@
+"""Every fault at every system call of a short run: right bytes or an error, nothing left open, no state lost."""
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+
+from lightning_cxl.errors import CheckpointError, StorageError
+from lightning_cxl.storage.store import Store
+from tests.faulty_system import FAULTS, FaultySystem, LoggingSystem
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, fill, folders, get, memory_of, put
+
+SIZES = {"first": 3 * CHUNK, "second": 5}
+COUNT = 2
+
+
+class Run:
+    """A short run that notes what it wrote, and which generations it was told to have."""
+
+    def __init__(self, path, system):
+        self.path = path
+        self.system = system
+        self.fault_flips = getattr(system, "fault", None) == "flip"  # what a window shows has no checksum
+        self.written: dict[str, bytes] = {}
+        self.generations: dict[int, dict[str, bytes]] = {}
+        self.number = 0
+        self.returned = 0  # the last commit that came back without an error
+        self.settled = 0
+        self.times: list[tuple[int, int]] = []  # when commits returned, and their numbers
+
+    def __call__(self):
+        store = Store(folders(self.path, COUNT), budget_bytes=BUDGET, keeps=True, system=self.system, chunk_bytes=CHUNK)
+        try:
+            records = {name: store.reserve(name, nbytes) for name, nbytes in SIZES.items()}
+            window = store.window(records["first"])
+            for step in range(1, 4):
+                for index, (name, record) in enumerate(records.items()):
+                    if name == "second" and step == 2:
+                        continue  # a record that one generation takes over from the one before
+                    self.written[name] = put(store, record, 10 * step + index)
+                assert bytes_of(window) == self.written["first"] or self.fault_flips
+                assert get(store, records["first"]) == self.written["first"]
+                self.number += 1
+                self.generations[self.number] = dict(self.written)
+                assert store.commit({"step": step}) == self.number
+                self.returned = self.number
+                self.times.append((getattr(self.system, "now", 0), self.number))
+                store.settle(self.number)
+                self.settled = self.number
+            assert {name: get(store, record) for name, record in records.items()} == self.written
+            put(store, records["second"], 99)
+        finally:
+            store.close()
+
+
+def restored(path, generations):
+    """Open what a run left, and check every generation that lies there; returns their numbers."""
+    store = Store(folders(path, COUNT), budget_bytes=BUDGET, keeps=True, system=FaultySystem())
+    try:
+        found = [generation.number for generation in store.generations()]
+        records = {name: store.reserve(name, nbytes) for name, nbytes in SIZES.items()}
+        for number in found:
+            store.restore(number)
+            assert {name: get(store, record) for name, record in records.items()} == generations[number]
+        if found:
+            store.settle(found[-1])
+            put(store, records["first"], 7)
+            store.commit({})
+        return found
+    finally:
+        store.close()
+
+
+def descriptors():
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def num_calls(path):
+    system = FaultySystem()
+    Run(path, system)()
+    return len(system.calls)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_at_every_call(fault, tmp_path):
+    count = num_calls(tmp_path)
+    before, outcomes = descriptors(), {"fine": 0, "refused": 0}
+    assert count > 60
+    for at in range(count):
+        path = tmp_path / str(at)
+        path.mkdir()
+        run = Run(path, FaultySystem(fault, at))
+        try:
+            run()
+            outcomes["fine"] += 1
+        except StorageError as error:
+            outcomes["refused"] += 1
+            assert str(error) and not isinstance(error.__cause__, AssertionError)
+        except CheckpointError:
+            assert fault == "flip"
+        assert descriptors() == before, run.system.calls[at]
+        assert not [each for each in threading.enumerate() if each.name.startswith("lightning_cxl storage")]
+        try:
+            found = restored(path, run.generations)
+        except (StorageError, CheckpointError):
+            assert fault in ("flip", "vanish"), (at, run.system.calls[at])
+            continue
+        # a generation whose commit came back is there, or one that came after it
+        assert not run.returned or (found and found[-1] >= run.returned), (at, run.system.calls[at])
+    survivable = fault in ("short", "late", "behind the next")
+    always_told = fault.startswith("E")
+    assert (outcomes["refused"] == 0) == survivable and (outcomes["fine"] == 0) == always_told
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_at_every_call_where_a_generation_is_found(fault, tmp_path):
+    run = Run(tmp_path, FaultySystem())
+    run()
+
+    def open_and_close(system):
+        Store(folders(tmp_path, COUNT), budget_bytes=BUDGET, keeps=True, system=system).close()
+        return len(system.calls)
+
+    num_calls, before = open_and_close(FaultySystem()), descriptors()
+    assert num_calls > 25
+    for at in range(num_calls):
+        system = FaultySystem(fault, at)
+        try:
+            open_and_close(system)
+        except (StorageError, CheckpointError):
+            assert fault not in ("short", "late", "behind the next")
+        assert descriptors() == before, system.calls
+    if fault != "vanish":
+        assert restored(tmp_path, run.generations)[-1] == run.settled
+
+
+@pytest.mark.parametrize(("seed", "share"), [(0, 0), (1, 0.2), (2, 0.5), (3, 0.8)])
+def test_after_a_power_loss_at_any_time_a_committed_generation_is_there(seed, share, tmp_path):
+    system = LoggingSystem()
+    run = Run(tmp_path, system)
+    run()
+    rng = random.Random(seed)
+    seen = set()
+    for now in range(1, system.now + 1):
+        for folder in folders(tmp_path, COUNT):
+            shutil.rmtree(folder)
+            folder.mkdir()
+        system.lose_power(now, rng, share)
+        found = restored(tmp_path, run.generations)
+        committed = [number for time, number in run.times if time <= now]
+        assert not committed or (found and found[-1] >= committed[-1]), (now, found)
+        seen.update(found)
+    assert seen == set(run.generations)
+
+
+def steps_until_killed(path):
+    """Train as a child: what each step writes follows from its number alone."""
+    store = Store(folders(path, COUNT), budget_bytes=BUDGET, keeps=True, chunk_bytes=CHUNK)
+    records = [store.reserve(name, nbytes) for name, nbytes in SIZES.items()]
+    step = 0
+    if store.generations():
+        last = store.generations()[-1]
+        store.restore(last.number)
+        store.settle(last.number)
+        step = last.details["step"]
+    while True:
+        step += 1
+        for index, record in enumerate(records):
+            put(store, record, 10 * step + index)
+        store.settle(store.commit({"step": step}))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_run_that_is_killed_at_any_time_goes_on_where_it_was(tmp_path):
+    rng, steps, num_kills = random.Random(0), [0], 0
+    while num_kills < 12 or steps[-1] <= 5:  # on a busy machine most kills come before the first commit
+        num_kills += 1
+        child = os.fork()
+        if child == 0:
+            try:
+                steps_until_killed(tmp_path)
+            finally:
+                os._exit(1)
+        time.sleep(rng.uniform(0.01, 0.12))
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        store = Store(folders(tmp_path, COUNT), budget_bytes=BUDGET, keeps=True)
+        records = [store.reserve(name, nbytes) for name, nbytes in SIZES.items()]
+        for generation in store.generations():
+            store.restore(generation.number)
+            step = generation.details["step"]
+            for index, record in enumerate(records):
+                assert get(store, record) == fill(memory_of(record.padded_nbytes), 10 * step + index)
+            steps.append(step)
+        store.close()
+    assert steps == sorted(steps)
+
+
+def test_an_error_says_path_offset_and_errno_each_time(tmp_path):
+    system = FaultySystem()
+    store = Store([tmp_path], budget_bytes=BUDGET, system=system, chunk_bytes=CHUNK)
+    record = store.reserve("state", 2 * CHUNK)
+    contents = put(store, record, 1)
+    system.fault, system.at = "EIO", len(system.calls)
+    memory = memory_of(record.padded_nbytes)
+    transfer = store.read(record, memory)
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"cannot read .*data` at offset \d+: .*EIO.*dmesg") as caught:
+            transfer.wait_host()
+        assert caught.value.errno == 5 and caught.value.path.parent == tmp_path and caught.value.offset % CHUNK == 0
+    assert transfer.done()
+    assert get(store, record) == contents
+    store.close()
+
+
+def test_a_record_whose_write_failed_cannot_be_read_until_it_is_written_again(tmp_path):
+    system = FaultySystem()
+    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True, system=system)
+    record = store.reserve("state", BLOCK)
+    put(store, record, 1)
+    store.settle(store.commit({}))
+    system.fault, system.at = "EIO", len(system.calls)
+    with pytest.raises(StorageError, match="EIO"):
+        put(store, record, 2)
+    with pytest.raises(StorageError, match="its last write failed"):
+        get(store, record)
+    with pytest.raises(StorageError, match="its last write failed"):
+        store.commit({})
+    contents = put(store, record, 3)
+    assert get(store, record) == contents
+    assert store.commit({}) == 2
+    store.close()
+
+
+def test_after_a_failed_sync_what_was_written_before_is_written_again(tmp_path):
+    system = FaultySystem()
+    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True, system=system)
+    one, other = store.reserve("one", BLOCK), store.reserve("other", BLOCK)
+    put(store, one, 1)
+    contents = put(store, other, 1)
+    store.settle(store.commit({}))
+    put(store, one, 2)
+    system.fault, system.at = "EIO", len(system.calls) + 2
+    with pytest.raises(StorageError, match="cannot sync"):
+        store.commit({})
+    assert system.calls[-1] == "datasync"
+    with pytest.raises(StorageError, match="`one` is not whole"):
+        store.commit({})
+    assert get(store, other) == contents
+    put(store, one, 3)
+    assert store.commit({}) == 2
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["rename", "sync"])
+def test_after_a_manifest_that_may_lie_there_or_not_both_versions_are_protected(tmp_path, call):
+    system = FaultySystem()
+    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True, system=system)
+    record = store.reserve("state", BLOCK)
+    first = put(store, record, 1)
+    store.settle(store.commit({}))
+    second = put(store, record, 2)
+    start = len(system.calls)
+    system.fault, system.at = "EIO", start + (9 if call == "sync" else 7)
+    with pytest.raises(StorageError):
+        store.commit({})
+    assert system.calls[system.at] == call, system.calls[start:]
+    with pytest.raises(StorageError, match="generations 1 and 2"):
+        put(store, record, 3)
+    assert store.commit({}) == 3
+    store.close()
+    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True)
+    record = store.reserve("state", BLOCK)
+    for number, contents in ((1, first), (3, second)):
+        store.restore(number)
+        assert get(store, record) == contents
+    store.close()
+
+
+def test_errors_that_nobody_was_told_are_raised_by_wait_and_close(tmp_path):
+    system = FaultySystem()
+    store = Store([tmp_path], budget_bytes=BUDGET, system=system)
+    record = store.reserve("state", BLOCK)
+    before = descriptors()
+    for raises in (store.wait, store.close):
+        system.fault, system.at = "EIO", len(system.calls)
+        memory = memory_of(record.padded_nbytes)
+        store.write(record, memory)
+        with pytest.raises(StorageError, match="EIO"):
+            raises()
+        raises()
+    assert len(descriptors()) == len(before) - 2

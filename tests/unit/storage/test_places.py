@@ -1,0 +1,257 @@
+"""Folders and devices of a store: whose they are, and what is refused."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import stat
+
+import pytest
+
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
+from lightning_cxl.storage.drive import HEAD_BYTES
+from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.system import System
+from tests.storage_cases import BLOCK, BUDGET, folders, get, put
+
+
+def committed(paths, system=None):
+    """Leave a generation on drives; returns the bytes of its record."""
+    store = Store(paths, budget_bytes=BUDGET, keeps=True, system=system)
+    contents = put(store, store.reserve("state", 5 * BLOCK), 1)
+    store.commit({"step": 1})
+    store.close()
+    return contents
+
+
+def check_restored(paths, contents, system=None):
+    store = Store(paths, budget_bytes=BUDGET, keeps=True, system=system)
+    record = store.reserve("state", 5 * BLOCK)
+    store.restore(1)
+    assert get(store, record) == contents
+    store.close()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("role", ["first", "second"])
+def test_a_folder_with_a_part_of_a_generation_is_not_taken(tmp_path, keeps, role):
+    paths = folders(tmp_path, 2)
+    contents = committed(paths)
+    for part in paths:
+        taken = [part] if role == "first" else [tmp_path / "another", part]
+        if role == "first" and keeps and part == paths[0]:
+            continue  # the home of the generation itself, which says that it has two drives
+        with pytest.raises(ConfigError, match="holds"):
+            Store(taken, budget_bytes=BUDGET, keeps=keeps)
+    check_restored(paths, contents)
+
+
+def test_drives_in_another_order_are_refused_and_nothing_is_lost(tmp_path):
+    paths = folders(tmp_path, 3)
+    contents = committed(paths)
+    with pytest.raises(StorageError, match="No such file"):
+        Store([paths[0], paths[2], paths[1]], budget_bytes=BUDGET, keeps=True)
+    with pytest.raises(StorageError, match="No such file"):
+        Store([paths[0], tmp_path / "other", paths[2]], budget_bytes=BUDGET, keeps=True)
+    check_restored(paths, contents)
+
+
+def test_a_part_whose_home_is_not_there_is_not_taken(tmp_path):
+    paths = folders(tmp_path, 2)
+    contents = committed(paths)
+    paths[0].rename(tmp_path / "not mounted")
+    with pytest.raises(ConfigError, match="whose manifest lies in"):
+        Store([paths[1]], budget_bytes=BUDGET)
+    (tmp_path / "not mounted").rename(paths[0])
+    check_restored(paths, contents)
+
+
+def test_a_part_whose_home_holds_no_such_generation_any_more_is_taken(tmp_path):
+    paths = folders(tmp_path, 2)
+    committed(paths)
+    (paths[0] / "lightning_cxl-manifest.json").unlink()
+    Store([paths[1]], budget_bytes=BUDGET).close()
+    assert {path.name for path in paths[1].iterdir()} == {"lightning_cxl.lock"}
+
+
+def test_a_part_that_cannot_be_read_is_not_taken(tmp_path):
+    paths = folders(tmp_path, 2)
+    contents = committed(paths)
+    (paths[1] / "lightning_cxl-part.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be checked"):
+        Store([paths[1]], budget_bytes=BUDGET)
+    check_restored(paths, contents)
+
+
+class NotesSyncs(System):
+    """Notes what is synced."""
+
+    def __init__(self):
+        self.synced = []
+
+    def sync(self, fd):
+        self.synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        super().sync(fd)
+
+
+def test_the_name_of_a_new_folder_lies_on_the_disk(tmp_path):
+    system = NotesSyncs()
+    for is_new in (True, False):
+        Store(folders(tmp_path), budget_bytes=BUDGET, system=system).close()
+        assert (str(tmp_path) in system.synced) == is_new
+        system.synced.clear()
+
+
+def test_a_vanished_file_is_found_at_the_commit(tmp_path):
+    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True)
+    put(store, store.reserve("state", BLOCK), 1)
+    (file,) = tmp_path.glob("*.data")
+    file.unlink()
+    with pytest.raises(StorageError, match="cannot find") as caught:
+        store.commit({})
+    assert caught.value.errno == errno.ENOENT
+    file.touch()
+    with pytest.raises(StorageError, match="another file"):
+        store.commit({})
+    store.close()
+
+
+def test_space_is_taken_when_a_record_is_reserved(tmp_path):
+    class Full(System):
+        def allocate(self, fd, offset, nbytes):
+            if offset + nbytes > HEAD_BYTES + 8 * BLOCK:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().allocate(fd, offset, nbytes)
+
+    store = Store([tmp_path], budget_bytes=BUDGET, system=Full())
+    first = store.reserve("first", 6 * BLOCK)
+    with pytest.raises(StorageError, match=r"cannot take .*ENOSPC.*smaller budget") as caught:
+        store.reserve("second", 3 * BLOCK)
+    assert caught.value.errno == errno.ENOSPC and store.stats()["reserved_bytes"] == 6 * BLOCK
+    second = store.reserve("second", 2 * BLOCK)
+    wrote = {record: put(store, record, seed) for seed, record in enumerate((first, second))}
+    assert {record: get(store, record) for record in wrote} == wrote
+    (file,) = tmp_path.glob("*.data")
+    assert file.stat().st_blocks * 512 >= HEAD_BYTES + 8 * BLOCK
+    store.close()
+
+
+@pytest.mark.parametrize("when", ["open", "read"])
+def test_a_filesystem_that_refuses_direct_transfers_is_used_through_its_cache(tmp_path, caplog, when):
+    class Refuses(System):
+        def __init__(self):
+            self.direct = set()
+
+        def open(self, path, flags):
+            fd = super().open(path, flags)
+            if flags & os.O_DIRECT:
+                if when == "open":
+                    os.close(fd)
+                    raise OSError(errno.EINVAL, "Invalid argument")
+                self.direct.add(fd)
+            else:
+                self.direct.discard(fd)
+            return fd
+
+        def preadv(self, fd, views, offset):
+            if fd in self.direct:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return super().preadv(fd, views, offset)
+
+    with caplog.at_level(logging.WARNING):
+        store = Store([tmp_path], budget_bytes=BUDGET, system=Refuses())
+        record = store.reserve("state", 5 * BLOCK)
+        contents = put(store, record, 1)
+        assert get(store, record) == contents
+        store.close()
+    assert [entry.message.count("O_DIRECT") for entry in caplog.records] == [1]
+
+
+# -- block devices: a file that says it is one -------------------------------------------------------------------------
+
+
+class DeviceSystem(System):
+    """Takes a file for a block device."""
+
+    def __init__(self, device):
+        self.device = device
+        self.flags = 0
+
+    def mode(self, path):
+        return stat.S_IFBLK if path == self.device else super().mode(path)
+
+    def open(self, path, flags):
+        if path == self.device:
+            self.flags = flags
+            flags &= ~os.O_EXCL
+        return super().open(path, flags)
+
+    def allocate(self, fd, offset, nbytes):
+        assert os.fstat(fd).st_ino != self.device.stat().st_ino
+        super().allocate(fd, offset, nbytes)
+
+
+@pytest.fixture
+def device(tmp_path):
+    path = tmp_path / "device"
+    path.write_bytes(bytes(HEAD_BYTES + 16 * BLOCK))
+    return path
+
+
+def test_a_block_device_holds_data_and_is_opened_for_one_run_alone(tmp_path, device):
+    system = DeviceSystem(device)
+    paths = [tmp_path / "home", device]
+    contents = committed(paths, system)
+    assert system.flags & os.O_EXCL and not system.flags & os.O_CREAT
+    check_restored(paths, contents, system)
+    assert device.stat().st_size == HEAD_BYTES + 16 * BLOCK
+
+
+def test_a_block_device_of_a_run_that_kept_nothing_is_free(tmp_path, device):
+    for home in ("home", "other"):
+        store = Store([tmp_path / home, device], budget_bytes=BUDGET, keeps=True, system=DeviceSystem(device))
+        put(store, store.reserve("state", 5 * BLOCK), 1)
+        store.close()
+        shutil.rmtree(tmp_path / home)
+
+
+def test_a_block_device_that_is_full_says_so(tmp_path, device):
+    store = Store([tmp_path / "home", device], budget_bytes=BUDGET, system=DeviceSystem(device))
+    store.reserve("first", 32 * BLOCK)
+    with pytest.raises(StorageError, match="the device has"):
+        store.reserve("second", 1)
+    store.close()
+
+
+def test_a_block_device_cannot_be_the_first_path(tmp_path, device):
+    with pytest.raises(ConfigError, match="first path must be a folder"):
+        Store([device, tmp_path / "home"], budget_bytes=BUDGET, system=DeviceSystem(device))
+
+
+def test_a_block_device_with_something_else_on_it_is_left_alone(tmp_path, device):
+    with open(device, "r+b") as file:
+        file.seek(65600)  # where btrfs has its mark
+        file.write(b"_BHRfS_M")
+    before = device.read_bytes()
+    with pytest.raises(ConfigError, match="is not empty"):
+        Store([tmp_path / "home", device], budget_bytes=BUDGET, system=DeviceSystem(device))
+    assert device.read_bytes() == before
+
+
+def test_another_block_device_is_not_taken_for_the_one_with_the_generation(tmp_path, device):
+    system = DeviceSystem(device)
+    contents = committed([tmp_path / "home", device], system)
+    with pytest.raises(ConfigError, match="whose manifest lies in"):
+        Store([tmp_path / "other", device], budget_bytes=BUDGET, system=system)
+    check_restored([tmp_path / "home", device], contents, system)
+    device.write_bytes(bytes(HEAD_BYTES + 16 * BLOCK))
+    with pytest.raises(CheckpointError, match="is not the device"):
+        check_restored([tmp_path / "home", device], contents, system)
+
+
+def test_the_part_file_names_home_and_store(tmp_path):
+    paths = folders(tmp_path, 2)
+    committed(paths)
+    part = json.loads((paths[1] / "lightning_cxl-part.json").read_text())
+    assert part["home"] == str(paths[0]) and (paths[1] / f"lightning_cxl-{part['store']}-1.data").exists()

@@ -1,0 +1,459 @@
+"""`Store`: what is written is what is read, by windows and by generations."""
+
+import errno
+import os
+import re
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
+from lightning_cxl.storage.drive import HEAD_BYTES
+from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.system import System
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, fill, folders, get, memory_of, put
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens stores with the same folders, and closes what a test leaves open."""
+    stores = []
+
+    def open_store(count=1, budget_bytes=BUDGET, chunk_bytes=CHUNK, **options):
+        stores.append(Store(folders(tmp_path, count), budget_bytes=budget_bytes, chunk_bytes=chunk_bytes, **options))
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("nbytes", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * CHUNK, 10 * CHUNK + 5])
+def test_what_was_written_is_read(opened, count, nbytes):
+    store = opened(count)
+    first, second = store.reserve("first", nbytes), store.reserve("second", nbytes)
+    assert first.padded_nbytes % (count * BLOCK) == 0 and 0 <= first.padded_nbytes - nbytes < count * BLOCK
+    wrote = {record: put(store, record, seed) for seed, record in enumerate((first, second))}
+    assert all(get(store, record) == contents for record, contents in wrote.items())
+    wrote[first] = put(store, first, 7)
+    assert all(get(store, record) == contents for record, contents in wrote.items())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_window_shows_what_was_written_last(opened, count):
+    store = opened(count)
+    record = store.reserve("state", 5 * BLOCK + 3)
+    window = store.window(record)
+    assert window.nbytes == record.padded_nbytes and store.window(record) is window
+    assert not any(bytes_of(window)) and not record.is_written
+    for seed in range(3):
+        assert put(store, record, seed) == bytes_of(window)
+    assert record.is_written
+    other = store.reserve("other", BLOCK)
+    contents = put(store, other, 9)
+    assert bytes_of(store.window(other)) == contents
+
+
+def test_what_a_user_writes_into_the_window_is_private_until_the_next_write(opened):
+    store = opened()
+    record = store.reserve("state", 2 * BLOCK)
+    tensor = store.window(record).tensor((2 * BLOCK,), torch.uint8)
+    contents = put(store, record, 1)
+    tensor[5] = contents[5] ^ 255
+    assert get(store, record) == contents
+    contents = put(store, record, 2)
+    assert bytes(tensor.numpy()) == contents
+
+
+def test_the_window_outlives_the_store_and_its_file(opened, tmp_path):
+    store = opened(2)
+    record = store.reserve("state", 9 * BLOCK)
+    tensor = store.window(record).tensor((record.padded_nbytes,), torch.uint8)
+    contents = put(store, record, 1)
+    store.close()
+    assert not list(tmp_path.rglob("*.data"))
+    del store, record
+    assert bytes(tensor.numpy()) == contents
+
+
+def anonymous_bytes(buffer):
+    """Return the memory of a mapping that is neither file nor shared, as the kernel counts it."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(span[1], 16) < buffer.address + buffer.nbytes and int(span[2], 16) > buffer.address
+        elif inside and line.startswith(("Anonymous:", "Private_Dirty:")):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def test_windows_take_no_memory_of_the_process(opened):
+    store = opened(2)
+    record = store.reserve("state", 4 << 20)
+    window = store.window(record)
+    for seed in range(2):
+        contents = put(store, record, seed)
+        assert bytes_of(window) == contents
+    assert anonymous_bytes(window) == 0
+    window.tensor((1,), torch.uint8)[0] = 1
+    assert anonymous_bytes(window) > 0  # so the count above counts
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_window_is_not_there_in_a_forked_child(opened):
+    store = opened()
+    record = store.reserve("state", BLOCK)
+    window = store.window(record)
+    put(store, record, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            inside = any(
+                int(line.split("-")[0], 16) <= window.address < int(line.split("-")[1].split()[0], 16)
+                for line in Path("/proc/self/maps").read_text().splitlines()
+            )
+            os._exit(int(inside))
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_reads_and_writes_that_are_not_waited_for_keep_their_order(opened):
+    store = opened(2)
+    record = store.reserve("state", 8 * CHUNK)
+    wrote, read, expected = [], [], []
+    for seed in range(12):
+        source, target = memory_of(record.padded_nbytes), memory_of(record.padded_nbytes)
+        expected.append(fill(source, seed))
+        wrote.append(store.write(record, source))
+        read.append((store.read(record, target), target))
+        del source
+    store.wait()
+    assert all(transfer.done() for transfer in wrote)
+    assert [bytes_of(target) for _, target in read] == expected
+
+
+class FirstIsSlow(System):
+    """Holds back the first call of a kind that moves records."""
+
+    def __init__(self):
+        self.slow = ""
+
+    def preadv(self, fd, views, offset):
+        self.hold_back("read")
+        return super().preadv(fd, views, offset)
+
+    def pwritev(self, fd, views, offset):
+        self.hold_back("write")
+        return super().pwritev(fd, views, offset)
+
+    def hold_back(self, kind):
+        if kind == self.slow:
+            self.slow = ""
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("slow", ["read", "write"])
+def test_a_write_waits_for_slow_reads_and_writes_before_it(opened, slow):
+    system = FirstIsSlow()
+    store = opened(system=system)
+    record = store.reserve("state", BLOCK)
+    sources, target = [memory_of(BLOCK) for _ in range(3)], memory_of(BLOCK)
+    contents = [fill(source, seed) for seed, source in enumerate(sources)]
+    store.write(record, sources[0]).wait_host()
+    system.slow = slow
+    if slow == "write":
+        store.write(record, sources[1])
+    else:
+        store.read(record, target)
+    store.write(record, sources[2])
+    store.wait()
+    assert get(store, record) == contents[2]
+    if slow == "read":
+        assert bytes_of(target) == contents[0]
+
+
+def test_many_threads_may_read_and_write(opened):
+    store = opened(2)
+    failed = []
+
+    def work(number):
+        try:
+            record = store.reserve(f"record {number}", 3 * CHUNK)
+            for seed in range(5):
+                assert put(store, record, 10 * number + seed) == get(store, record)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_files_are_for_their_owner_alone(opened, tmp_path):
+    opened(2)
+    for folder in folders(tmp_path, 2):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+
+
+def test_a_budget_holds(opened):
+    store = opened(2, budget_bytes=10 * BLOCK, keeps=True)
+    store.reserve("first", 4 * BLOCK)
+    with pytest.raises(TierFullError, match=r"8\.0 KiB of 40\.0 KiB free"):
+        store.reserve("second", 2 * BLOCK)
+    assert store.stats()["reserved_bytes"] == 8 * BLOCK
+
+
+def test_names_are_unique_and_sizes_positive(opened):
+    store = opened()
+    store.reserve("state", 1)
+    with pytest.raises(ConfigError, match="`state` already"):
+        store.reserve("state", 1)
+    with pytest.raises(ValueError, match="at least one byte"):
+        store.reserve("other", 0)
+
+
+def test_memory_must_be_large_enough_and_aligned(opened):
+    store = opened()
+    record = store.reserve("state", 2 * BLOCK)
+    memory = memory_of(3 * BLOCK)
+    for wrong in (memory.slice(0, BLOCK), memory.slice(512, 2 * BLOCK)):
+        with pytest.raises(ValueError, match="page-aligned"):
+            store.write(record, wrong)
+    with pytest.raises(StorageError, match="nothing was written"):
+        store.read(record, memory)
+
+
+def test_what_was_written_is_counted(opened):
+    store = opened(2)
+    record = store.reserve("state", 2 * BLOCK)
+    put(store, record, 1)
+    get(store, record)
+    assert store.stats() == {
+        "reserved_bytes": 2 * BLOCK, "budget_bytes": BUDGET,
+        "read_bytes": 2 * BLOCK, "written_bytes": 2 * BLOCK, "num_reads": 2, "num_writes": 2,
+    }  # fmt: skip
+
+
+def test_bytes_that_changed_on_the_drive_are_found(opened, tmp_path):
+    store = opened()
+    record = store.reserve("state", 6 * CHUNK)
+    put(store, record, 1)
+    (file,) = tmp_path.rglob("*.data")
+    with open(file, "r+b") as other:
+        other.seek(HEAD_BYTES + 5 * CHUNK + 17)
+        byte = other.read(1)
+        other.seek(-1, os.SEEK_CUR)
+        other.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(StorageError, match="`state` is damaged") as caught:
+        get(store, record)
+    assert caught.value.path == file
+
+
+def test_without_a_generation_nothing_stays_but_the_lock(opened, tmp_path):
+    for keeps in (False, True):
+        store = opened(2, keeps=keeps)
+        put(store, store.reserve("state", BLOCK), 1)
+        store.close()
+        store.close()
+        assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"lightning_cxl.lock"}
+        with pytest.raises(StorageError, match="closed"):
+            store.reserve("other", 1)
+
+
+# -- generations -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_generation_comes_back_in_the_next_run(opened, count):
+    store = opened(count, keeps=True)
+    names = {name: store.reserve(name, size) for name, size in (("first", 5 * BLOCK), ("second", 3), ("third", 1))}
+    wrote = {name: put(store, names[name], seed) for seed, name in enumerate(("first", "second"))}
+    assert store.commit({"step": 3}) == 1
+    store.settle(1)
+    put(store, names["first"], 9)  # after the commit: never seen again
+    put(store, names["third"], 9)
+    store.close()
+
+    store = opened(count, keeps=True)
+    (found,) = store.generations()
+    assert (found.number, found.details) == (1, {"step": 3})
+    names = {name: store.reserve(name, size) for name, size in (("first", 5 * BLOCK), ("second", 3), ("third", 1))}
+    window = store.window(names["first"])
+    assert not any(bytes_of(window)) and not names["first"].is_written
+    store.restore(1)
+    assert {name: get(store, names[name]) for name in wrote} == wrote
+    assert bytes_of(window) == wrote["first"] and not names["third"].is_written
+    for seed in range(3):
+        put(store, names["first"], 20 + seed)
+    store.restore(1)
+    assert get(store, names["first"]) == wrote["first"] == bytes_of(window)
+
+
+def test_both_generations_can_be_restored_until_one_is_settled(opened):
+    store = opened(keeps=True)
+    record = store.reserve("state", BLOCK)
+    first = put(store, record, 1)
+    store.commit({"step": 1})
+    second = put(store, record, 2)
+    store.commit({"step": 2})
+    with pytest.raises(StorageError, match="all its versions belong to generations 1 and 2"):
+        store.write(record, memory_of(BLOCK))
+    with pytest.raises(StorageError, match="settle one of them"):
+        store.commit({"step": 3})
+    store.close()
+    for chosen, expected in ((1, first), (2, second)):
+        store = opened(keeps=True)
+        assert [each.details for each in store.generations()] == [{"step": 1}, {"step": 2}]
+        record = store.reserve("state", BLOCK)
+        store.restore(chosen)
+        assert get(store, record) == expected
+        store.close()
+    store = opened(keeps=True)
+    record = store.reserve("state", BLOCK)
+    store.settle(1)
+    store.restore(1)
+    put(store, record, 3)
+    assert store.commit({"step": 2}) == 3  # no number is used twice
+    store.close()
+    store = opened(keeps=True)
+    record = store.reserve("state", BLOCK)
+    store.restore(1)
+    assert get(store, record) == first
+    with pytest.raises(CheckpointError, match="no generation 2; it holds: 1, 3"):
+        store.restore(2)
+
+
+def test_a_folder_with_a_generation_takes_only_the_same_records(opened):
+    store = opened(2, keeps=True)
+    store.check_found({"other": 5})
+    store.reserve("state", BLOCK)
+    store.commit({"step": 5})
+    store.close()
+    store = opened(2, keeps=True)
+    store.check_found({"state": BLOCK})
+    with pytest.raises(ConfigError, match=r"generation 1 \{'step': 5\}, which has no record `other`"):
+        store.check_found({"state": BLOCK, "other": BLOCK})
+    for refuses in (lambda: store.check_found({"state": 5}), lambda: store.reserve("state", 5)):
+        with pytest.raises(ConfigError, match=r"`state` has 4096 bytes and not 5.*another folder, or delete"):
+            refuses()
+    store.close()
+    with pytest.raises(ConfigError, match="on 2 drives"):
+        opened(1, keeps=True)
+    with pytest.raises(ConfigError, match="this run keeps none"):
+        opened(2)
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_record_that_comes_later_lies_beside_what_an_earlier_run_left(opened, commits):
+    store = opened(2, keeps=True)
+    wrote = put(store, store.reserve("state", 3 * BLOCK), 1)
+    store.commit({"step": 1})
+    store.close()
+    store = opened(2, keeps=True)
+    record = store.reserve("state", 3 * BLOCK)
+    if commits:
+        wrote = put(store, record, 2)
+        store.settle(store.commit({"step": 2}))
+    other = store.reserve("other", 3 * BLOCK)
+    assert not {*other.versions} & {*record.versions}
+    for seed in range(2):
+        assert put(store, other, 3 + seed) == get(store, other)
+    store.close()
+    store = opened(2, keeps=True)
+    record = store.reserve("state", 3 * BLOCK)
+    store.restore(store.generations()[0].number)
+    assert get(store, record) == wrote
+
+
+def test_details_that_cannot_be_kept_are_refused_before_anything_is_done(opened):
+    store = opened(keeps=True)
+    with pytest.raises(TypeError):
+        store.commit({"step": object()})
+    assert store.generations() == []
+    store.close()
+    with pytest.raises(ConfigError, match="keeps=True"):
+        opened().commit({})
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "format"])
+def test_a_damaged_manifest_says_so(opened, tmp_path, damage):
+    store = opened(keeps=True)
+    store.reserve("state", BLOCK)
+    store.commit({"step": 5})
+    store.close()
+    (manifest,) = tmp_path.rglob("*.json")
+    text = manifest.read_text()
+    manifest.write_text(
+        {"flip": text.replace("step", "stop"), "cut": text[:50], "format": text.replace('t": 1', 't": 9')}[damage]
+    )
+    with pytest.raises(CheckpointError, match="format 9" if damage == "format" else "is damaged"):
+        opened(keeps=True)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_and_told_who_has_the_folder(opened, tmp_path):
+    opened(2)
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        opened(2)
+    with pytest.raises(ConfigError, match="in use by"):
+        Store([tmp_path / "drive1"], budget_bytes=BUDGET)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path):
+    (started, says_started), (ends, says_end) = os.pipe(), os.pipe()
+    run = os.fork()
+    if run == 0:
+        Store(folders(tmp_path), budget_bytes=BUDGET)
+        if os.fork() == 0:
+            os.write(says_started, b"x")
+            os.close(says_end)
+            os.read(ends, 1)
+            os._exit(0)
+        signal.pause()
+    os.read(started, 1)
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    try:
+        opened()
+    finally:
+        for end in (started, says_started, ends, says_end):
+            os.close(end)
+
+
+def test_files_of_runs_that_are_gone_are_removed_and_others_are_not(opened, tmp_path):
+    (folder,) = folders(tmp_path)
+    folder.mkdir()
+    others = {"notes.txt", "lightning_cxl-abc.data", "lightning_cxl-0123456789abcdef-0.data.bak"}
+    ours = {"lightning_cxl-0123456789abcdef-0.data", "lightning_cxl-manifest.json.new"}
+    for name in others | ours:
+        (folder / name).touch()
+    opened().close()
+    assert {path.name for path in folder.iterdir()} == others | {"lightning_cxl.lock"}
+
+
+def test_paths_must_be_folders_and_different(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="neither a folder nor"):
+        Store([file], budget_bytes=1)
+    with pytest.raises(ConfigError, match="at least one path"):
+        Store([], budget_bytes=1)
+    with pytest.raises(ConfigError, match="each path is used once"):
+        Store([tmp_path, tmp_path / ".." / tmp_path.name], budget_bytes=1)
+    with pytest.raises(StorageError, match="no/folder") as caught:
+        Store([tmp_path / "no" / "folder"], budget_bytes=1)
+    assert caught.value.errno == errno.ENOENT
