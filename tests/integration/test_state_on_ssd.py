@@ -361,15 +361,18 @@ def test_residents_and_units_are_updated_at_the_same_time(tmp_path, in_backward)
 
 
 class ZeroesMomentum(Callback):
-    """Writes to optimizer state and saves at once."""
+    """Writes to optimizer state while it is saved."""
 
     def __init__(self, path):
         self.path = path
 
     def on_train_batch_end(self, trainer, module, *args):
+        trainer.save_checkpoint(self.path)
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        """Lightning has asked for the state before, and waited for its writes."""
         for entry in trainer.optimizers[0].state.values():
             entry["exp_avg"].zero_()
-        trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize("checkpoint", ["copy", "reference"])
