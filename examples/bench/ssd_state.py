@@ -32,7 +32,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from own_memory import Growth
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_cxl
@@ -113,33 +113,6 @@ class Turns(Callback):
             on_ssd.visits.wait()
         now, cpu = time.perf_counter(), time.process_time() - self.update_start_cpu
         tell(step=now - self.start, update=now - self.update_start, cpu=cpu, loss=float(outputs["loss"]))
-
-
-class Growth(threading.Thread):
-    """Watches the process's own memory until it is stopped."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.before = self.peak = anonymous_bytes()
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        while not self._over.wait(0.002):
-            self.peak = max(self.peak, anonymous_bytes())
-
-    def stop(self) -> int:
-        """Return what was added at the peak."""
-        self._over.set()
-        self.join()
-        return max(self.peak, anonymous_bytes()) - self.before
-
-
-def anonymous_bytes() -> int:
-    """Return what this process has of memory that no file backs."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon: this needs Linux 4.5 or newer")
 
 
 def tell(**message: Any) -> None:

@@ -17,7 +17,7 @@ and training goes on in the versions that are not committed: until the next chec
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -41,17 +41,20 @@ _REFERENCE = "lightning_cxl_record"
 
 def refer(states: list[Mapping[str, Any]], visits: StateVisits) -> list[dict[str, Any]]:
     """Return state dicts of optimizers with references in the place of tensors that lie in records."""
-    return [
-        {**each, "state": {key: _refer_entry(entry, visits) for key, entry in each["state"].items()}} for each in states
-    ]
 
-
-def _refer_entry(entry: Mapping[str, Any], visits: StateVisits) -> dict[str, Any]:
-    result = {}
-    for key, value in entry.items():
+    def referred(value: Any) -> Any:
         record = visits.find([value]) if isinstance(value, torch.Tensor) else None
-        result[key] = value if record is None else _reference(value, record)
-    return result
+        return value if record is None else _reference(value, record)
+
+    return _converted(states, referred)
+
+
+def _converted(states: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return state dicts of optimizers with every value of every entry converted."""
+    return [
+        {**each, "state": {k: {n: convert(v) for n, v in entry.items()} for k, entry in each["state"].items()}}
+        for each in states
+    ]
 
 
 def _reference(tensor: torch.Tensor, record: StateRecord) -> dict[str, Any]:
@@ -174,10 +177,7 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
         flat = window.slice(value["offset"], numel * dtype.itemsize).tensor((numel,), dtype)
         return flat.as_strided(value["shape"], value["stride"])
 
-    return [
-        {**each, "state": {k: {n: tensor_of(v) for n, v in entry.items()} for k, entry in each["state"].items()}}
-        for each in states
-    ]
+    return _converted(states, tensor_of)
 
 
 def resolve(state: Mapping[str, Any], optimizer: CPUAdam, visits: StateVisits) -> dict[str, Any]:

@@ -162,10 +162,6 @@ class StateOnSsd:
         counts = {**self.store.stats(), "num_visits": self.visits.num_visits}
         self._pace.note(counts, len(set(self._record_of.values())))
 
-    def stats(self) -> dict[str, int]:
-        """Return the counts of the store, and how many reads were not started ahead."""
-        return {**self.store.stats(), "num_late": self.visits.num_late}
-
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""
         self._cleanup.close()

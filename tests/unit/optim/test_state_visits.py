@@ -76,6 +76,13 @@ def give_gradients(parameters: list[torch.nn.Parameter], step: int, leave_out: f
         parameter.grad = None if index in leave_out else grad
 
 
+def step_both(own: "OnSsd", plain: CPUAdam, plain_parameters: list[torch.nn.Parameter], step: int) -> None:
+    give_gradients(own.parameters, step)
+    give_gradients(plain_parameters, step)
+    own.optimizer.step()
+    plain.step()
+
+
 def state_of(optimizer: CPUAdam) -> dict[int, dict[str, torch.Tensor]]:
     return {index: {k: v.clone() for k, v in entry.items()} for index, entry in optimizer.state_dict()["state"].items()}
 
@@ -200,10 +207,7 @@ def test_state_outlives_the_store_as_memory(tmp_path) -> None:
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     for step in range(2):
-        give_gradients(own.parameters, step)
-        give_gradients(plain_parameters, step)
-        own.optimizer.step()
-        plain.step()
+        step_both(own, plain, plain_parameters, step)
     own.optimizer.leave_run()
     own.close()
     assert os.listdir(tmp_path) == ["lightning_cxl.lock"]
@@ -242,10 +246,7 @@ def test_reads_follow_writes_in_their_slots(tmp_path) -> None:
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     for step in range(4):
-        give_gradients(own.parameters, step)
-        give_gradients(plain_parameters, step)
-        own.optimizer.step()
-        plain.step()
+        step_both(own, plain, plain_parameters, step)
     assert own.visits.num_late == 0
     assert_equal_runs(own, plain, plain_parameters)
     own.close()
@@ -264,10 +265,7 @@ def test_reads_behind_slow_writes_find_what_was_written(tmp_path) -> None:
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     for step in range(3):
-        give_gradients(own.parameters, step)
-        give_gradients(plain_parameters, step)
-        own.optimizer.step()
-        plain.step()
+        step_both(own, plain, plain_parameters, step)
         assert torch.equal(
             own.optimizer.state[own.parameters[5]]["exp_avg"], plain.state[plain_parameters[5]]["exp_avg"]
         )
