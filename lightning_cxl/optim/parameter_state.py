@@ -219,7 +219,9 @@ class ParameterStates:
         """Return a new state, which is not kept here yet."""
         precision = choose_precision(parameter, self._precision, sensitive=parameter in self.fp32_state)
         state = ParameterState(parameter, precision, self.allocate)
-        state.record = self.visits.find(state.tensors)
+        record = self.visits.find(state.tensors)
+        assert record is None or isinstance(record, StateRecord)
+        state.record = record
         return state
 
     def of(self, parameter: torch.Tensor) -> ParameterState:

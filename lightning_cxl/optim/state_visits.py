@@ -1,4 +1,4 @@
-"""`StateVisits`: optimizer state on SSD visits host memory while it is updated.
+"""`StateVisits`: optimizer state and weights on SSD visit host memory while they are updated.
 
 [Note: State on SSD]
 State of one unit that lies on SSD is one record (`StateRecord`). Its tensors lie in a window: they can be read at any
@@ -8,9 +8,13 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
     update   the kernel gets the addresses of the window, moved by the distance between window and slot
     write    the slot is written to the record behind what comes next; then the window shows the new bytes
 
+* Compute weights of a streamed unit that lie on SSD are a record, too ([Note: Weights on SSD]), and the kernel writes
+  them in a slot. One visit brings all records that an update needs, and gets their slots together: two visits that each
+  wait for a part of the other's slots would wait for ever.
 * Slots have the exact size of their record. All of them together never have more bytes than the cap, which is at least
-  the largest record. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit that finds
-  no slot takes that of the record which is expected last, or waits for a write.
+  what the largest visit takes. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit
+  that finds no slots takes those of records which are expected last, or waits for a write.
+* A record that is visited is not fetched ahead: the read would bring what is about to be old.
 * Who writes to the tensors with torch (a loaded checkpoint, a user) writes to private pages of the window. Versions
   tell that it happened: the next visit then takes the window's bytes, and the write drops the private pages. Writes
   through ``.data`` leave no trace and are lost.
@@ -20,6 +24,7 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 """
 
 import threading
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -30,26 +35,27 @@ import torch
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, Visit
-from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.visitor import Visitor, is_in
 
-_MAX_AHEAD = 2  # records, besides the one that is updated
+_MAX_AHEAD = 2  # visits, besides the present one
 
 
 class Visits(Protocol):
-    """Says where the state of parameters is updated."""
+    """Says where state and weights are updated."""
 
-    def find(self, tensors: Iterable[torch.Tensor]) -> StateRecord | None:
+    def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
         """Return the record in which some of the tensors lie; None where all are in memory."""
 
-    def expect(self, records: Sequence[StateRecord]) -> None:
+    def expect(self, records: Sequence[Visitor]) -> None:
         """Start reading records that are visited next in this order, as far as there are slots."""
 
-    def visit(self, record: StateRecord) -> AbstractContextManager[Visit]:
-        """Return a region in which a record is in a slot; the record is written behind it."""
+    def visit(self, records: Sequence[Visitor]) -> AbstractContextManager[Visit]:
+        """Return a region in which records are in slots; they are written behind it."""
 
-    def touched(self, record: StateRecord) -> None:
+    def touched(self, record: Visitor) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""
 
     def wait(self) -> None:
@@ -57,20 +63,20 @@ class Visits(Protocol):
 
 
 class NoVisits:
-    """All state is in memory."""
+    """All state and all weights are in memory."""
 
-    def find(self, tensors: Iterable[torch.Tensor]) -> StateRecord | None:
+    def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
         """Return None."""
         return None
 
-    def expect(self, records: Sequence[StateRecord]) -> None:
+    def expect(self, records: Sequence[Visitor]) -> None:
         """Return at once."""
 
-    def visit(self, record: StateRecord) -> AbstractContextManager[Visit]:
+    def visit(self, records: Sequence[Visitor]) -> AbstractContextManager[Visit]:
         """Refuse: there is no record."""
-        raise AssertionError("no state lies on SSD")
+        raise AssertionError("nothing lies on SSD")
 
-    def touched(self, record: StateRecord) -> None:
+    def touched(self, record: Visitor) -> None:
         """Return at once."""
 
     def wait(self) -> None:
@@ -97,71 +103,95 @@ class StateVisits:
         slots: host memory that records visit.
     """
 
-    def __init__(self, store: Store, slots: StateSlots) -> None:
+    def __init__(self, store: Store, slots: HostSlots) -> None:
         self.num_late = 0
         """Reads that were not started before their visit."""
         self.num_visits = 0
+        """Of records, each by itself."""
         self._store = store
         self._slots = slots
-        self._records: list[StateRecord] = []
-        self._fetched: dict[StateRecord, _Fetched] = {}  # in the order in which they are expected
+        self._records: list[Visitor] = []  # in the order of their windows' addresses
+        self._fetched: dict[Visitor, _Fetched] = {}  # in the order in which they are expected
+        self._visited: set[Visitor] = set()
         self._writing: deque[_Written] = deque()
-        self._next: dict[StateRecord, StateRecord] = {}  # what followed what
-        self._latest: StateRecord | None = None
-        self._touched: dict[StateRecord, None] = {}
+        self._next: dict[Visitor, tuple[Visitor, ...]] = {}  # by the first record of a visit: those of the visit after
+        self._latest: Visitor | None = None
+        self._touched: dict[Visitor, None] = {}
         self._changed = threading.Condition()  # guards all above
 
     def reserve(self, name: str, nbytes: int) -> StateRecord:
         """Return a new record; see `StateRecord`."""
         record = StateRecord(self._store, name, nbytes)
-        self._records.append(record)
+        self.include(record)
         return record
 
-    def find(self, tensors: Iterable[torch.Tensor]) -> StateRecord | None:
+    def include(self, record: Visitor) -> None:
+        """Let a record be visited from now on."""
+        insort(self._records, record, key=_address)
+
+    def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
         """Return the record in which some of the tensors lie; None where all are in memory."""
-        found = {record for tensor in tensors for record in self._records if record.holds(tensor)}
+        found = {record for tensor in tensors if (record := self._at(tensor.data_ptr())) is not None}
         assert len(found) <= 1, "state of one parameter lies in several records"
         return next(iter(found), None)
 
-    def expect(self, records: Sequence[StateRecord]) -> None:
+    def _at(self, address: int) -> Visitor | None:
+        index = bisect_right(self._records, address, key=_address) - 1
+        record = self._records[index] if index >= 0 else None
+        return record if record is not None and is_in(record.window, address) else None
+
+    def expect(self, records: Sequence[Visitor]) -> None:
         """Start reading records that are visited next in this order, as far as there are slots."""
         with self._changed:
             while self._writing and self._writing[0].write.done():
                 self._finish_write()
             for record in records:
-                if record not in self._fetched and not self._fetch(record):
+                if record not in self._fetched and record not in self._visited and not self._fetch(record):
                     return
 
     @contextmanager
-    def visit(self, record: StateRecord) -> Iterator[Visit]:
-        """Return a region in which a record is in a slot; the record is written behind it.
+    def visit(self, records: Sequence[Visitor]) -> Iterator[Visit]:
+        """Return a region in which records are in slots; they are written behind it.
 
         Raises:
             StorageError: a read, or a write before, has failed.
         """
         with self._changed:
-            slot, read = self._fetched.pop(record) if record in self._fetched else self._fetch_now(record)
-            self.num_visits += 1
+            fetched = self._fetch_now(records)
+            self._visited.update(records)
+            self.num_visits += len(records)
             if self._latest is not None:
-                self._next[self._latest] = record
-            self._latest = record
+                self._next[self._latest] = tuple(records)
+            self._latest = records[0]
         is_written = False
         try:
-            if read is not None:
-                read.wait_host()
-            self.expect(self._following(record))
-            yield record.fill(slot, is_read=read is not None)
+            for _, read in fetched:
+                if read is not None:
+                    read.wait_host()
+            self.expect(self._following(records[0]))
+            for record, (slot, read) in zip(records, fetched, strict=True):
+                record.fill(slot, is_read=read is not None)
+            yield Visit([(record.window, slot) for record, (slot, _) in zip(records, fetched, strict=True)])
             with self._changed:
-                self._writing.append(_Written(slot, self._store.write(record.record, slot)))
-                self._touched.pop(record, None)
-                self._changed.notify_all()
-            record.clean()
+                while fetched:  # a slot belongs to its write from then on, also where the next write cannot begin
+                    record, slot = records[-len(fetched)], fetched[0].slot
+                    self._writing.append(_Written(slot, self._store.write(record.record, slot)))
+                    del fetched[0]
+                    self._touched.pop(record, None)
+            for record in records:
+                record.clean()
             is_written = True
         finally:
-            if not is_written:
-                self._give_back(slot)
+            with self._changed:
+                self._visited.difference_update(records)
+                for slot, read in fetched if not is_written else ():
+                    if read is not None:
+                        with suppress(StorageError):  # another one is being raised
+                            read.wait_host()
+                    self._slots.give_back(slot)
+                self._changed.notify_all()
 
-    def touched(self, record: StateRecord) -> None:
+    def touched(self, record: Visitor) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""
         self._touched[record] = None
         if sum(each.record.padded_nbytes for each in self._touched) > self._slots.cap_bytes:
@@ -186,8 +216,8 @@ class StateVisits:
         """
         self.wait()
         with self._changed:
-            while self._fetched:
-                self._drop_fetched()
+            for record in list(self._fetched):
+                self._drop_fetched(record)
 
     def take_records_as_they_are(self) -> None:
         """Note that records have changed: what someone wrote to their windows is gone."""
@@ -201,8 +231,8 @@ class StateVisits:
             StorageError: a write has failed.
         """
         with self._changed:
-            while self._fetched:
-                self._drop_fetched()
+            for record in list(self._fetched):
+                self._drop_fetched(record)
         try:
             self.wait()
         finally:
@@ -211,27 +241,24 @@ class StateVisits:
     def _write_touched(self) -> None:
         for record in list(self._touched):
             del self._touched[record]
-            if record.is_dirty:
-                with self.visit(record):
+            if record.is_dirty():
+                with self.visit([record]):
                     pass
 
-    def _following(self, record: StateRecord) -> list[StateRecord]:
-        """Return the records that came after one the last time."""
-        found: dict[StateRecord, None] = {}
-        following = self._next.get(record)
-        while following is not None and following not in (record, *found) and len(found) < _MAX_AHEAD:
-            found[following] = None
-            following = self._next.get(following)
+    def _following(self, first: Visitor) -> list[Visitor]:
+        """Return the records of the visits that came after one the last time, by its first record."""
+        found: dict[Visitor, None] = {}
+        following = self._next.get(first)
+        for _ in range(_MAX_AHEAD):
+            if following is None or following[0] is first or following[0] in found:
+                break
+            found |= dict.fromkeys(following)
+            following = self._next.get(following[0])
         return list(found)
-
-    def _give_back(self, slot: Buffer) -> None:
-        with self._changed:
-            self._slots.give_back(slot)
-            self._changed.notify_all()
 
     # -- with the lock -----------------------------------------------------------------------------------------------
 
-    def _fetch(self, record: StateRecord) -> bool:
+    def _fetch(self, record: Visitor) -> bool:
         """Start reading a record if there is a slot for it; return whether there was."""
         slot = self._slots.take(record.record.padded_nbytes)
         if slot is not None:
@@ -244,24 +271,33 @@ class StateVisits:
                 return True
         return False
 
-    def _fetch_now(self, record: StateRecord) -> _Fetched:
-        """Start reading a record; get the slot from whoever has one."""
-        self.num_late += record.record.is_written
-        while (slot := self._slots.take(record.record.padded_nbytes)) is None:
-            if self._fetched:
-                self._drop_fetched()
+    def _fetch_now(self, records: Sequence[Visitor]) -> list[_Fetched]:
+        """Return slots for all records, with reads that were started; get them from whoever has some."""
+        while True:
+            missing = [record for record in records if record not in self._fetched]
+            slots = self._slots.take_all([record.record.padded_nbytes for record in missing])
+            if slots is not None:
+                break
+            others = [record for record in self._fetched if record not in records]
+            if others:
+                self._drop_fetched(others[-1])
             elif self._writing:
                 self._finish_write()
-            else:
+            elif self._visited:
                 self._changed.wait()  # for another thread's visit
-        return self._start_read(record, slot)
+            else:  # slots of our own lie in the way
+                self._drop_fetched(next(reversed(self._fetched)))
+        for record, slot in zip(missing, slots, strict=True):
+            self.num_late += record.record.is_written
+            self._fetched[record] = self._start_read(record, slot)
+        return [self._fetched.pop(record) for record in records]
 
-    def _start_read(self, record: StateRecord, slot: Buffer) -> _Fetched:
+    def _start_read(self, record: Visitor, slot: Buffer) -> _Fetched:
         return _Fetched(slot, self._store.read(record.record, slot) if record.record.is_written else None)
 
-    def _drop_fetched(self) -> None:
-        """Give up the record that is expected last."""
-        _, (slot, read) = self._fetched.popitem()
+    def _drop_fetched(self, record: Visitor) -> None:
+        """Give up what was read ahead."""
+        slot, read = self._fetched.pop(record)
         if read is not None:
             with suppress(StorageError):  # nobody needs these bytes
                 read.wait_host()
@@ -275,3 +311,7 @@ class StateVisits:
         finally:
             if slot is not None:
                 self._slots.give_back(slot)
+
+
+def _address(record: Visitor) -> int:
+    return record.window.address

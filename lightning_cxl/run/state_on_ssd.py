@@ -8,11 +8,11 @@ import torch
 from lightning_cxl.inventory.records import PlannedRecord, slot_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
-from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
+from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 
 _MOST_TENSORS = 5  # of one parameter: two moments, in 8 bit with scales beside them, and the remainder
@@ -52,7 +52,7 @@ class StateOnSsd:
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-            self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)))
+            self.visits = StateVisits(self.store, HostSlots(allocate, slot_bytes(planned)))
             cleanup.callback(self.visits.close)
             for each in planned:
                 record = self.visits.reserve(each.name, each.nbytes)

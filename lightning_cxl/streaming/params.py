@@ -131,7 +131,13 @@ class ParamStreamer:
                 self._next[self._latest] = visit
             self._latest = visit
         if slot is not None:
-            slot.wait()
+            try:
+                slot.wait()
+            except BaseException:
+                with self._lock:
+                    del self._entered[id(unit)]
+                unit.watch()
+                raise
             unit.enter(slot.memory)
         self.fetch_ahead()
 

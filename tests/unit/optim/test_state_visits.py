@@ -12,9 +12,9 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
-from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 
 SHAPES = [(96, 64), (64,), (33, 130), (128, 64), (64, 128), (7,), (5000,)]
@@ -29,7 +29,7 @@ class OnSsd:
         self.largest_bytes = 0
         self.allocated = 0
         self.store = Store([folder], budget_bytes=1 << 30)
-        self.visits = StateVisits(self.store, StateSlots(self.allocate, int(num_slots * 120_000)))
+        self.visits = StateVisits(self.store, HostSlots(self.allocate, int(num_slots * 120_000)))
         self.records = [self.visits.reserve(f"unit {index}", 200_000) for index in range(NUM_RECORDS)]
         self.optimizer = CPUAdam(parameters, allocate_state=self.flat, visits=self.visits, **options)
 

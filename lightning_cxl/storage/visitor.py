@@ -1,0 +1,49 @@
+"""`Visitor`: a record whose tensors lie in its window, and whose bytes visit host slots."""
+
+from typing import Protocol
+
+import torch
+
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.storage.record import Record
+
+
+class Visitor(Protocol):
+    """A record with a window, as those see it who bring it to a slot and write it back."""
+
+    record: Record
+    window: Buffer
+
+    def is_dirty(self) -> bool:
+        """Return whether someone has written to the window: the record has older bytes then."""
+
+    def fill(self, slot: Buffer, *, is_read: bool) -> None:
+        """Bring the present bytes into a slot, where not all of them are there yet.
+
+        Args:
+            slot: at least as large as the record.
+            is_read: what is on the drives is in the slot.
+        """
+
+    def clean(self) -> None:
+        """Note that the record has what the window shows, or has newer bytes than it does."""
+
+
+def is_in(window: Buffer, address: int) -> bool:
+    """Return whether an address is in a window."""
+    return 0 <= address - window.address < window.nbytes
+
+
+@torch.no_grad()
+def copy_window(window: Buffer, slot: Buffer) -> None:
+    """Copy what a window shows to the beginning of a slot."""
+    _bytes_of(slot)[: window.nbytes].copy_(_bytes_of(window))
+
+
+def zero(slot: Buffer) -> None:
+    """Make every byte of a slot zero."""
+    _bytes_of(slot).zero_()
+
+
+def _bytes_of(buffer: Buffer) -> torch.Tensor:
+    return buffer.tensor((buffer.nbytes,), torch.uint8)
