@@ -4,12 +4,14 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.placement.decorators import field_of_role
 from lightning_cxl.placement.placement import TensorRole
 
-ROLES_ON_SSD = frozenset({TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS})
-"""Of these, what is part of `CPUAdam`'s state; full master weights are not. See `HostTensor.in_state`."""
+ROLES_ON_SSD = frozenset(
+    {TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS, TensorRole.COMPUTE_WEIGHTS}
+)
+"""Of these, what is part of `CPUAdam`'s state, and compute weights that stream. See `HostTensor.in_state`."""
 _FIELDS = frozenset(filter(None, map(field_of_role, ROLES_ON_SSD)))
 _WHAT = (
-    "Only optimizer state of `CPUAdam` can lie there: momentum, variance, and what master weights have beyond bfloat16 "
-    'weights. Ask for it alone: {"optimizer_state": "ssd"}'
+    "Only optimizer state of `CPUAdam` (momentum, variance, and what master weights have beyond bfloat16 weights) and "
+    'weights of units that stream can lie there. Ask for these alone: {"optimizer_state": "ssd", "weights": "ssd"}'
 )
 
 

@@ -92,11 +92,11 @@ class Run:
         self.optimizers: list[Optimizer] = []
         self._placed.count_planned(inventory)
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
+            self.on_ssd = self._open_ssd(inventory, cleanup)
+            """Optimizer state and weights that do not lie in memory; None where all of it does."""
             self._residence = Residence(model, self._placed, engine, inventory.streamed)
             decision.asked.read(model)  # some modules make new parameters when they move
             cleanup.callback(self._residence.close)
-            self.on_ssd = self._open_ssd(inventory, cleanup)
-            """Optimizer state that does not lie in memory; None where all of it does."""
             units = self._residence.units
             activations = ActivationOffload(
                 engine,
@@ -152,7 +152,7 @@ class Run:
         if options is None or not records:
             return None
         budget_bytes = self._host.topology.tier(SSD).capacity_bytes
-        on_ssd = StateOnSsd(options, budget_bytes, records, self._placed.slots)
+        on_ssd = StateOnSsd(options, budget_bytes, records, self._placed.slots, self._host.engine)
         cleanup.callback(on_ssd.close)
         self._placed.on_ssd = on_ssd
         return on_ssd

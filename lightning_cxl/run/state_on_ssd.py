@@ -1,11 +1,11 @@
-"""`StateOnSsd`: the optimizer state of a run that lies on SSD: its store, its slots, and the record of each tensor."""
+"""`StateOnSsd`: the optimizer state and the weights of a run that lie on SSD: store, slots, and each one's record."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
 
-from lightning_cxl.inventory.records import PlannedRecord, slot_bytes
+from lightning_cxl.inventory.records import PlannedRecord, hop_slot_bytes, update_slot_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_visits import StateVisits
@@ -14,19 +14,22 @@ from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.streaming.hop import Hop, WeightRecord
+from lightning_cxl.transfer.engine import TransferEngine
 
 _MOST_TENSORS = 5  # of one parameter: two moments, in 8 bit with scales beside them, and the remainder
 _MOST_BYTES = 10  # of an element: two moments in float32, and the remainder
 
 
 class StateOnSsd:
-    """Gives tensors of records, all state of one parameter in one record.
+    """Gives tensors of records, all state of one parameter in one record, and homes for weights.
 
     Args:
         options: the user's.
         budget_bytes: of the drives together.
         planned: all of these records are made now, so that a full drive shows before training.
         allocate: gives the memory that records visit, page-aligned.
+        engine: copies weights to the device.
 
     Raises:
         ConfigError: the folders cannot be used.
@@ -39,6 +42,7 @@ class StateOnSsd:
         budget_bytes: int,
         planned: Sequence[PlannedRecord],
         allocate: Callable[[int], Buffer],
+        engine: TransferEngine,
     ) -> None:
         self.folders = [str(path) for path in options.paths]
         self.refers = options.checkpoint == "reference"
@@ -47,16 +51,25 @@ class StateOnSsd:
         """Whether the generations in the folders are this run's: it has committed, or was resumed from one."""
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
+        self._homes: dict[int, WeightRecord] = {}  # by id of the first parameter
+        self._num_updated_weights = 0
         self._num_added = 0
         self._pace = Pace()
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-            self.visits = StateVisits(self.store, HostSlots(allocate, slot_bytes(planned)))
+            self.visits = StateVisits(self.store, HostSlots(allocate, update_slot_bytes(planned)))
             cleanup.callback(self.visits.close)
+            self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned)), engine)
+            cleanup.callback(self._hop.close)
             for each in planned:
-                record = self.visits.reserve(each.name, each.nbytes)
-                self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
+                if each.is_weights:
+                    home = self._homes[id(each.tensors[0].parameter)] = self._hop.reserve(each.name, each.nbytes)
+                    self.visits.include(home)
+                    self._num_updated_weights += each.is_updated
+                else:
+                    record = self.visits.reserve(each.name, each.nbytes)
+                    self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
             self._cleanup = cleanup.pop_all()
 
     def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -72,6 +85,10 @@ class StateOnSsd:
             given.clear()
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)
+
+    def home(self, first: torch.Tensor) -> WeightRecord:
+        """Return the home of weights that were planned, by the first parameter of their piece."""
+        return self._homes[id(first)]
 
     def restore(self, generation: int) -> None:
         """Make the state what it was in a generation of the store, and let go of the others.
@@ -93,7 +110,7 @@ class StateOnSsd:
     def note_pace(self) -> None:
         """Measure what steps move, from one call to the next."""
         counts = {**self.store.stats(), "num_visits": self.visits.num_visits}
-        self._pace.note(counts, len(set(self._record_of.values())))
+        self._pace.note(counts, len(set(self._record_of.values())) + self._num_updated_weights)
 
     def stats(self) -> dict[str, int]:
         """Return the counts of the store, and how many reads were not started ahead."""

@@ -1,7 +1,7 @@
-"""`Hop`: weights on SSD go to the device through host slots.
+"""`Hop` and `WeightRecord`: weights on SSD go to the device through host slots.
 
 [Note: Weights on SSD]
-Weights of one unit that lie on SSD are one record (`OnSsd`). Between visits its parameters show the record's window, so
+Weights of one unit that lie on SSD are one record (`WeightRecord`). Between visits its parameters show the record's window, so
 they can be read at any time like weights in memory. To the device::
 
     read     a host slot is taken, and the record is read into it; started at once if there is room
@@ -39,7 +39,7 @@ from lightning_cxl.storage.visitor import copy_window
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
-class OnSsd:
+class WeightRecord:
     """The weights of one unit as one record; a `Home`, and a `Visitor` of the slots of updates.
 
     Args:
@@ -106,7 +106,7 @@ class Fetch:
         after: device work that uses the destination.
     """
 
-    def __init__(self, home: OnSsd, destination: torch.Tensor, after: list[Transfer]) -> None:
+    def __init__(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> None:
         self.home = home
         self.slot: Buffer | None = None
         self.read: StorageTransfer | None = None
@@ -190,9 +190,9 @@ class Hop:
         self._copying: deque[tuple[Buffer, Transfer]] = deque()  # what keeps slots, in order
         self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._looked_at: dict[OnSsd, None] = {}
+        self._looked_at: dict[WeightRecord, None] = {}
 
-    def reserve(self, name: str, nbytes: int) -> OnSsd:
+    def reserve(self, name: str, nbytes: int) -> WeightRecord:
         """Return a home with a record of its own, to be filled before anything else.
 
         Raises:
@@ -200,9 +200,9 @@ class Hop:
             StorageError: the drive has no room for it, or fails.
         """
         record = self._store.reserve(name, nbytes)
-        return OnSsd(self, record, self._store.window(record))
+        return WeightRecord(self, record, self._store.window(record))
 
-    def fetch(self, home: OnSsd, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
+    def fetch(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
         """Start bringing a record to the device."""
         fetch = Fetch(home, destination, after)
         with self._changed:
@@ -232,7 +232,7 @@ class Hop:
                 self._slots.give_back(slot)
                 self._changed.notify_all()
 
-    def write_back(self, home: OnSsd) -> None:
+    def write_back(self, home: WeightRecord) -> None:
         """Write what someone has written to a window, and drop the private pages. No one else writes to it meanwhile.
 
         Raises:
@@ -244,7 +244,7 @@ class Hop:
             with self.writing(home.record) as slot:
                 copy_window(home.window, slot)
 
-    def looked_at(self, home: OnSsd) -> None:
+    def looked_at(self, home: WeightRecord) -> None:
         """Learn that someone may write to a window; write those that were looked at before, when they are large.
 
         Raises:
@@ -265,7 +265,7 @@ class Hop:
             self._free_all()
         self._slots.close()
 
-    def forget_looks(self, home: OnSsd) -> None:
+    def forget_looks(self, home: WeightRecord) -> None:
         """Learn that an update brings what someone has written to a window."""
         self._looked_at.pop(home, None)
 
