@@ -136,6 +136,12 @@ class OffloadConfig:
         """Return what is said of the tier ``ssd``; None where there is none."""
         return read_ssd_options(self.tiers[SSD]) if SSD in self.tiers else None
 
+    @property
+    def refers_to_ssd(self) -> bool:
+        """Whether checkpoints refer to state on the tier ``ssd`` instead of copying it."""
+        options = self.ssd()
+        return options is not None and options.checkpoint == "reference"
+
     def streams_weights(self, computes_on_host: bool) -> bool:
         """Return whether the weights of units stream, if the model has units."""
         choice = not computes_on_host if self.stream_weights == "auto" else self.stream_weights

@@ -214,10 +214,10 @@ class LoggingSystem(System):
         super().unlink(path)
         self._ended(self._note("unlink", self._files.pop(path, 0), names=(path,)))
 
-    def lose_power(self, now, random):
+    def lose_power(self, now, random, share):
         """Write to empty folders what disks may hold if power was lost at time `now`: any part of what was not synced.
 
-        Of a write, any of its blocks may be there. Changes of names that are there keep their order.
+        Each such block, or change of a name, is there with probability `share`. Changes of names keep their order.
         """
         begun = [entry for entry in self.log if entry.begin <= now]
         folder_of = {path: self._files.get(path.parent) for entry in begun for path in entry.names}
@@ -227,7 +227,7 @@ class LoggingSystem(System):
                 sync.kind == "sync" and sync.file == file and sync.begin > entry.end and sync.end <= now
                 for sync in begun
             )
-            return synced or random.random() < 0.5
+            return synced or random.random() < share
 
         contents: dict[int, bytearray] = {}
         names: dict[Path, int] = {}

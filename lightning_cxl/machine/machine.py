@@ -75,6 +75,8 @@ class MachineSsd:
             raise ConfigError(
                 f"ssd: num_drives must be at least 1 and versions 1 or 2, got {self.num_drives} and {self.versions}"
             )
+        if self.drive_bytes == 0:
+            raise ConfigError("ssd: drive_bytes must be positive, or left out, got 0")
 
     @property
     def has_speeds(self) -> bool:

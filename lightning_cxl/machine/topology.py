@@ -184,14 +184,15 @@ class Topology:
         Raises:
             ConfigError: a path is no folder.
         """
+        capacity_bytes = ssd_capacity_bytes(options)
         tier = Tier(
             SSD,
             TierKind.SSD,
             (),
             folders=options.paths,
-            file_bytes=ssd_capacity_bytes(options),
+            file_bytes=capacity_bytes,
             versions=options.versions,
-            drive_bytes=drive_bytes(options),
+            drive_bytes=drive_bytes(options) or capacity_bytes,  # some file systems do not say it
         )
         return replace(self, ssd=tier)
 

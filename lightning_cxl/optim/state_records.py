@@ -8,7 +8,7 @@ import torch
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.visitor import copy_window, is_in, zero
+from lightning_cxl.storage.visitor import copy_window, is_in
 
 At = Callable[[torch.Tensor], torch.Tensor]
 """Returns where the bytes of a tensor of state are now, in one dimension."""
@@ -74,12 +74,13 @@ class StateRecord:
         return tensor
 
     @torch.no_grad()
-    def fill(self, slot: Buffer, *, is_read: bool) -> None:
-        """Bring the record's present bytes into a slot, where not all of them are there yet; see `Visitor.fill`."""
+    def fill(self, slot: Buffer) -> None:
+        """Bring what is newer than the drive, or was never there, into a slot; see `Visitor.fill`.
+
+        State that nobody has asked for yet stays as undefined as new memory is.
+        """
         if self.is_dirty():
             copy_window(self.window, slot)
-        elif not is_read:
-            zero(slot)
         at_slot = Visit([(self.window, slot)]).at_slot
         for blank in self.blanks:
             blank(at_slot)

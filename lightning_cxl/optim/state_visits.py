@@ -26,7 +26,7 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 import threading
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple, Protocol
 
@@ -101,15 +101,17 @@ class StateVisits:
     Args:
         store: has the records.
         slots: host memory that records visit.
+        before_write: called before a record is written, by any thread.
     """
 
-    def __init__(self, store: Store, slots: HostSlots) -> None:
+    def __init__(self, store: Store, slots: HostSlots, before_write: Callable[[], None] = lambda: None) -> None:
         self.num_late = 0
         """Reads that were not started before their visit."""
         self.num_visits = 0
         """Of records, each by itself."""
         self._store = store
         self._slots = slots
+        self._before_write = before_write
         self._records: list[Visitor] = []  # in the order of their windows' addresses
         self._fetched: dict[Visitor, _Fetched] = {}  # in the order in which they are expected
         self._visited: set[Visitor] = set()
@@ -169,10 +171,11 @@ class StateVisits:
                 if read is not None:
                     read.wait_host()
             self.expect(self._following(records[0]))
-            for record, (slot, read) in zip(records, fetched, strict=True):
-                record.fill(slot, is_read=read is not None)
+            for record, (slot, _) in zip(records, fetched, strict=True):
+                record.fill(slot)
             yield Visit([(record.window, slot) for record, (slot, _) in zip(records, fetched, strict=True)])
             with self._changed:
+                self._before_write()
                 while fetched:  # a slot belongs to its write from then on, also where the next write cannot begin
                     record, slot = records[-len(fetched)], fetched[0].slot
                     self._writing.append(_Written(slot, self._store.write(record.record, slot)))

@@ -70,6 +70,11 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
         os.replace(partial, target)
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # the name, too, survives a power loss: state that older files refer to is let go of next
+        finally:
+            os.close(folder)
     except OSError as error:
         raise CheckpointError(
             f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."

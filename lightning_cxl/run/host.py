@@ -24,10 +24,10 @@ from lightning_cxl.placement.policy import PlacementPolicy
 from lightning_cxl.placement.rules import resolve
 from lightning_cxl.planning.decide import decide
 from lightning_cxl.planning.free_memory import free_for
-from lightning_cxl.planning.overflow import settle_state
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.policies.api import PlanningPolicy
 from lightning_cxl.planning.run_policy import RunPolicy
+from lightning_cxl.planning.settle_state import settle_state
 from lightning_cxl.planning.ssd_room import SsdRoom
 from lightning_cxl.planning.wear import say_wear
 from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
@@ -114,6 +114,10 @@ class Host:
         if self.ssd is not None:
             room = free_for(model, self.memory).usable_bytes
             inventory = settle_state(inventory, room, self.ssd, self.config.on_tier_full)
+            if inventory.ssd_records and inventory.units and not self.config.batch_tokens:
+                log.info(
+                    "no memory is kept for activations: with `batch_tokens`, more state goes to the tier ssd instead"
+                )
         return inventory
 
     def decide(self, inventory: Inventory) -> Placements:

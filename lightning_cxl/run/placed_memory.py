@@ -99,7 +99,8 @@ class PlacedMemory:
         placement = self.placements.place(parameter, role, numel * dtype.itemsize, in_state=True)
         if placement.tiers[0] == SSD:
             assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
-            return self.on_ssd.flat(parameter, role, dtype, numel)
+            name = self.placements.asked.names.get(id(parameter), "unnamed")
+            return self.on_ssd.flat(parameter, name, role, dtype, numel)
         return self.memory.tensor((numel,), dtype, placement, role)
 
     def slots(self, nbytes: int) -> Buffer:

@@ -1,5 +1,7 @@
 """`StateOnSsd`: the optimizer state and the weights of a run that lie on SSD: store, slots, and each one's record."""
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -16,6 +18,8 @@ from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.hop import Hop, WeightRecord
 from lightning_cxl.transfer.engine import TransferEngine
+
+log = logging.getLogger(__name__)
 
 _MOST_TENSORS = 5  # of one parameter: two moments, in 8 bit with scales beside them, and the remainder
 _MOST_BYTES = 10  # of an element: two moments in float32, and the remainder
@@ -58,7 +62,8 @@ class StateOnSsd:
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-            self.visits = StateVisits(self.store, HostSlots(allocate, update_slot_bytes(planned)))
+            slots = HostSlots(allocate, update_slot_bytes(planned))
+            self.visits = StateVisits(self.store, slots, self._make_room)
             cleanup.callback(self.visits.close)
             self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned)), engine)
             cleanup.callback(self._hop.close)
@@ -72,16 +77,25 @@ class StateOnSsd:
                     self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
             self._cleanup = cleanup.pop_all()
 
-    def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def flat(
+        self, parameter: torch.Tensor, name: str, role: TensorRole, dtype: torch.dtype, numel: int
+    ) -> torch.Tensor:
         """Return a 1-D tensor for state of a parameter of the model, contents undefined.
 
         What was not planned gets a record of its own: a parameter that came later, or whose state is made again.
+
+        Args:
+            parameter: of the model.
+            name: of the parameter.
+            role: of the tensor.
+            dtype: of the tensor.
+            numel: elements of the tensor.
         """
         given = self._given.setdefault(id(parameter), set())
         if id(parameter) not in self._record_of or (role, dtype) in given:
             self._num_added += 1
             most = parameter.numel() * _MOST_BYTES + _MOST_TENSORS * taken_nbytes(1)
-            self._record_of[id(parameter)] = self.visits.reserve(f"added {self._num_added}", most)
+            self._record_of[id(parameter)] = self.visits.reserve(f"{name}, added as number {self._num_added}", most)
             given.clear()
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)
@@ -101,6 +115,20 @@ class StateOnSsd:
         self.store.settle(generation)
         self.visits.take_records_as_they_are()
         self.owns_generations = True
+
+    def _make_room(self) -> None:
+        """Let go of one of two generations, if this run was not resumed from either: they leave no version to write.
+
+        A run that was killed while it saved leaves two. The newer one stays if its checkpoint file is there.
+        """
+        kept = self.store.generations()
+        if len(kept) > 1 and not self.owns_generations:
+            stays = kept[1] if os.path.exists(kept[1].details["checkpoint"]) else kept[0]
+            log.warning(
+                f"`{self.folders[0]}` held the state of two checkpoints, from which this run was not resumed. That of "
+                f"`{stays.details['checkpoint']}` stays until this run saves a checkpoint, the other one is given up"
+            )
+            self.store.settle(stays.number)
 
     def report_row(self) -> SsdUse:
         """Return what a report says about the tier."""

@@ -58,7 +58,7 @@ class Drive:
             if error.errno != errno.EINVAL:
                 raise storage_error("open", path, error) from None
             # a filesystem that refuses may have made the file before it looked at the flag
-            self.fd = self._open_buffered(flags & ~os.O_EXCL)
+            self.fd = self._open_buffered(flags & ~os.O_EXCL if make else flags)
 
     def _open_buffered(self, flags: int) -> int:
         self.direct = False

@@ -30,11 +30,20 @@ class Generations:
 
     Args:
         places: where the manifest lies.
-        chunk_bytes: of the store's CRCs.
+        chunk_bytes: of the store's transfers.
+        key_check: of the store's key.
+
+    Raises:
+        ConfigError: what an earlier run left was encrypted with another key.
     """
 
-    def __init__(self, places: Places, chunk_bytes: int) -> None:
+    def __init__(self, places: Places, chunk_bytes: int, key_check: str = "") -> None:
         found = places.found
+        if found is not None and found.key_check != key_check:
+            given = "this run has another key" if key_check else "this run has no key"
+            is_so = f"is encrypted, and {given}" if found.key_check else "is not encrypted, and this run has a key"
+            raise ConfigError(f"`{places.home.path}` holds {found.said()}, which {is_so}. {WHAT_TO_DO}")
+        self._key_check = key_check
         self._places = places
         self._chunk_bytes = chunk_bytes
         self._last_number = found.last_number if found else 0
@@ -81,7 +90,7 @@ class Generations:
         """
         protecting = (*self.kept, *self._unsure)
         entries = [generation.records.get(record.name) for generation in protecting]
-        committed = {entry[0] for entry in entries if entry is not None}
+        committed = {entry.version for entry in entries if entry is not None}
         for version in range(len(record.versions)):
             if version not in committed:
                 return version
@@ -109,7 +118,7 @@ class Generations:
         """
         records = list(records)
         self._last_number += 1
-        new = Generation(self._last_number, details, {record.name: record.committed() for record in records})
+        new = Generation(self._last_number, details, {record.name: record.entry() for record in records})
         self._replace([*self.kept, new], records, new)
         return new.number
 
@@ -136,6 +145,7 @@ class Generations:
             self._places.store_id,
             self._places.paths,
             self._chunk_bytes,
+            self._key_check,
             self._last_number,
             {**self._found_records, **known},
             tuple(kept),

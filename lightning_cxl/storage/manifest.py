@@ -4,11 +4,20 @@ import json
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_cxl.errors import CheckpointError
 
 FORMAT = 1
+
+
+class Entry(NamedTuple):
+    """Where a generation has a record."""
+
+    version: int
+    checksum: int
+    seal: str
+    """How it is encrypted, see `Sealer.new`; empty where it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +28,8 @@ class Generation:
     """Counts up in a folder, also over runs; never used twice."""
     details: dict[str, Any]
     """What the caller of `commit` gave."""
-    records: dict[str, tuple[int, int] | None]
-    """Version and CRC of each record; None for one that was not written."""
+    records: dict[str, Entry | None]
+    """None for one that was not written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,9 @@ class Manifest:
     drives: tuple[str, ...]
     """Their paths, for messages."""
     chunk_bytes: int
-    """CRCs depend on it."""
+    """Checksums depend on it, and encrypted bytes."""
+    key_check: str
+    """Tells whether a key is the one that records are encrypted with; empty where they are not."""
     last_number: int
     """Of the generations so far."""
     records: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
@@ -74,6 +85,7 @@ def decode(contents: bytes, path: Path) -> Manifest:
         store_id=fields["store_id"],
         drives=tuple(fields["drives"]),
         chunk_bytes=fields["chunk_bytes"],
+        key_check=fields["key_check"],
         last_number=fields["last_number"],
         records={name: (nbytes, tuple(offsets)) for name, (nbytes, offsets) in fields["records"].items()},
         generations=tuple(_generation(each) for each in fields["generations"]),
@@ -81,7 +93,7 @@ def decode(contents: bytes, path: Path) -> Manifest:
 
 
 def _generation(fields: dict[str, Any]) -> Generation:
-    records = {name: None if entry is None else (entry[0], entry[1]) for name, entry in fields["records"].items()}
+    records = {name: None if entry is None else Entry(*entry) for name, entry in fields["records"].items()}
     return Generation(fields["number"], fields["details"], records)
 
 

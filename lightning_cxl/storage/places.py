@@ -12,7 +12,7 @@ from lightning_cxl.storage.folder import MANIFEST, PART, Folder, is_block_device
 from lightning_cxl.storage.manifest import Manifest, decode
 from lightning_cxl.storage.system import System
 
-WHAT_TO_DO = "Use another folder, or delete this one if nobody needs it."
+WHAT_TO_DO = "Use another folder, or delete this one if nobody needs it (fill a device's first 256 KiB with zeros)."
 
 
 class Places:
@@ -136,7 +136,6 @@ class Places:
         if self.found is None:
             if label is not None:
                 self._check_not_needed(drive.path, label)
-            drive.set_label(self._part(index))
             return
         part = json.loads(label or b"{}")
         if (part.get("store"), part.get("drive")) != (self.store_id, index):
@@ -148,15 +147,18 @@ class Places:
         return json.dumps({"store": self.store_id, "drive": drive, "home": str(self.home.path.resolve())}).encode()
 
     def keep_files(self) -> None:
-        """Say that files stay at `close`, and note in the other folders whose they are.
+        """Say that files stay at `close`, and note in other folders and on devices whose they are.
 
         Raises:
             StorageError: that cannot be noted.
         """
         if self.files_stay:
             return
-        for index, (folder, _) in self._files.items():
-            if folder is not self.home:
+        for index, drive in enumerate(self.drives):
+            if index not in self._files:
+                drive.set_label(self._part(index))
+            elif index > 0:
+                folder = self._files[index][0]
                 folder.write_new(PART, self._part(index))
                 folder.publish(PART)
         self.files_stay = True

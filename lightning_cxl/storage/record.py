@@ -1,7 +1,11 @@
 """`Record`: what is read and written as one, and what is known of its versions."""
 
+from pathlib import Path
+
+from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.manifest import Entry
 from lightning_cxl.storage.window import Window
 
 
@@ -24,9 +28,9 @@ class Record:
         self.part_nbytes = part_nbytes(nbytes, num_drives)
         self.padded_nbytes = self.part_nbytes * num_drives
         self.versions = versions
-        self.crcs: list[int | None] = [None] * len(versions)
+        self.entries: list[Entry | None] = [None] * len(versions)  # what was last written to each version
         self.present: int | None = None  # the version that was written last; None: none was
-        self.target: int | None = None  # the version that the last write that has begun goes to
+        self.target: tuple[int, str] | None = None  # version and seal of the last write that has begun
         self.num_begun = 0  # writes
         self.last_whole = 0  # the number of the last write that ended without an error
         self.last_write: StorageTransfer | None = None
@@ -43,27 +47,49 @@ class Record:
         """Whether the last write has ended without an error; True where there was none."""
         return self.last_whole == self.num_begun
 
-    def committed(self) -> tuple[int, int] | None:
-        """Return present version and CRC, as a generation keeps them; None: it was never written."""
-        crc = None if self.present is None else self.crcs[self.present]
-        return None if self.present is None or crc is None else (self.present, crc)
+    def entry(self) -> Entry | None:
+        """Return what generations keep of it; None: it was never written."""
+        return None if self.present is None else self.entries[self.present]
 
-    def becomes(self, version: int | None, crc: int | None) -> None:
-        """Say that `version` holds its bytes from now on, with this CRC; None: it was never written."""
-        self.present = self.target = version
-        if version is not None:
-            self.crcs[version] = crc
+    def becomes(self, entry: Entry | None) -> None:
+        """Say that its bytes are those of `entry` from now on; None: it was never written."""
+        self.present = self.target = None
+        if entry is not None:
+            self.present, self.target = entry.version, (entry.version, entry.seal)
+            self.entries[entry.version] = entry
         self.last_whole = self.num_begun
         self.show()
 
+    def not_whole(self) -> StorageError:
+        """Return the error of whoever needs the bytes after a write that failed."""
+        return StorageError(f"record `{self.name}` is not whole: its last write failed. Write it again, or restore it")
+
+    def damaged(self, version: int, checksum: int, path: Path) -> StorageError:
+        """Return the error of whoever has read other bytes than were written.
+
+        Args:
+            version: that was read.
+            checksum: of what was read.
+            path: of the first drive.
+        """
+        entry = self.entries[version]
+        wanted = 0 if entry is None else entry.checksum
+        return StorageError(
+            f"record `{self.name}` is damaged: its bytes have checksum {checksum:#018x} and were written with "
+            f"{wanted:#018x}. The drive may be failing, or another process has written there.",
+            path=path,
+            offset=self.versions[version],
+        )
+
     def show(self) -> None:
-        """Let the window show the present version; private pages of it are dropped."""
+        """Let the window show the present version, or zeros where that is encrypted; private pages are dropped."""
         if self.window is None:
             return
-        if self.present is None:
+        entry = self.entry()
+        if entry is None or entry.seal:
             self.window.hide()
         else:
-            self.window.show(self.versions[self.present])
+            self.window.show(self.versions[entry.version])
 
 
 def part_nbytes(nbytes: int, num_drives: int) -> int:

@@ -9,10 +9,11 @@ from typing import Any
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
 from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.storage.cipher import Seal, Sealer
 from lightning_cxl.storage.drive import BLOCK_BYTES, HEAD_BYTES
 from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, Piece, StorageTransfer
 from lightning_cxl.storage.generations import Generations
-from lightning_cxl.storage.manifest import Generation
+from lightning_cxl.storage.manifest import Entry, Generation
 from lightning_cxl.storage.places import Places
 from lightning_cxl.storage.record import Record, part_nbytes
 from lightning_cxl.storage.system import System
@@ -29,6 +30,7 @@ class Store:
         keeps: whether records have two versions, so that generations can be committed. See [Note: Generations].
         system: makes the system calls.
         chunk_bytes: of one read or write; a folder that holds a generation keeps its own.
+        key: what lies on the drives is encrypted with this key, 32 or 64 random bytes. See [Note: Encryption at rest].
 
     Raises:
         ConfigError: the paths cannot be used together, another run uses them, or they hold a generation and `keeps` is
@@ -45,9 +47,11 @@ class Store:
         keeps: bool = False,
         system: System | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        key: bytes | None = None,
     ) -> None:
         if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
+        self._sealer = None if key is None else Sealer(key)
         self._budget_bytes = budget_bytes
         self._keeps = keeps
         self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
@@ -55,17 +59,19 @@ class Store:
         self._records: dict[str, Record] = {}
         self._unsynced: set[Record] = set()
         self._reserved_bytes = 0
+        self._restored: Generation | None = None
         self._closed = False
         with contextlib.ExitStack() as stack:
             self._places = Places(paths, keeps=keeps, system=system or System())
             stack.callback(self._places.close)
             found = self._places.found
             self._drives = self._places.drives
-            self._generations = Generations(self._places, found.chunk_bytes if found else chunk_bytes)
+            chunk_bytes = found.chunk_bytes if found else chunk_bytes
+            self._generations = Generations(self._places, chunk_bytes, self._sealer.check() if self._sealer else "")
             self._end = HEAD_BYTES
             for nbytes, versions in self._generations.found_records.values():
                 self._end = max(self._end, max(versions) + part_nbytes(nbytes, len(self._drives)))
-            self._engine = Engine(self._drives, found.chunk_bytes if found else chunk_bytes)
+            self._engine = Engine(self._drives, chunk_bytes)
             stack.callback(self._engine.close)
             self._opened = stack.pop_all()
 
@@ -81,7 +87,8 @@ class Store:
         Raises:
             TierFullError: the budget has not that much left.
             StorageError: a drive has not that much left.
-            ConfigError: the name is taken, or the folder holds a generation without such a record.
+            ConfigError: the name is taken, or the folder holds a generation without such a record and nothing was
+                restored: it is of another run.
         """
         with self._changes:
             self._check_open()
@@ -93,7 +100,8 @@ class Store:
             part = part_nbytes(nbytes, len(self._drives))
             total = part * len(self._drives) * num_versions
             self._check_budget(name, total)
-            if self._generations.found_records:
+            found = self._generations.found_records
+            if found and (name in found or self._restored is None):
                 versions = self._generations.found_versions(name, nbytes)
             else:
                 versions = tuple(self._end + index * part for index in range(num_versions))
@@ -103,6 +111,8 @@ class Store:
             self._end = max(self._end, end)
             self._reserved_bytes += total
             record = self._records[name] = Record(name, nbytes, len(self._drives), versions)
+            if self._restored is not None and name in self._restored.records:
+                record.becomes(self._restored.records[name])
             return record
 
     def _check_budget(self, name: str, nbytes: int) -> None:
@@ -115,6 +125,8 @@ class Store:
 
     def window(self, record: Record) -> Buffer:
         """Return the address range that shows what was written last; zeros where nothing was.
+
+        With a key it shows zeros until `look`, and from then on what was written until the next `write`.
 
         It takes no memory but the page cache. What a user writes there is gone after the next `write` and never
         reaches a drive. It stays valid after `close`. A drive that fails while someone looks ends the process (SIGBUS).
@@ -131,6 +143,19 @@ class Store:
                     raise
             return record.window.buffer
 
+    def look(self, record: Record) -> Buffer:
+        """Return the window of a record, which shows its bytes also where they are encrypted.
+
+        It then takes memory, until the next `write` is done.
+
+        Raises:
+            StorageError: as of `read`, where the record was written.
+        """
+        window = self.window(record)
+        if self._sealer is not None and record.target is not None:
+            self.read(record, window).wait_host()
+        return window
+
     def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
         """Start reading what was written last, also where that write is still on its way.
 
@@ -143,19 +168,23 @@ class Store:
             StorageError: nothing was written. At `wait_host`: a drive failed, or the bytes are not those written.
         """
         with self._lock:
-            version, write = record.target, record.num_begun
-            if version is None:
+            target, write = record.target, record.num_begun
+            if target is None:
                 raise StorageError(f"record `{record.name}` cannot be read: nothing was written to it")
 
-            def check(crc: int) -> None:
+            version, name = target
+
+            def check(checksum: int) -> None:
                 with self._lock:
                     if record.last_whole != write:
-                        raise _not_whole(record)
-                    if record.crcs[version] != crc:
-                        raise self._mismatch(record, version, crc)
+                        raise record.not_whole()
+                    entry = record.entries[version]
+                    if entry is None or entry.checksum != checksum:
+                        raise record.damaged(version, checksum, self._drives[0].path)
 
             before = [*after, *([] if record.last_write is None else [record.last_write])]
-            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=before)
+            seal = self._seal(record, version, name)
+            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=before, seal=seal)
             record.reads = [*(read for read in record.reads if not read.done()), transfer]
             return transfer
 
@@ -173,18 +202,23 @@ class Store:
         with self._changes, self._lock:
             version = self._generations.free_version(record)
             write = record.num_begun + 1
+            name = "" if self._sealer is None else self._sealer.new()
 
-            def end(crc: int) -> None:
+            def end(checksum: int) -> None:
                 with self._lock:
-                    record.present, record.crcs[version] = version, crc
+                    record.present, record.entries[version] = version, Entry(version, checksum, name)
                     self._unsynced.add(record)
                     record.show()
                     record.last_whole = write
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
-            transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after)
-            record.num_begun, record.target, record.last_write, record.reads = write, version, transfer, []
+            seal = self._seal(record, version, name)
+            transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after, seal=seal)
+            record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
             return transfer
+
+    def _seal(self, record: Record, version: int, name: str) -> Seal | None:
+        return None if self._sealer is None else self._sealer.seal(name, record.versions[version])
 
     def _pieces(self, record: Record, version: int, memory: Buffer) -> list[Piece]:
         if memory.address % BLOCK_BYTES or memory.nbytes < record.padded_nbytes:
@@ -194,15 +228,6 @@ class Store:
             )
         part, offset = record.part_nbytes, record.versions[version]
         return [Piece(drive, offset, memory.slice(drive * part, part)) for drive in range(len(self._drives))]
-
-    def _mismatch(self, record: Record, version: int, crc: int) -> StorageError:
-        wanted = record.crcs[version]
-        return StorageError(
-            f"record `{record.name}` is damaged: its bytes have checksum {crc:#010x} and were written with "
-            f"{wanted or 0:#010x}. The drive may be failing, or another process has written there.",
-            path=self._drives[0].path,
-            offset=record.versions[version],
-        )
 
     # -- generations ---------------------------------------------------------------------------------------------------
 
@@ -228,7 +253,7 @@ class Store:
             self._engine.wait()
             for record in self._records.values():
                 if not record.is_whole:
-                    raise _not_whole(record)
+                    raise record.not_whole()
             self._sync_drives()
             return self._generations.add(details, self._records.values())
 
@@ -267,7 +292,7 @@ class Store:
         return list(self._generations.kept)
 
     def restore(self, generation: int) -> None:
-        """Make all reserved records what they were in a generation.
+        """Make all records what they were in a generation, also those that are reserved later.
 
         Raises:
             CheckpointError: there is no such generation, or it does not have one of the records.
@@ -284,7 +309,8 @@ class Store:
                 self._engine.wait()
             with self._lock:
                 for name, record in self._records.items():
-                    record.becomes(*(chosen.records[name] or (None, None)))
+                    record.becomes(chosen.records[name])
+            self._restored = chosen
 
     # -- all together --------------------------------------------------------------------------------------------------
 
@@ -313,7 +339,3 @@ class Store:
     def _check_open(self) -> None:
         if self._closed:
             raise StorageError(f"the storage in `{self._places.home.path}` is closed")
-
-
-def _not_whole(record: Record) -> StorageError:
-    return StorageError(f"record `{record.name}` is not whole: its last write failed. Write it again, or restore it")

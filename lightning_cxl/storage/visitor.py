@@ -17,13 +17,8 @@ class Visitor(Protocol):
     def is_dirty(self) -> bool:
         """Return whether someone has written to the window: the record has older bytes then."""
 
-    def fill(self, slot: Buffer, *, is_read: bool) -> None:
-        """Bring the present bytes into a slot, where not all of them are there yet.
-
-        Args:
-            slot: at least as large as the record.
-            is_read: what is on the drives is in the slot.
-        """
+    def fill(self, slot: Buffer) -> None:
+        """Bring what is newer than the drives into a slot, which is at least as large and has what is on the drives."""
 
     def clean(self) -> None:
         """Note that the record has what the window shows, or has newer bytes than it does."""
@@ -38,11 +33,6 @@ def is_in(window: Buffer, address: int) -> bool:
 def copy_window(window: Buffer, slot: Buffer) -> None:
     """Copy what a window shows to the beginning of a slot."""
     _bytes_of(slot)[: window.nbytes].copy_(_bytes_of(window))
-
-
-def zero(slot: Buffer) -> None:
-    """Make every byte of a slot zero."""
-    _bytes_of(slot).zero_()
 
 
 def _bytes_of(buffer: Buffer) -> torch.Tensor:

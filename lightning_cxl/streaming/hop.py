@@ -87,9 +87,8 @@ class WeightRecord:
         """Return whether someone has written to the window."""
         return has_private_pages(self.window.address, self.window.nbytes)
 
-    def fill(self, slot: Buffer, *, is_read: bool) -> None:
-        """Bring the present bytes into a slot; see `Visitor.fill`."""
-        assert is_read, "weights on SSD were written before anything else"
+    def fill(self, slot: Buffer) -> None:
+        """Bring what someone has written to the window into a slot; see `Visitor.fill`."""
         if self.is_dirty():
             copy_window(self.window, slot)
 
@@ -153,7 +152,7 @@ class Fetch:
         assert self.read is not None
         self.read.wait_host()
         if not self._is_dropped:
-            self.home.fill(self.slot, is_read=True)
+            self.home.fill(self.slot)
         with self._lock:
             if not self._is_dropped and self._destination is not None:
                 source = self.slot.tensor((self._destination.numel(),), torch.uint8)

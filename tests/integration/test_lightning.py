@@ -15,6 +15,7 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl.optim.number_formats import split
+from lightning_cxl.ssd_options import SsdOptions
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 
@@ -299,7 +300,26 @@ def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
         assert chosen.report()["tiers"]["dram"]["budget_bytes"] == 1 << 30
 
 
-@pytest.mark.parametrize("bad", ["tiers: {dram: lots}", "num_threads: 0", "no_such_option: 1", "on_tier_full: maybe"])
+@pytest.mark.parametrize("given", ["yaml", "environment"])
+def test_the_tier_ssd_in_yaml_and_in_the_environment(tmp_path, monkeypatch, given):
+    pytest.importorskip("jsonargparse")
+    ssd = {"path": [str(tmp_path / "a"), str(tmp_path / "b")], "budget": "64MiB", "checkpoint": "reference"}
+    tiers = json.dumps({"dram": "1GiB", "ssd": ssd})
+    text = "trainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n"
+    text += f"      tiers: {tiers}\n" if given == "yaml" else "      num_threads: 1\n"
+    if given == "environment":
+        monkeypatch.setenv("LIGHTNING_CXL_TIERS", tiers)
+    (tmp_path / "config.yaml").write_text(text)
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", str(tmp_path / "config.yaml")])
+    cli = LightningCLI(LightningModule, save_config_callback=None, run=False)
+    config = cli.trainer.strategy.config
+    assert config.budgets() == {"dram": 1 << 30}
+    assert config.ssd() == SsdOptions((tmp_path / "a", tmp_path / "b"), 64 << 20, "reference")
+
+
+@pytest.mark.parametrize(
+    "bad", ["tiers: {dram: lots}", "tiers: {ssd: 1TiB}", "num_threads: 0", "no_such_option: 1", "on_tier_full: maybe"]
+)
 def test_malformed_yaml_is_refused(tmp_path, monkeypatch, bad, capsys):
     pytest.importorskip("jsonargparse")
     config = tmp_path / "config.yaml"

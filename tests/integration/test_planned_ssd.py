@@ -15,8 +15,8 @@ from lightning_cxl.inventory.records import SLOTS_OWNER
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import Placement
 from lightning_cxl.planning.free_memory import free_for
-from lightning_cxl.planning.overflow import memory_bytes_of
 from lightning_cxl.planning.planned import PlannedBytes
+from lightning_cxl.planning.settle_state import memory_bytes_of
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report
 from lightning_cxl.run.ssd_use import SsdUse
@@ -82,7 +82,7 @@ def needed_bytes(planned):
 
 
 @pytest.mark.parametrize("policy", ["auto", "dram_only", "interleave", "latency_first"])
-def test_state_overflows_and_every_policy_has_room_for_the_rest(planned, policy):
+def test_state_goes_there_and_every_policy_has_room_for_the_rest(planned, policy):
     needed = needed_bytes(planned)
     host, inventory, decision = planned(needed, policy=policy)  # a plan may fill 7/8 of so little
     assert [record.name for record in inventory.ssd_records]
@@ -132,7 +132,7 @@ def test_without_the_tier_the_run_is_refused(planned):
 def test_what_a_rule_puts_there_is_refused_where_it_is_too_small(planned):
     rules = {"blocks.*": {"optimizer_state": "ssd"}}
     assert len(planned("1GiB", rules=rules)[1].ssd_records) == 6
-    with pytest.warns(SpillWarning, match="state of 6 of 6 units stays in memory"):
+    with pytest.warns(SpillWarning, match="state of 6 of 6 records stays in memory"):
         assert not planned("1GiB", "4KiB", rules=rules)[1].ssd_records
     with pytest.raises(TierFullError, match="cannot place optimizer state on tier `ssd`"):
         planned("1GiB", "4KiB", rules=rules, on_tier_full="error")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError
@@ -78,9 +79,9 @@ def bfloat16_llama():
     return tiny_llama().to(torch.bfloat16)
 
 
-def fit(strategy, steps, *, make_model=bfloat16_llama, ckpt_path=None, save=None, callbacks=()):
+def fit(strategy, steps, *, make_model=bfloat16_llama, task=Sequential, ckpt_path=None, save=None, callbacks=()):
     seed_everything(11, verbose=False)
-    module = Sequential(make_model())
+    module = task(make_model())
     trainer = make_trainer(strategy, max_steps=steps, callbacks=[*callbacks], enable_checkpointing=bool(callbacks))
     trainer.fit(module, token_data(), ckpt_path=ckpt_path)
     if save:
@@ -175,3 +176,63 @@ def test_a_run_that_is_not_resumed_says_what_it_gives_up(tmp_path, caplog):
     assert "given up" not in caplog.text
     fit(on_ssd(tmp_path / "ssd", **REFERENCE), 2, callbacks=[every_step(tmp_path / "second")])
     assert f"held the state of checkpoint `{saved}`" in caplog.text
+
+
+def test_checkpoints_that_are_written_later_cannot_refer(tmp_path):
+    strategy = on_ssd(tmp_path / "ssd", **REFERENCE)
+    strategy.checkpoint_io = AsyncCheckpointIO(CXLCheckpointIO())
+    with pytest.raises(ConfigError, match="AsyncCheckpointIO may write them later"):
+        fit(strategy, 1)
+
+
+class JoinsLater(Callback):
+    """Trains the head from the third step on, as callbacks for gradual unfreezing do."""
+
+    def __init__(self):
+        self.joined = False
+
+    def on_fit_start(self, trainer, module):
+        if self.joined:
+            self.join(trainer, module)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 2 and not self.joined:
+            self.join(trainer, module)
+
+    def join(self, trainer, module):
+        self.joined = True
+        trainer.optimizers[0].add_param_group({"params": [module.late]})
+
+    def state_dict(self):
+        return {"joined": self.joined}
+
+    def load_state_dict(self, state_dict):
+        self.joined = state_dict["joined"]
+
+
+class WithLatecomer(Sequential):
+    """Has a parameter that no optimizer gets at first."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.late = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+
+    def loss(self, batch):
+        return super().loss(batch) * self.late.float().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("saved_after", [1, 4])
+def test_a_parameter_that_joins_gets_a_record_of_its_own(tmp_path, saved_after):
+    def resumed(make_strategy, folder):
+        callbacks = [JoinsLater(), every_step(folder)]
+        first = fit(make_strategy(), saved_after, callbacks=callbacks, task=WithLatecomer)
+        callbacks = [JoinsLater(), every_step(folder)]
+        saved = next(folder.glob("*.ckpt"))
+        second = fit(make_strategy(), 6, ckpt_path=saved, callbacks=callbacks, task=WithLatecomer)
+        return first.losses + second.losses, weights(second)
+
+    ours = resumed(lambda: on_ssd(tmp_path / "ssd", **REFERENCE), tmp_path / "ours")
+    assert_same(ours, resumed(offload, tmp_path / "theirs"))

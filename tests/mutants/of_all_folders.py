@@ -7,6 +7,8 @@ _STEP = "lightning_cxl/planning/jobs/step.py"
 _ROOM = "lightning_cxl/planning/policies/room.py"
 _HEADER = "lightning_cxl/weights/header.py"
 _LIMITS = "lightning_cxl/machine/limits.py"
+_SETTLE = "lightning_cxl/planning/settle_state.py"
+T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 T_CHECKPOINT = "tests/integration/test_checkpoint.py"
 T_STEP = ("tests/unit/planning/jobs/test_step.py",)
 T_LIMITS = ("tests/unit/machine/test_limits.py",)
@@ -154,6 +156,77 @@ MUTANTS = (
         "    if end != data_bytes:\n",
         "    if end < data_bytes:\n",
         ("tests/unit/weights/test_header.py",),
+    ),
+    # -- state on SSD, as it is planned
+    Mutant(
+        "state that someone asks another tier for stays there",
+        _SETTLE,
+        "lambda each: each.tier is None)",
+        "lambda each: each.tier != SSD)",
+        T_SETTLE,
+    ),
+    Mutant(
+        "each of the slots holds the largest record",
+        _SETTLE,
+        "largest = max(slots_now, *(slots[name] for name in names))",
+        "largest = slots_now",
+        T_SETTLE,
+    ),
+    Mutant(
+        "units that go to drives are spread",
+        _SETTLE,
+        "[(2 * index + 1) * of // (2 * count) for index in range(count)]",
+        "list(range(count))",
+        T_SETTLE,
+    ),
+    Mutant(
+        "no more goes to drives than they hold",
+        _SETTLE,
+        "if sum(on_drives[name] for name in names) > room:",
+        "if False:",
+        T_SETTLE,
+    ),
+    Mutant(
+        "a version that a checkpoint refers to takes room, too",
+        "lightning_cxl/planning/ssd_room.py",
+        "return self.versions * round_up",
+        "return round_up",
+        T_SETTLE,
+    ),
+    Mutant(
+        "copies of weights do not lie on drives",
+        "lightning_cxl/inventory/asked.py",
+        "if tier == SSD and not in_state:",
+        "if False:",
+        T_SETTLE,
+    ),
+    Mutant(
+        "what lies on drives takes no memory of a run",
+        "lightning_cxl/planning/fit.py",
+        "    requests = [each for each in requests if SSD not in each[2].tiers]\n",
+        "",
+        ("tests/integration/test_planned_ssd.py",),
+    ),
+    Mutant(
+        "a policy puts nothing on drives",
+        "lightning_cxl/placement/placer.py",
+        "            if self.topology.tier(name).kind is TierKind.SSD:\n",
+        "            if self.topology.tier(name) is None:\n",
+        ("tests/unit/placement/test_placer.py",),
+    ),
+    Mutant(
+        "the slower of two drives decides",
+        "lightning_cxl/machine/ssd_speeds.py",
+        "len(folders) * min(reads)",
+        "sum(reads)",
+        ("tests/unit/machine/test_speeds.py",),
+    ),
+    Mutant(
+        "a phase takes no less than its writes to drives",
+        _STEP,
+        "return max(self._seconds_in_memory(load), *self._ssd_seconds(load))",
+        "return self._seconds_in_memory(load)",
+        T_STEP,
     ),
     # -- the ends: the main job, commands
     Mutant(

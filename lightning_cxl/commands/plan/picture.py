@@ -8,6 +8,7 @@ from lightning_cxl.commands.plan.findings import Findings
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.planning.compare import PolicyPlan
 from lightning_cxl.planning.jobs.step import StepTime
+from lightning_cxl.ssd_options import SSD
 
 _GIB = 2**30
 
@@ -46,26 +47,32 @@ def draw(found: Findings, path: Path) -> None:
 
 
 def _draw_bytes(axes: Any, found: Findings, plans: list[PolicyPlan]) -> None:
-    tiers = [
-        tier for tier in found.machine.tiers if tier.backed_by is None or any(p.used_bytes(tier.name) for p in plans)
-    ]
+    capacities = {
+        tier.name: tier.capacity_bytes
+        for tier in found.machine.tiers
+        if tier.backed_by is None or any(p.used_bytes(tier.name) for p in plans)
+    }
     roles = list(found.planned.job.bytes_of())
     colors = importlib.import_module("matplotlib").colormaps["tab10"].colors
     positions, labels = [], []
-    for group, tier in enumerate(tiers):
+    # without the line of its capacity, beside which those of memory could not be seen
+    on_drives = {SSD: None} if found.planned.job.ssd_bytes else {}
+    for group, (tier, capacity_bytes) in enumerate({**capacities, **on_drives}.items()):
         start = group * (len(plans) + 1)
         for index, plan in enumerate(plans):
             bottom = 0.0
             for number, role in enumerate(roles):
-                size = plan.bytes_on.get(role, {}).get(tier.name, 0) / _GIB
+                size = plan.bytes_on.get(role, {}).get(tier, 0) / _GIB
                 label = role.value if group == index == 0 else None
                 axes.bar(start + index, size, bottom=bottom, color=colors[number % 10], label=label, width=0.8)
                 bottom += size
             positions.append(start + index)
-            labels.append(f"{tier.name}\n{plan.policy}")
-        capacity = tier.capacity_bytes / _GIB
+            labels.append(f"{tier}\n{plan.policy}")
+        if capacity_bytes is None:
+            continue
+        capacity = capacity_bytes / _GIB
         axes.hlines(capacity, start - 0.5, start + max(len(plans), 1) - 0.5, colors="black", linestyles="dashed")
-        axes.annotate(f"{tier.name}: {capacity:.0f} GiB", (start - 0.5, capacity), va="bottom", fontsize="small")
+        axes.annotate(f"{tier}: {capacity:.0f} GiB", (start - 0.5, capacity), va="bottom", fontsize="small")
     axes.set_xticks(positions, labels, rotation=60, fontsize="small")
     axes.set(ylabel="GiB", title="bytes per tier, capacity dashed")
     if plans:

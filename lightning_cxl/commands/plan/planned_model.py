@@ -10,7 +10,7 @@ from lightning_cxl.machine.machine import Machine
 from lightning_cxl.planning.compare import with_working_memory
 from lightning_cxl.planning.free_memory import FreeMemory
 from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
-from lightning_cxl.planning.overflow import settle_state
+from lightning_cxl.planning.settle_state import settle_state
 from lightning_cxl.planning.ssd_room import SsdRoom
 
 

@@ -94,7 +94,7 @@ def _ssd(found: Findings) -> list[str]:
     left = max(0, machine.memory_bytes - found.host_bytes)
     twice = " in two versions" if machine.ssd.versions > 1 else ""
     lines = wrapped(
-        f"tier ssd: {job.num_records} records of optimizer state do not fit in memory, "
+        f"tier ssd: optimizer state in {job.num_records} records does not fit in memory, "
         f"{format_bytes(job.ssd_bytes * machine.ssd.versions)} of {format_bytes(machine.ssd.capacity_bytes)}{twice}; "
         f"memory left over: {format_bytes(left)} of {format_bytes(machine.memory_bytes)}"
     )

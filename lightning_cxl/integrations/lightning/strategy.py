@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig, with_option_fields
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
 from lightning_cxl.integrations.lightning.one_process import OneProcessStrategy
@@ -145,6 +146,12 @@ class CXLOffloadStrategy(OneProcessStrategy):
     def _start_run(self, optimizers: Sequence[Optimizer], loop: Loop) -> None:
         assert isinstance(self.model, nn.Module)
         inventory = self.host.inventory(self.model, optimizers, loop)
+        if self.config.refers_to_ssd and not isinstance(self.checkpoint_io, CXLCheckpointIO):
+            raise ConfigError(
+                f"checkpoint='reference' of tier 'ssd' needs checkpoints that are on the drive when saving returns, "
+                f"and {type(self.checkpoint_io).__name__} may write them later: leave `checkpoint_io` out, or set "
+                f"checkpoint='copy'"
+            )
         decision = self.host.decide(inventory)
         self._run = Run(self.host, inventory, decision, loop)
         self._active.enter_context(self._run.activate())

@@ -237,7 +237,8 @@ def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
     dram_only = data["predicted_dram_only_seconds"]
     assert predicted["ssd_seconds"] == pytest.approx(predicted["seconds"] - dram_only, rel=0.01)
     assert data["ssd"]["wear"]["wears_out_within_a_year"]
-    assert "memory left over" in text and "WARNING: this would wear out a consumer drive within a year" in text
+    said = " ".join(text.split())
+    assert "memory left over" in said and "WARNING: this would wear out a consumer drive within a year" in said
     assert max(map(len, text.splitlines())) <= 118
     # every policy plans the same job
     assert all(each["fits"] for each in data["policies"].values())
@@ -273,6 +274,19 @@ def test_what_would_make_it_fit_names_the_tier_ssd(small):
     status, _, data = small(dram=dram, ssd="")
     assert status == 2 and data["ssd"] is None
     assert any("(--ssd DIR)" in change for change in data["what_fits"])
+
+
+def test_a_picture_shows_what_lies_on_the_tier_ssd(small, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    labels = []
+    own = Axes.set_xticks
+    monkeypatch.setattr(
+        Axes, "set_xticks", lambda self, ticks, names=(), **k: labels.extend(names) or own(self, ticks, names, **k)
+    )
+    dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
+    small("--plot", str(tmp_path / "plan.png"), dram=dram)
+    assert [name for name in labels if name.startswith("ssd\n")] == [f"ssd\n{policy}" for policy in POLICIES]
 
 
 def test_a_folder_of_this_machine(unknown_speeds, tmp_path):

@@ -122,6 +122,7 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("device:", "ssd: {read_bytes_per_s: 1}\ndevice:", "the file: ssd lacks capacity_bytes; its keys are"),
         ("device:", "ssd: {capacity_bytes: 1, num_drives: 0}\ndevice:", "ssd: num_drives must be at least 1"),
         ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions 1 or 2, got 1 and 3"),
+        ("device:", "ssd: {capacity_bytes: 1, drive_bytes: 0}\ndevice:", "drive_bytes must be positive, or left out"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(old, new, message, tmp_path):

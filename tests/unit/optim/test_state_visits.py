@@ -2,6 +2,7 @@
 
 import copy
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.system import System
 
 SHAPES = [(96, 64), (64,), (33, 130), (128, 64), (64, 128), (7,), (5000,)]
 NUM_RECORDS = 3  # the parameters after those of the records are in memory
@@ -24,11 +26,18 @@ NUM_RECORDS = 3  # the parameters after those of the records are in memory
 class OnSsd:
     """An optimizer whose state lies in records, two parameters in each; the rest of it in memory."""
 
-    def __init__(self, folder: Path, parameters: list[torch.nn.Parameter], num_slots: float = 2, **options) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        parameters: list[torch.nn.Parameter],
+        num_slots: float = 2,
+        system: System | None = None,
+        **options,
+    ) -> None:
         self.parameters = parameters
         self.largest_bytes = 0
         self.allocated = 0
-        self.store = Store([folder], budget_bytes=1 << 30)
+        self.store = Store([folder], budget_bytes=1 << 30, system=system)
         self.visits = StateVisits(self.store, HostSlots(self.allocate, int(num_slots * 120_000)))
         self.records = [self.visits.reserve(f"unit {index}", 200_000) for index in range(NUM_RECORDS)]
         self.optimizer = CPUAdam(parameters, allocate_state=self.flat, visits=self.visits, **options)
@@ -233,4 +242,45 @@ def test_reads_follow_writes_in_their_slots(tmp_path) -> None:
         plain.step()
     assert own.visits.num_late == 0
     assert_equal_runs(own, plain, plain_parameters)
+    own.close()
+
+
+class SlowWrites(System):
+    """Writes take so long that whatever does not wait for them comes first."""
+
+    def pwritev(self, *args):
+        time.sleep(0.02)
+        return super().pwritev(*args)
+
+
+def test_reads_behind_slow_writes_find_what_was_written(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=3.4, system=SlowWrites())
+    plain_parameters = make_parameters(torch.float32)
+    plain = CPUAdam(plain_parameters)
+    for step in range(3):
+        give_gradients(own.parameters, step)
+        give_gradients(plain_parameters, step)
+        own.optimizer.step()
+        plain.step()
+        assert torch.equal(
+            own.optimizer.state[own.parameters[5]]["exp_avg"], plain.state[plain_parameters[5]]["exp_avg"]
+        )
+    assert_equal_runs(own, plain, plain_parameters)
+    own.close()
+
+
+def test_a_visit_that_fails_changes_nothing(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=1.8)
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    before = state_of(own.optimizer)
+    for _ in range(3):  # more often than there are slots
+        with pytest.raises(RuntimeError, match="in the middle"), own.visits.visit(own.records[0]) as visit:
+            visit.slot.tensor((1000,), torch.uint8).fill_(77)
+            raise RuntimeError("in the middle")
+    after = state_of(own.optimizer)
+    assert all(torch.equal(after[index][key], before[index][key]) for index in before for key in before[index])
+    give_gradients(own.parameters, 1)
+    own.optimizer.step()
+    assert state_of(own.optimizer)[0]["step"] == 2
     own.close()

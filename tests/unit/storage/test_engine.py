@@ -1,10 +1,13 @@
 """`Engine`: pieces in one transfer, memory that lives just as long as it must, order, and the end."""
 
+import errno
+import os
 import threading
+import time
 import weakref
-import zlib
 
 import pytest
+import xxhash
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.drive import HEAD_BYTES, Drive
@@ -33,6 +36,16 @@ class Gate(System):
         self.opens.acquire()
         self.moved.append(("write", offset - HEAD_BYTES, sum(view.nbytes for view in views)))
         return super().pwritev(fd, views, offset)
+
+
+class Short(Gate):
+    """Moves one block at each call."""
+
+    def preadv(self, fd, views, offset):
+        return super().preadv(fd, [views[0][:BLOCK]], offset)
+
+    def pwritev(self, fd, views, offset):
+        return super().pwritev(fd, [views[0][:BLOCK]], offset)
 
 
 @pytest.fixture
@@ -76,6 +89,31 @@ def test_neighbours_are_read_and_written_by_one_call(engine, system):
     assert len(system.moved) == 3
 
 
+def test_short_transfers_go_on_where_they_stopped(tmp_path):
+    drive = Drive(tmp_path / "file", Short(), make=True).prepare()
+    drive.grow(1 << 20)
+    engine = Engine([drive], CHUNK)
+    memory, others = memory_of(3 * CHUNK), [memory_of(2 * BLOCK), memory_of(3 * CHUNK - 2 * BLOCK)]
+    contents = fill(memory, 1)
+    engine.write(pieces([memory])).wait_host()
+    engine.read(pieces(others)).wait_host()
+    assert b"".join(map(bytes_of, others)) == contents
+    engine.close()
+    drive.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_call_that_moves_nothing_is_an_error_and_no_endless_loop(tmp_path, monkeypatch, kind):
+    system = System()
+    drive = Drive(tmp_path / "file", system, make=True).prepare()
+    monkeypatch.setattr(system, "preadv", lambda *args: 0)
+    monkeypatch.setattr(system, "pwritev", lambda *args: 0)
+    with pytest.raises(StorageError, match="EIO"):
+        getattr(drive, kind)([memoryview(bytearray(BLOCK))], 0)
+    drive.close()
+
+
 def test_more_pieces_than_one_system_call_takes(engine):
     memory = memory_of(1200 * BLOCK)
     contents = fill(memory, 1)
@@ -94,34 +132,46 @@ def test_the_checksum_is_that_of_the_chunks_in_order(engine):
     found = []
     engine.write(pieces([memory]), finish=found.append).wait_host()
     engine.read(pieces([memory]), finish=found.append).wait_host()
-    crcs = b"".join(
-        zlib.crc32(contents[start : start + CHUNK]).to_bytes(4, "little") for start in range(0, 3 * CHUNK, CHUNK)
-    )
-    assert found == [zlib.crc32(crcs)] * 2
+    parts = [contents[start : start + CHUNK] for start in range(0, 3 * CHUNK, CHUNK)]
+    of_parts = b"".join(xxhash.xxh3_64_digest(part)[::-1] for part in parts)  # digests are big-endian
+    assert found == [xxhash.xxh3_64_intdigest(of_parts)] * 2
+    pages = [memory.slice(start, BLOCK) for start in range(0, 3 * CHUNK, BLOCK)]
+    engine.read(pieces(pages), finish=found.append).wait_host()
+    assert found[2] == found[0]
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_memory_lives_until_the_transfer_is_done_and_not_longer(engine, system, kind):
     system.shut()
     memory = memory_of(3 * CHUNK)
-    alive = weakref.ref(memory)
-    transfer = getattr(engine, kind)(pieces([memory]))
+    alive, at_end = weakref.ref(memory), []
+    transfer = getattr(engine, kind)(pieces([memory]), finish=lambda checksum: at_end.append(alive()))
     del memory
     system.opens.release(2)
     assert alive() is not None and not transfer.done()
     system.opens.release(1)
     transfer.wait_host()
-    assert alive() is None and transfer.done()
+    assert at_end == [None] and transfer.done()
 
 
-def test_memory_of_a_transfer_that_failed_is_let_go(engine):
+@pytest.mark.parametrize("code", [0, errno.EIO])
+def test_memory_of_a_transfer_that_failed_is_let_go(engine, system, monkeypatch, code):
+    if code:
+
+        def fails(*args):
+            raise OSError(code, "")
+
+        monkeypatch.setattr(system, "preadv", fails)
     memory = memory_of(3 * CHUNK)
     alive = weakref.ref(memory)
     transfer = engine.read(pieces([memory], start=2 << 20))
     del memory
-    with pytest.raises(StorageError, match="the file ends there"):
-        transfer.wait_host()
+    while not transfer.done():
+        time.sleep(0.001)
+    time.sleep(0.01)  # the thread that ended it goes on to wait for the next one
     assert alive() is None
+    with pytest.raises(StorageError, match="EIO" if code else "the file ends there"):
+        transfer.wait_host()
 
 
 def test_a_transfer_begins_after_others_also_when_they_failed(engine, system):
@@ -145,7 +195,7 @@ def test_finish_comes_before_done_and_its_error_is_the_transfers(engine):
     transfers, seen = [], []
     started = threading.Event()
 
-    def finish(crc):
+    def finish(checksum):
         started.wait()
         seen.append(transfers[0].done())
         raise ValueError("not this one")
@@ -162,6 +212,39 @@ def test_nothing_starts_after_close(engine):
     engine.close()
     with pytest.raises(StorageError, match="closed"):
         engine.read(pieces([memory_of(BLOCK)]))
+
+
+def test_threads_that_cannot_be_started_are_an_error_and_no_hang(engine, monkeypatch):
+    start, count = threading.Thread.start, []
+
+    def fails_at_the_sixth(thread):
+        count.append(thread)
+        if len(count) == 6:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_at_the_sixth)
+    with pytest.raises(StorageError, match="can't start new thread"):
+        engine.read(pieces([memory_of(BLOCK)], drive=1))
+    with pytest.raises(StorageError, match="closed"):
+        engine.read(pieces([memory_of(BLOCK)], drive=1))
+    engine.close()
+    assert not any(thread.is_alive() for thread in count)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.timeout(20)
+def test_a_forked_child_which_has_no_threads_is_told_so(engine):
+    engine.read(pieces([memory_of(BLOCK)])).wait_host()
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.read(pieces([memory_of(BLOCK)])).wait_host()
+        except StorageError as error:
+            os._exit(3 if "forked" in str(error) else 4)
+        finally:
+            os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_a_transfer_without_bytes_is_done(engine):

@@ -116,8 +116,8 @@ def test_every_fault_at_every_call(fault, tmp_path):
     assert (outcomes["refused"] == 0) == survivable and (outcomes["fine"] == 0) == always_told
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_after_a_power_loss_at_any_time_a_committed_generation_is_there(seed, tmp_path):
+@pytest.mark.parametrize(("seed", "share"), [(0, 0), (1, 0.2), (2, 0.5), (3, 0.8)])
+def test_after_a_power_loss_at_any_time_a_committed_generation_is_there(seed, share, tmp_path):
     system = LoggingSystem()
     run = Run(tmp_path, system)
     run()
@@ -127,7 +127,7 @@ def test_after_a_power_loss_at_any_time_a_committed_generation_is_there(seed, tm
         for folder in folders(tmp_path, COUNT):
             shutil.rmtree(folder)
             folder.mkdir()
-        system.lose_power(now, rng)
+        system.lose_power(now, rng, share)
         found = restored(tmp_path, run.generations)
         committed = [number for time, number in run.times if time <= now]
         assert not committed or (found and found[-1] >= committed[-1]), (now, found)

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import stat
 
 import pytest
@@ -186,6 +187,14 @@ def test_a_block_device_holds_data_and_is_opened_for_one_run_alone(tmp_path, dev
     assert system.flags & os.O_EXCL and not system.flags & os.O_CREAT
     check_restored(paths, contents, system)
     assert device.stat().st_size == HEAD_BYTES + 16 * BLOCK
+
+
+def test_a_block_device_of_a_run_that_kept_nothing_is_free(tmp_path, device):
+    for home in ("home", "other"):
+        store = Store([tmp_path / home, device], budget_bytes=BUDGET, keeps=True, system=DeviceSystem(device))
+        put(store, store.reserve("state", 5 * BLOCK), 1)
+        store.close()
+        shutil.rmtree(tmp_path / home)
 
 
 def test_a_block_device_that_is_full_says_so(tmp_path, device):

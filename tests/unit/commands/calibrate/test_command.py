@@ -15,6 +15,7 @@ from lightning_cxl.machine.calibration import load_calibration
 from lightning_cxl.machine.machine_file import load_machine
 from lightning_cxl.machine.speeds import machine_of
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.ssd_options import SsdOptions
 from tests.unit.machine.test_calibration import CALIBRATION
 
 TINY = Options(
@@ -58,7 +59,10 @@ def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, cap
     assert kept.ssds[0].folder == str(tmp_path)
     assert 1e5 < kept.ssds[0].write_bytes_per_s < 1e12
     written = load_machine(output)
-    assert written == machine_of(topology, devices_apart()[0].device.type if devices_apart() else "cpu")
+    with_ssd = topology.with_ssd(SsdOptions((tmp_path,), written.ssd.capacity_bytes))  # what was free then
+    found = machine_of(with_ssd, devices_apart()[0].device.type if devices_apart() else "cpu")
+    assert written == found
+    assert written.ssd.write_bytes_per_s == kept.ssds[0].write_bytes_per_s
     assert written.tiers[0].adam_bytes_per_s > 0
     assert f"calibration of {kept.date}" in written.source
     table = json.loads(rows.read_text())

@@ -22,13 +22,13 @@ from lightning_cxl.planning.ssd_room import SsdRoom
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.units import format_bytes
 
-OVERFLOW = "does not fit in memory"
+NO_ROOM = "does not fit in memory"
 """Who asks for the tier `ssd` for what no decorator or rule puts there."""
 
 
 class _Movable(NamedTuple):
-    units: Sequence[PlannedRecord]
-    others: Sequence[PlannedRecord]
+    units: Sequence[PlannedRecord]  # in the order of the model
+    others: Sequence[PlannedRecord]  # the largest first
 
 
 def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_full: OnTierFull) -> Inventory:
@@ -47,9 +47,9 @@ def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_
     if on_tier_full == "error":
         ssd.check(inventory.ssd_records)
     else:
-        inventory = _without_excess(inventory, ssd)
-    chosen = _overflow(inventory, memory_bytes, ssd)
-    return _placed(inventory, chosen, SSD, OVERFLOW) if chosen else inventory
+        inventory = _as_ssd_can_hold(inventory, ssd)
+    chosen = _without_room(inventory, memory_bytes, ssd)
+    return _placed(inventory, chosen, SSD, NO_ROOM) if chosen else inventory
 
 
 def memory_bytes_of(inventory: Inventory) -> int:
@@ -62,39 +62,45 @@ def evenly_spread(count: int, of: int) -> list[int]:
     return [(2 * index + 1) * of // (2 * count) for index in range(count)]
 
 
-def _without_excess(inventory: Inventory, ssd: SsdRoom) -> Inventory:
-    left, excess = ssd.capacity_bytes, []
+def _as_ssd_can_hold(inventory: Inventory, ssd: SsdRoom) -> Inventory:
+    left, refused = ssd.capacity_bytes, []
     for record in inventory.ssd_records:
         if ssd.bytes_of(record) > left:
-            excess.append(record)
+            refused.append(record)
         else:
             left -= ssd.bytes_of(record)
-    if not excess:
+    if not refused:
         return inventory
     warnings.warn(
-        f"optimizer state of {len(excess)} of {len(inventory.ssd_records)} units stays in memory "
-        f"({format_bytes(sum(record.nbytes for record in excess))}): tier `ssd` has "
+        f"optimizer state of {len(refused)} of {len(inventory.ssd_records)} records stays in memory "
+        f"({format_bytes(sum(record.nbytes for record in refused))}): tier `ssd` has "
         f"{format_bytes(ssd.capacity_bytes)}. Raise its budget, or set on_tier_full='error' to refuse instead.",
         SpillWarning,
         stacklevel=2,
     )
-    return _placed(inventory, excess, None, "tier ssd is full")
+    return _placed(inventory, refused, None, "tier ssd is full")
 
 
-def _overflow(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequence[PlannedRecord]:
+def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequence[PlannedRecord]:
     """Return the records that go to the tier `ssd` so that the others fit; where none do, those that leave least."""
     needed = memory_bytes_of(inventory)
     if needed <= memory_bytes:
         return []
-    there = inventory.ssd_records
-    without_slots = needed - slot_bytes(there) * inventory.copies_of(TensorRole.STAGING)
+    there, movable = inventory.ssd_records, _movable(inventory)
+    all_records = [*movable.units, *movable.others]
+    on_drives = {record.name: ssd.bytes_of(record) for record in all_records}
+    state = {record.name: sum(each.nbytes for each in record.tensors) for record in all_records}
+    slots = {record.name: slot_bytes([record]) * inventory.copies_of(TensorRole.STAGING) for record in all_records}
+    slots_now = slot_bytes(there) * inventory.copies_of(TensorRole.STAGING)
+    without_slots = needed - slots_now
     room = ssd.capacity_bytes - sum(map(ssd.bytes_of, there))
     best: Sequence[PlannedRecord] = []
-    for chosen in _choices(_movable(inventory)):
-        if sum(map(ssd.bytes_of, chosen)) > room:
+    for chosen in _choices(movable):
+        names = [record.name for record in chosen]
+        if sum(on_drives[name] for name in names) > room:
             continue
-        slots = slot_bytes([*there, *chosen]) * inventory.copies_of(TensorRole.STAGING)
-        left = without_slots - sum(each.nbytes for record in chosen for each in record.tensors) + slots
+        largest = max(slots_now, *(slots[name] for name in names))
+        left = without_slots - sum(state[name] for name in names) + largest
         if left < needed:
             best, needed = chosen, left
         if left <= memory_bytes:
@@ -105,12 +111,13 @@ def _overflow(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequence
 def _movable(inventory: Inventory) -> _Movable:
     """Return the state that nobody asks a tier for and of whose record nothing lies on the tier `ssd` yet."""
     taken = {record.name for record in inventory.ssd_records}
-    of_model = {*inventory.record_of.values()} - taken
     parameters = {*inventory.asked.names.values()}
-    found = group_state(inventory.tensors, inventory.record_of, lambda each: each.tier is None)
-    units = [record for record in found if record.name in of_model - parameters]
-    others = [record for record in found if record.name in of_model & parameters]
-    return _Movable(units, sorted(others, key=lambda record: -record.nbytes))
+    order = {name: index for index, name in enumerate(dict.fromkeys(inventory.record_of.values()))}
+    free = group_state(inventory.tensors, inventory.record_of, lambda each: each.tier is None)
+    found = [record for record in free if record.name in order and record.name not in taken]
+    units = [record for record in found if record.name not in parameters]
+    others = [record for record in found if record.name in parameters]
+    return _Movable(sorted(units, key=lambda r: order[r.name]), sorted(others, key=lambda r: -r.nbytes))
 
 
 def _choices(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:

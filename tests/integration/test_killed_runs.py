@@ -1,0 +1,97 @@
+"""A run that is killed at any moment, also while it saves, goes on with its newest checkpoint; its end is the same."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
+from lightning_cxl.storage.store import Store
+from tests.integration.test_state_on_ssd import REFERENCE, every_step, fit, on_ssd
+from tests.integration.training import offload
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
+]
+
+FIFTY = pytest.param(50, marks=[pytest.mark.full, pytest.mark.timeout(900)])
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("num_kills", [7, FIFTY])
+@pytest.mark.parametrize(
+    "options",
+    [["--checkpoint", "reference"], ["--checkpoint", "copy", "--overlap", "--device", "apart"]],
+    ids=["reference", "copy"],
+)
+def test_kills(tmp_path, num_kills, options):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.killed_run", tmp_path, "--kills", str(num_kills), *options],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["kills"], result["lives"]) == (num_kills, num_kills + 1)
+    assert (result["lost"], result["wrong_losses"], result["same_result"]) == (0, 0, True)
+    assert result["losses"] > result["steps"], "no step was taken twice: the kills were not felt"
+    assert all("part" not in name and "new" not in name for name in result["in_folder"])
+
+
+def killed_while_it_saves(monkeypatch, folder, where):
+    """Leave what a run leaves that is killed during its second checkpoint: two generations."""
+
+    def die(*_, **__):
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patch:
+        commit = Store.commit
+
+        def second(store, details):
+            number = commit(store, details)
+            if number == 2:
+                patch.setattr(Store, "settle", die)
+                if where == "before the file":
+                    patch.setattr(CXLCheckpointIO, "save_checkpoint", die)
+            return number
+
+        patch.setattr(Store, "commit", second)
+        with pytest.raises(SystemExit):
+            fit(on_ssd(folder / "ssd", **REFERENCE), 4, callbacks=[every_step(folder)])
+    return folder / ("epoch=0-step=1.ckpt" if where == "before the file" else "epoch=0-step=2.ckpt")
+
+
+@pytest.mark.parametrize("where", ["before the file", "after the file"])
+def test_a_run_begins_anew_where_one_was_killed_while_it_saved(tmp_path, monkeypatch, caplog, where):
+    straight = fit(offload(), 4)
+    newest = killed_while_it_saves(monkeypatch, tmp_path, where)
+    anew = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 4)
+    assert anew.losses == straight.losses
+    assert f"That of `{newest}` stays" in caplog.text
+    resumed = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 4, ckpt_path=newest)  # it has saved nothing
+    assert resumed.losses == straight.losses[-len(resumed.losses) :] and len(resumed.losses) < 4
+
+
+def test_state_is_let_go_of_when_the_name_of_the_newer_file_lies_on_the_disk(tmp_path, monkeypatch):
+    order = []
+
+    def noting(owner, name, told):
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            order.append(told(*args))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noting(os, "replace", lambda _, new: f"named {os.path.basename(new)}")
+    noting(os, "fsync", lambda fd: f"synced {os.path.basename(os.readlink(f'/proc/self/fd/{fd}'))}")
+    noting(Store, "settle", lambda _, number: f"settled {number}")
+    fit(on_ssd(tmp_path / "ssd", **REFERENCE), 2, callbacks=[every_step(tmp_path / "files")])
+    named = order.index("named epoch=0-step=2.ckpt")
+    assert order[named + 1 : named + 3] == ["synced files", "settled 2"]

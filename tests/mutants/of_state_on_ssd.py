@@ -1,0 +1,76 @@
+"""Protections of optimizer state on SSD: visits to host memory, and checkpoints that refer to it."""
+
+from tests.mutants.mutant import Mutant
+
+_RECORDS = "lightning_cxl/optim/state_records.py"
+_VISITS = "lightning_cxl/optim/state_visits.py"
+_STATE = "lightning_cxl/optim/parameter_state.py"
+_ADAM = "lightning_cxl/optim/cpu_adam.py"
+_TABLE = "lightning_cxl/optim/kernel_table.py"
+_CHECKPOINT = "lightning_cxl/run/ssd_checkpoint.py"
+T_VISITS = ("tests/unit/optim/test_state_visits.py",)
+T_RUN = ("tests/integration/test_state_on_ssd.py",)
+
+MUTANTS = (
+    Mutant(
+        "the kernel works on the slot", _TABLE, "self._rows[start + field] = address + visit.distance", "pass", T_VISITS
+    ),
+    Mutant(
+        "what a user wrote to state counts", _RECORDS, "        if self.is_dirty:\n", "        if False:\n", T_VISITS
+    ),
+    Mutant("new state is zero", _RECORDS, "            blank(visit.at_slot)\n", "            pass\n", T_VISITS),
+    Mutant("state is zero once", _RECORDS, "        self.blanks.clear()\n", "", T_VISITS),
+    Mutant(
+        "who looks at state waits for writes",
+        _ADAM,
+        "        self.wait()\n        self.kept.visits.wait()\n",
+        "        self.wait()\n",
+        T_VISITS,
+    ),
+    Mutant(
+        "loading waits for writes",
+        _VISITS,
+        "            self.wait()  # the end of a write",
+        "            self._write_touched()  # the end of a write",
+        T_VISITS,
+    ),
+    Mutant(
+        "a visit that fails writes nothing",
+        _VISITS,
+        "        is_written = False\n        try:\n",
+        "        is_written = False\n        self._store.write(record.record, slot)\n        try:\n",
+        T_VISITS,
+    ),
+    Mutant(
+        "a visit that fails gives its slot back",
+        _VISITS,
+        "                self._give_back(slot)\n",
+        "                pass\n",
+        T_VISITS,
+    ),
+    Mutant("a read waits for the write in its slot", _VISITS, "slot, after=[write]))", "slot))", T_VISITS),
+    Mutant(
+        "a slot is taken from what was read ahead",
+        _VISITS,
+        "            if self._fetched:\n",
+        "            if False:\n",
+        T_VISITS,
+    ),
+    Mutant(
+        "who waits for a slot is told",
+        _VISITS,
+        "                self._changed.notify_all()\n            record.clean()",
+        "            record.clean()",
+        T_VISITS,
+    ),
+    Mutant("state after a run is memory", _STATE, "            state.record = None\n", "            pass\n", T_VISITS),
+    Mutant(
+        "a file that was not written does not count",
+        _CHECKPOINT,
+        "            store.settle(before[-1].number)\n",
+        "            pass\n",
+        T_RUN,
+    ),
+    Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    store.settle(number)\n", "", T_RUN),
+    Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),
+)
