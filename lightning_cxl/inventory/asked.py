@@ -64,6 +64,11 @@ class AskedTiers:
         """
         self._may_leave = {self.names[id(parameter)] for parameter in parameters}
 
+    def weights_may_leave(self, owner: Tensor | str, role: TensorRole) -> bool:
+        """Return whether what plays a role for its owner are weights that may lie on the tier `ssd`."""
+        of_parameter = role is TensorRole.COMPUTE_WEIGHTS and not isinstance(owner, str)
+        return of_parameter and self.names.get(id(owner), "") in self._may_leave
+
     def place_weights(self, parameters: Iterable[Tensor], tier: str | None, source: str) -> None:
         """Ask for a tier for weights, instead of decorators and rules; as `place_state`."""
         self._weights.update((self.names[id(parameter)], (tier, source)) for parameter in parameters)
@@ -93,7 +98,7 @@ class AskedTiers:
             UnsupportedError: the tier `ssd` is asked for, for state of another optimizer than `CPUAdam`.
         """
         for tier, source in self._asked(owner, role, in_state):
-            if tier == SSD and not (in_state or self._are_weights_that_leave(owner, role)):
+            if tier == SSD and not (in_state or self.weights_may_leave(owner, role)):
                 return None, self._why_in_memory(owner, role, source)
             if tier is not None or source:
                 return tier, source
@@ -108,10 +113,6 @@ class AskedTiers:
         if not isinstance(owner, str) and (own := chosen.get(self.names.get(id(owner), ""))):
             return [own]
         return [self._tiers.lookup(module, role) for module in self._modules_of(owner)]
-
-    def _are_weights_that_leave(self, owner: Tensor | str, role: TensorRole) -> bool:
-        of_parameter = role is TensorRole.COMPUTE_WEIGHTS and not isinstance(owner, str)
-        return of_parameter and self.names.get(id(owner), "") in self._may_leave
 
     def _why_in_memory(self, owner: Tensor | str, role: TensorRole, source: str) -> str:
         if role is TensorRole.COMPUTE_WEIGHTS:

@@ -71,6 +71,10 @@ class Inventory:
         """What lies on the tier `ssd`: weights in the order of units, then state in that of optimizers' parameters."""
         return records_on_ssd(self.tensors, self.record_of)
 
+    def may_leave_memory(self, weights: HostTensor) -> bool:
+        """Return whether weights may lie on the tier `ssd`."""
+        return self.asked.weights_may_leave(weights.owner, weights.role)
+
     def copies_of(self, role: TensorRole) -> int:
         """Return how often tensors of a role exist: each device has its own of what only it uses."""
         return self.workload.num_devices if role in (TensorRole.ACTIVATIONS, TensorRole.STAGING) else 1

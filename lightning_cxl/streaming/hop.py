@@ -198,7 +198,7 @@ class Hop:
             TierFullError: the store's budget is used up.
             StorageError: the drive has no room for it, or fails.
         """
-        record = self._store.reserve(name, nbytes)
+        record = self._store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
         return WeightRecord(self, record, self._store.window(record))
 
     def fetch(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.streaming.awaited import guard, unguard
-from lightning_cxl.streaming.homes import Home
+from lightning_cxl.streaming.homes import Home, InMemory
 from lightning_cxl.streaming.listener import Nobody, UnitListener
 from lightning_cxl.streaming.quantised import DATA, companions, is_quantised_later, show, tensors_of
 from lightning_cxl.streaming.units import NamedUnits
@@ -115,6 +115,11 @@ class UnitWeights:
                 self._quantised.append(each)
         self.pieces.append(Piece(self.nbytes, home.buffer.tensor((end,), torch.uint8), home))
         self.nbytes += end
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the homes that are in memory."""
+        return sum(flat.numel() for _, flat, home in self.pieces if isinstance(home, InMemory))
 
     def attach(self, listener: UnitListener) -> None:
         """Tell `listener` from now on when someone looks at the parameters through their modules."""
