@@ -275,8 +275,8 @@ def test_a_visit_that_fails_changes_nothing(tmp_path) -> None:
     own.optimizer.step()
     before = state_of(own.optimizer)
     for _ in range(3):  # more often than there are slots
-        with pytest.raises(RuntimeError, match="in the middle"), own.visits.visit(own.records[0]) as visit:
-            visit.slot.tensor((1000,), torch.uint8).fill_(77)
+        with pytest.raises(RuntimeError, match="in the middle"), own.visits.visit([own.records[0]]) as visit:
+            visit.places[0][1].tensor((1000,), torch.uint8).fill_(77)
             raise RuntimeError("in the middle")
     after = state_of(own.optimizer)
     assert all(torch.equal(after[index][key], before[index][key]) for index in before for key in before[index])
