@@ -4,9 +4,12 @@ import os
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 
+from lightning_cxl.storage.store import Store
 from tests.integration.llama import LlamaTask, tiny_llama
-from tests.integration.training import offload, train
+from tests.integration.training import make_trainer, offload, train
+from tests.models import token_data
 
 WEIGHTS = {"*": {"weights": "ssd"}}
 ALL = {"*": {"weights": "ssd", "optimizer_state": "ssd"}}
@@ -45,3 +48,165 @@ def test_training_is_that_of_weights_in_memory(tmp_path, rules, dtype, overlap):
     strategy = both(tmp_path, make_model, rules, overlap_step=overlap, on_overflow="ignore")
     assert strategy.report()["tiers"]["ssd"]["peak_bytes"] > 0
     assert os.listdir(tmp_path / "ssd") == ["lightning_cxl.lock"]
+
+
+KINDS = {
+    "8bit": {"state": "8bit"},
+    "float32 masters in memory": {"master": "fp32"},
+    "in backward": {"on_overflow": "ignore"},
+    "behind the forward": {"on_overflow": "skip"},
+    "float32 masters, not overlapped": {"master": "fp32", "overlap_step": False},
+    "accumulated": {"trainer_args": {"accumulate_grad_batches": 3}, "on_overflow": "ignore"},
+    "clipped": {"trainer_args": {"gradient_clip_val": 0.1}},
+    "not pinned": {"pin_memory": False},
+    "another optimizer": {"optimizer": "sgd"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_to_train_gives_the_same(tmp_path, kind):
+    def make_model():
+        return tiny_llama(4, hidden_size=64, intermediate_size=128).to(torch.bfloat16)
+
+    both(tmp_path, make_model, WEIGHTS if kind == "another optimizer" else ALL, **KINDS[kind])
+
+
+def test_weights_are_read_once_for_forward_and_backward_and_written_once(tmp_path):
+    strategy = on_ssd(tmp_path, WEIGHTS, on_overflow="ignore")
+    train(lambda: tiny_llama(6), strategy, steps=STEPS, task=LlamaTask)
+    record = strategy.report()["planned_roles"]["compute_weights"]["ssd"]
+    moved = strategy.report()["ssd"]
+    assert moved["written_bytes_per_step"] == pytest.approx(record, rel=0.35)
+    assert "compute_weights" not in strategy.report()["peak_roles"]
+
+
+class Frozen(LlamaTask):
+    """Trains the second half of its blocks, and in the first half one matrix of each."""
+
+    def __init__(self, model, *args, **options):
+        super().__init__(model, *args, **options)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.2" in name or "layers.3" in name or "q_proj" in name)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+def test_frozen_weights_are_never_written(tmp_path, monkeypatch):
+    written = written_records(monkeypatch)
+    both(tmp_path, lambda: tiny_llama(4), ALL, task=Frozen)
+    frozen = [name for name in written if name.endswith(" weights") and ("layers.0" in name or "layers.1" in name)]
+    assert sorted(frozen) == ["model.model.layers.0 weights", "model.model.layers.1 weights"]  # when they moved
+    assert written.count("model.model.layers.0 weights 2") == 1 + STEPS
+
+
+def written_records(monkeypatch):
+    """Return a list that gets the name of every record that is written."""
+    names, write = [], Store.write
+
+    def noted(store, record, memory):
+        names.append(record.name)
+        return write(store, record, memory)
+
+    monkeypatch.setattr(Store, "write", noted)
+    return names
+
+
+class Evaluated(LlamaTask):
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(float(self.loss(batch)))
+
+    def val_dataloader(self):
+        return list(token_data())[:2]
+
+
+def test_validation_between_steps_sees_the_weights_of_now(tmp_path):
+    both(tmp_path, trainer_args={"val_check_interval": 2, "limit_val_batches": 2}, task=Evaluated)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("unseen", [False, True], ids=["counted", "by .data"])
+def test_what_a_user_writes_between_steps_counts(tmp_path, overlap, unseen):
+    class Clipped(LlamaTask):
+        def on_train_batch_end(self, *args):
+            for parameter in self.parameters():
+                with torch.no_grad():
+                    (parameter.data if unseen else parameter).mul_(0.9)
+
+    both(tmp_path, task=Clipped, **OVERLAPS[overlap])
+
+
+OVERLAPS = {
+    "none": {"overlap_step": False},
+    "forward": {"overlap_step": True, "on_overflow": "skip"},
+    "backward": {"overlap_step": True, "on_overflow": "ignore"},
+}
+
+
+@pytest.mark.parametrize("overlap", list(OVERLAPS))
+def test_whoever_looks_between_steps_sees_the_weights_of_now(tmp_path, overlap):
+    class Summed(LlamaTask):
+        def on_train_batch_end(self, *args):
+            self.losses.extend(float(parameter.double().sum()) for parameter in self.parameters())
+
+    both(tmp_path, task=Summed, **OVERLAPS[overlap])
+
+
+def test_weights_that_are_replaced_are_taken_over(tmp_path):
+    class Replaced(LlamaTask):
+        def on_train_batch_end(self, *args):
+            for parameter in self.model.model.layers[1].parameters():
+                parameter.data = parameter.data * 0.5
+
+    both(tmp_path, task=Replaced)
+
+
+def test_a_model_is_evaluated_without_an_optimizer(tmp_path):
+    results = []
+    for strategy in (on_ssd(tmp_path, WEIGHTS), offload(stream_weights=True)):
+        task = Evaluated(tiny_llama())
+        make_trainer(strategy).validate(task, verbose=False)
+        results.append(task.losses)
+    assert results[0] == results[1]
+
+
+def test_weights_outlive_the_run_and_move_again(tmp_path):
+    tasks = []
+    for strategies in ([on_ssd(tmp_path), on_ssd(tmp_path)], [offload(stream_weights=True) for _ in range(2)]):
+        seed_everything(11, verbose=False)
+        task = LlamaTask(tiny_llama())
+        for strategy in strategies:
+            make_trainer(strategy, max_steps=3).fit(task, token_data())
+            with torch.no_grad():
+                for parameter in task.parameters():
+                    parameter.mul_(0.9)
+        tasks.append(task)
+    ours, theirs = tasks
+    assert_same((ours.losses, ours.state_dict()), (theirs.losses, theirs.state_dict()))
+
+
+@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_run_resumes_exactly(tmp_path, checkpoint, dtype):
+    def fit(strategy, steps, ckpt_path=None, save=None):
+        seed_everything(11, verbose=False)
+        task = Sequential(tiny_llama().to(dtype))
+        trainer = make_trainer(strategy, max_steps=steps)
+        trainer.fit(task, token_data(), ckpt_path=ckpt_path)
+        if save:
+            trainer.save_checkpoint(save)
+        return task
+
+    options = {"ssd": {"checkpoint": checkpoint}}
+    straight = fit(offload(stream_weights=True), 6)
+    first = fit(on_ssd(tmp_path / "ssd", **options), 3, save=tmp_path / "saved.ckpt")
+    second = fit(on_ssd(tmp_path / "ssd", **options), 6, ckpt_path=tmp_path / "saved.ckpt")
+    assert_same((first.losses + second.losses, second.state_dict()), (straight.losses, straight.state_dict()))
+
+
+class Sequential(LlamaTask):
+    """Continues a resumed run with the batch that comes next."""
+
+    def training_step(self, batch, batch_idx):
+        batch = [each.to(self.device) for each in list(token_data())[self.global_step % 20]]
+        return super().training_step(batch, batch_idx)
