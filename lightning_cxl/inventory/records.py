@@ -107,10 +107,10 @@ def weight_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor],
     num_pieces: dict[str, int] = {}
     for each in tensors:
         if each.role is TensorRole.COMPUTE_WEIGHTS and each.unit:
-            index = num_pieces[each.unit] = num_pieces.get(each.unit, 0) + 1
+            name = f"{each.unit} weights" if each.is_trained else f"{each.unit} frozen weights"
+            index = num_pieces[name] = num_pieces.get(name, 0) + 1
             if wanted(each):
-                name = f"{each.unit} weights" if index == 1 else f"{each.unit} weights {index}"
-                records.append(PlannedRecord(name, each.unit, (each,)))
+                records.append(PlannedRecord(name if index == 1 else f"{name} {index}", each.unit, (each,)))
     return tuple(records)
 
 

@@ -87,6 +87,8 @@ class _Fetched(NamedTuple):
     slot: Buffer
     read: StorageTransfer | None
     """None: nothing is on the drive yet."""
+    num_writes: int
+    """That had begun before the read; others than visits write weights, too."""
 
 
 class _Written(NamedTuple):
@@ -167,13 +169,13 @@ class StateVisits:
             self._latest = records[0]
         is_written = False
         try:
-            for _, read in fetched:
-                if read is not None:
-                    read.wait_host()
+            for each in fetched:
+                if each.read is not None:
+                    each.read.wait_host()
             self.expect(self._following(records[0]))
-            for record, (slot, _) in zip(records, fetched, strict=True):
-                record.fill(slot)
-            yield Visit([(record.window, slot) for record, (slot, _) in zip(records, fetched, strict=True)])
+            for record, each in zip(records, fetched, strict=True):
+                record.fill(each.slot)
+            yield Visit([(record.window, each.slot) for record, each in zip(records, fetched, strict=True)])
             with self._changed:
                 self._before_write()
                 while fetched:  # a slot belongs to its write from then on, also where the next write cannot begin
@@ -187,11 +189,11 @@ class StateVisits:
         finally:
             with self._changed:
                 self._visited.difference_update(records)
-                for slot, read in fetched if not is_written else ():
-                    if read is not None:
+                for each in fetched if not is_written else ():
+                    if each.read is not None:
                         with suppress(StorageError):  # another one is being raised
-                            read.wait_host()
-                    self._slots.give_back(slot)
+                            each.read.wait_host()
+                    self._slots.give_back(each.slot)
                 self._changed.notify_all()
 
     def touched(self, record: Visitor) -> None:
@@ -270,13 +272,17 @@ class StateVisits:
         for index, (slot, write) in enumerate(self._writing if record.record.is_written else ()):
             if slot is not None and slot.nbytes == record.record.padded_nbytes:
                 self._writing[index] = _Written(None, write)
-                self._fetched[record] = _Fetched(slot, self._store.read(record.record, slot, after=[write]))
+                read = self._store.read(record.record, slot, after=[write])
+                self._fetched[record] = _Fetched(slot, read, record.record.num_begun)
                 return True
         return False
 
     def _fetch_now(self, records: Sequence[Visitor]) -> list[_Fetched]:
         """Return slots for all records, with reads that were started; get them from whoever has some."""
         while True:
+            for record in records:
+                if record in self._fetched and self._fetched[record].num_writes != record.record.num_begun:
+                    self._drop_fetched(record)
             missing = [record for record in records if record not in self._fetched]
             slots = self._slots.take_all([record.record.padded_nbytes for record in missing])
             if slots is not None:
@@ -296,11 +302,12 @@ class StateVisits:
         return [self._fetched.pop(record) for record in records]
 
     def _start_read(self, record: Visitor, slot: Buffer) -> _Fetched:
-        return _Fetched(slot, self._store.read(record.record, slot) if record.record.is_written else None)
+        read = self._store.read(record.record, slot) if record.record.is_written else None
+        return _Fetched(slot, read, record.record.num_begun)
 
     def _drop_fetched(self, record: Visitor) -> None:
         """Give up what was read ahead."""
-        slot, read = self._fetched.pop(record)
+        slot, read, _ = self._fetched.pop(record)
         if read is not None:
             with suppress(StorageError):  # nobody needs these bytes
                 read.wait_host()

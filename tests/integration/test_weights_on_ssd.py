@@ -71,13 +71,16 @@ def test_every_way_to_train_gives_the_same(tmp_path, kind):
     both(tmp_path, make_model, WEIGHTS if kind == "another optimizer" else ALL, **KINDS[kind])
 
 
-def test_weights_are_read_once_for_forward_and_backward_and_written_once(tmp_path):
+def test_weights_are_read_for_forward_backward_and_update_and_written_once(tmp_path):
     strategy = on_ssd(tmp_path, WEIGHTS, on_overflow="ignore")
     train(lambda: tiny_llama(6), strategy, steps=STEPS, task=LlamaTask)
-    record = strategy.report()["planned_roles"]["compute_weights"]["ssd"]
-    moved = strategy.report()["ssd"]
-    assert moved["written_bytes_per_step"] == pytest.approx(record, rel=0.35)
-    assert "compute_weights" not in strategy.report()["peak_roles"]
+    report = strategy.report()
+    planned, moved = dict(report["planned_roles"]["compute_weights"]), report["ssd"]
+    nbytes = planned.pop("ssd")
+    assert moved["written_bytes_per_step"] == pytest.approx(nbytes, rel=0.35)
+    # before forward, backward and update; of the six units, one or two are on the device still where it turns round
+    assert 2 * nbytes < moved["read_bytes_per_step"] < 3.4 * nbytes
+    assert report["peak_roles"].get("compute_weights", {}) == planned, "weights were in memory"
 
 
 class Frozen(LlamaTask):
@@ -95,9 +98,9 @@ class Frozen(LlamaTask):
 def test_frozen_weights_are_never_written(tmp_path, monkeypatch):
     written = written_records(monkeypatch)
     both(tmp_path, lambda: tiny_llama(4), ALL, task=Frozen)
-    frozen = [name for name in written if name.endswith(" weights") and ("layers.0" in name or "layers.1" in name)]
-    assert sorted(frozen) == ["model.model.layers.0 weights", "model.model.layers.1 weights"]  # when they moved
-    assert written.count("model.model.layers.0 weights 2") == 1 + STEPS
+    frozen = sorted(name for name in written if "frozen" in name)
+    assert frozen == [f"model.model.layers.{i} frozen weights" for i in (0, 1)]  # when they moved
+    assert written.count("model.model.layers.0 weights") == written.count("model.model.layers.3 weights") == 1 + STEPS
 
 
 def written_records(monkeypatch):
@@ -117,7 +120,7 @@ class Evaluated(LlamaTask):
         self.losses.append(float(self.loss(batch)))
 
     def val_dataloader(self):
-        return list(token_data())[:2]
+        return token_data(2)
 
 
 def test_validation_between_steps_sees_the_weights_of_now(tmp_path):
@@ -147,7 +150,7 @@ OVERLAPS = {
 def test_whoever_looks_between_steps_sees_the_weights_of_now(tmp_path, overlap):
     class Summed(LlamaTask):
         def on_train_batch_end(self, *args):
-            self.losses.extend(float(parameter.double().sum()) for parameter in self.parameters())
+            self.losses.extend(float(parameter.detach().double().sum()) for parameter in self.parameters())
 
     both(tmp_path, task=Summed, **OVERLAPS[overlap])
 

@@ -308,7 +308,7 @@ def test_frozen_weights_have_a_record_of_their_own_which_no_update_visits():
     inventory = listed(rules={"": {"weights": "ssd"}}, tiers=ssd, frozen=("up",))
     sizes = {record.name: (record.nbytes, record.is_updated) for record in inventory.ssd_records}
     assert len(sizes) == 16
-    frozen, trained = sizes["layers.3 weights"], sizes["layers.3 weights 2"]
+    frozen, trained = sizes["layers.3 frozen weights"], sizes["layers.3 weights"]
     assert (frozen[1], trained[1]) == (False, True)
     slots = inventory.bytes_of(TensorRole.STAGING) - listed().bytes_of(TensorRole.STAGING)
     assert slots == NUM_UPDATE_SLOTS * trained[0] + NUM_HOP_SLOTS * max(frozen[0], trained[0])
