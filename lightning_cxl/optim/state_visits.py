@@ -27,7 +27,7 @@ import threading
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -209,9 +209,9 @@ class StateVisits:
             StorageError: a write has failed.
         """
         self._write_touched()
-        with self._changed:
-            while self._writing:
-                self._finish_write()
+        with self._changed, ExitStack() as waits:  # one that fails does not keep the others from being waited for
+            for _ in self._writing:
+                waits.callback(self._finish_write)
 
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.

@@ -29,6 +29,7 @@ from queue import SimpleQueue
 
 import torch
 
+from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.private_pages import has_private_pages
@@ -168,7 +169,7 @@ class Fetch:
     def _wait_until_started(self) -> None:
         self._is_started.wait()
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise self._error.anew() if isinstance(self._error, StorageError) else self._error
 
 
 class Hop:

@@ -1,12 +1,16 @@
 """Weights of units on SSD: training is that of weights in memory, bit for bit, on every device and in every precision."""
 
+import errno
 import os
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
 
+from lightning_cxl.errors import StorageError
+from lightning_cxl.storage import store
 from lightning_cxl.storage.store import Store
+from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
@@ -213,3 +217,37 @@ class Sequential(LlamaTask):
     def training_step(self, batch, batch_idx):
         batch = [each.to(self.device) for each in list(token_data())[self.global_step % 20]]
         return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("fault", ["EIO", "EIO for good", "flip", "late"])
+@pytest.mark.parametrize("overlap", list(OVERLAPS))
+def test_a_drive_that_fails_ends_the_run_with_its_error(tmp_path, monkeypatch, fault, overlap):
+    def run(fault=None, at=-1):
+        system = FaultyReads(fault, at) if fault == "flip" else FaultySystem(fault, at)
+        monkeypatch.setattr(store, "System", lambda: system)
+        strategy = on_ssd(tmp_path / "ssd", WEIGHTS, **OVERLAPS[overlap])
+        return system, train(tiny_llama, strategy, steps=3, task=LlamaTask)
+
+    system, theirs = run()
+    calls = [name for name in system.calls if name == "preadv" or fault != "flip"]
+    moves = [number for number, name in enumerate(calls) if name in ("preadv", "pwritev")]
+    outcomes = set()
+    for part in (0.2, 0.35, 0.5, 0.65, 0.8):
+        try:
+            _, ours = run(fault, moves[int(part * len(moves))])
+        except StorageError as error:
+            outcomes.add("error")
+            assert error.errno == (errno.EIO if "EIO" in fault else None)
+        else:
+            outcomes.add("right")
+            assert_same(ours, theirs)
+    # what was read ahead in vain may fail
+    assert outcomes == {"right"} if fault == "late" else "error" in outcomes
+    assert "right" not in outcomes or fault != "EIO for good"
+
+
+class FaultyReads(FaultySystem):
+    """Reads wrong bytes. What is written wrongly is found when it is read: the last weights of a run may not be."""
+
+    def _call(self, name, function, *args):
+        return super()._call(name, function, *args) if name == "preadv" else function(*args)
