@@ -1,7 +1,10 @@
 """Weights of units on SSD: training is that of weights in memory, bit for bit, on every device and in every precision."""
 
 import errno
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -251,3 +254,15 @@ class FaultyReads(FaultySystem):
 
     def _call(self, name, function, *args):
         return super()._call(name, function, *args) if name == "preadv" else function(*args)
+
+
+@pytest.mark.on_cpu
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    command = [sys.executable, "-m", "tests.integration.large_model_run", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 2, done.stderr
+    small, large = found
+    grown = large["peak"] - small["peak"]
+    # weights, state and gradients would be four times as much as the weights; objects of Python are some 0.3 MB a block
+    assert grown < 0.3 * (large["weights"] - small["weights"]), found
