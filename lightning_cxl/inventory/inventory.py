@@ -31,7 +31,8 @@ from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
-from lightning_cxl.streaming.unit_weights import piece_nbytes, streamable
+from lightning_cxl.streaming.streamable import streamable
+from lightning_cxl.streaming.unit_weights import piece_nbytes
 from lightning_cxl.streaming.units import NamedUnits, find_units
 
 

@@ -68,9 +68,7 @@ def units_by_parameter(streamed: Iterable[StreamedUnit]) -> dict[int, str]:
     return {id(parameter): unit.name for unit in streamed for group in unit.groups for parameter in group}
 
 
-def grouped(
-    parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Hashable]
-) -> list[list[nn.Parameter]]:
+def grouped(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Hashable]) -> list[list[nn.Parameter]]:
     """Return parameters in groups with the same key."""
     groups: dict[Hashable, list[nn.Parameter]] = {}
     for parameter in parameters:

@@ -170,7 +170,7 @@ def _parts(work: Sequence[Work], visits: Visits) -> tuple[list[Work], list[tuple
     part_of: dict[Visitor, tuple[list[Visitor], list[Work]]] = {}
     for each in work:
         update = each.update
-        records = [] if update.kept.record is None else [update.kept.record]
+        records: list[Visitor] = [] if update.kept.record is None else [update.kept.record]
         for weights in (update.parameter, update.compute):
             record = None if weights is None else visits.find([weights])
             if record is not None:

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_cxl.memory.host_tensors import copy_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.visitor import copy_window, is_in
+from lightning_cxl.storage.visitor import is_in
 
 At = Callable[[torch.Tensor], torch.Tensor]
 """Returns where the bytes of a tensor of state are now, in one dimension."""
@@ -80,7 +81,7 @@ class StateRecord:
         State that nobody has asked for yet stays as undefined as new memory is.
         """
         if self.is_dirty():
-            copy_window(self.window, slot)
+            copy_bytes(self.window, slot)
         at_slot = Visit([(self.window, slot)]).at_slot
         for blank in self.blanks:
             blank(at_slot)

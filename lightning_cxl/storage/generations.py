@@ -1,8 +1,8 @@
 """The generations that a store keeps, and the manifest that names them.
 
 [Note: Generations]
-With ``keeps=True`` each record has two versions, but those that shall not be kept. A version that a generation of the manifest names is committed and is
-never written: a write goes to the other one.
+With ``keeps=True`` each record has two versions, but those that shall not be kept. A version that a generation of the
+manifest names is committed and is never written: a write goes to the other one.
 
 1. `Store.commit` waits for all writes, syncs every drive, and replaces the manifest as a whole: new file, fsync,
    rename, fsync of the folder. The manifest then has two generations, the one before and the new one, and the caller

@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-import torch
-
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.record import Record
 
@@ -27,13 +25,3 @@ class Visitor(Protocol):
 def is_in(window: Buffer, address: int) -> bool:
     """Return whether an address is in a window."""
     return 0 <= address - window.address < window.nbytes
-
-
-@torch.no_grad()
-def copy_window(window: Buffer, slot: Buffer) -> None:
-    """Copy what a window shows to the beginning of a slot."""
-    _bytes_of(slot)[: window.nbytes].copy_(_bytes_of(window))
-
-
-def _bytes_of(buffer: Buffer) -> torch.Tensor:
-    return buffer.tensor((buffer.nbytes,), torch.uint8)

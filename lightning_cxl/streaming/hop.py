@@ -1,8 +1,8 @@
 """`Hop` and `WeightRecord`: weights on SSD go to the device through host slots.
 
 [Note: Weights on SSD]
-Weights of one unit that lie on SSD are one record (`WeightRecord`). Between visits its parameters show the record's window, so
-they can be read at any time like weights in memory. To the device::
+Weights of one unit that lie on SSD are one record (`WeightRecord`). Between visits its parameters show the record's
+window, so they can be read at any time like weights in memory. To the device::
 
     read     a host slot is taken, and the record is read into it; started at once if there is room
     copy     one thread waits for the read and starts the copy to the device: in the order in which both were asked for
@@ -30,13 +30,13 @@ from queue import SimpleQueue
 import torch
 
 from lightning_cxl.errors import StorageError
+from lightning_cxl.memory.host_tensors import copy_bytes
+from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.engine import StorageTransfer
-from lightning_cxl.storage.private_pages import has_private_pages
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.visitor import copy_window
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
@@ -91,7 +91,7 @@ class WeightRecord:
     def fill(self, slot: Buffer) -> None:
         """Bring what someone has written to the window into a slot; see `Visitor.fill`."""
         if self.is_dirty():
-            copy_window(self.window, slot)
+            copy_bytes(self.window, slot)
 
     def clean(self) -> None:
         """Return at once: the kernel knows what is private."""
@@ -242,7 +242,7 @@ class Hop:
         home.settle()  # the end of a write drops the private pages that it has in it
         if home.is_dirty():
             with self.writing(home.record) as slot:
-                copy_window(home.window, slot)
+                copy_bytes(home.window, slot)
 
     def looked_at(self, home: WeightRecord) -> None:
         """Learn that someone may write to a window; write those that were looked at before, when they are large.

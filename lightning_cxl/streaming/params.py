@@ -97,7 +97,7 @@ class ParamStreamer:
             unit.attach(listener)
 
     def stats(self) -> dict[str, int]:
-        """Return ``num_units``, ``host_bytes`` of their weights in memory, ``slot_bytes`` on the device, and copies so far."""
+        """Return ``num_units``, ``host_bytes`` of their weights in memory, ``slot_bytes`` on the device, and copies."""
         return {
             "num_units": len(self._units),
             "host_bytes": sum(unit.memory_bytes for unit in self._units),

@@ -2,7 +2,7 @@
 
     python -m tests.integration.large_model_run FOLDER
 
-Weights and state of units lie on SSD. Counted is memory that is nobody's cache, from when the model is there to the end.
+Weights and state of units lie on SSD. Counted is memory that is nobody's cache, beside the models.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Weights of units on SSD: training is that of weights in memory, bit for bit, on every device and in every precision."""
+"""Weights of units on SSD: training is that of weights in memory, bit for bit, in every precision."""
 
 import errno
 import json

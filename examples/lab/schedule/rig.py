@@ -13,7 +13,8 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.homes import InMemory
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
+from lightning_cxl.streaming.streamable import streamable
+from lightning_cxl.streaming.unit_weights import UnitWeights
 from schedule.memory import LabelledMemory
 from schedule.model import Net
 

@@ -19,7 +19,8 @@ from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.homes import InMemory
 from lightning_cxl.streaming.listener import Nobody
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
+from lightning_cxl.streaming.streamable import streamable
+from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
 from tests.cases import every_value
