@@ -13,12 +13,16 @@ T_RUN = ("tests/integration/test_state_on_ssd.py",)
 
 MUTANTS = (
     Mutant(
-        "the kernel works on the slot", _TABLE, "self._rows[start + field] = address + visit.distance", "pass", T_VISITS
+        "the kernel works on the slot",
+        _TABLE,
+        "self._rows[start + field] = self._visit.moved(self._rows[start + field])",
+        "pass",
+        T_VISITS,
     ),
     Mutant(
-        "what a user wrote to state counts", _RECORDS, "        if self.is_dirty:\n", "        if False:\n", T_VISITS
+        "what a user wrote to state counts", _RECORDS, "        if self.is_dirty():\n", "        if False:\n", T_VISITS
     ),
-    Mutant("new state is zero", _RECORDS, "            blank(visit.at_slot)\n", "            pass\n", T_VISITS),
+    Mutant("new state is zero", _RECORDS, "            blank(at_slot)\n", "            pass\n", T_VISITS),
     Mutant("state is zero once", _RECORDS, "        self.blanks.clear()\n", "", T_VISITS),
     Mutant(
         "who looks at state waits for writes",
@@ -38,29 +42,29 @@ MUTANTS = (
         "a visit that fails writes nothing",
         _VISITS,
         "        is_written = False\n        try:\n",
-        "        is_written = False\n        self._store.write(record.record, slot)\n        try:\n",
+        "        is_written = False\n        self._store.write(records[0].record, fetched[0].slot)\n        try:\n",
         T_VISITS,
     ),
     Mutant(
         "a visit that fails gives its slot back",
         _VISITS,
-        "                self._give_back(slot)\n",
-        "                pass\n",
+        "                    self._slots.give_back(each.slot)\n",
+        "                    pass\n",
         T_VISITS,
     ),
-    Mutant("a read waits for the write in its slot", _VISITS, "slot, after=[write]))", "slot))", T_VISITS),
+    Mutant("a read waits for the write in its slot", _VISITS, "slot, after=[write])", "slot)", T_VISITS),
     Mutant(
         "a slot is taken from what was read ahead",
         _VISITS,
-        "            if self._fetched:\n",
+        "            if others:\n",
         "            if False:\n",
         T_VISITS,
     ),
     Mutant(
         "who waits for a slot is told",
         _VISITS,
-        "                self._changed.notify_all()\n            record.clean()",
-        "            record.clean()",
+        "                self._changed.notify_all()\n",
+        "",
         T_VISITS,
     ),
     Mutant("state after a run is memory", _STATE, "            state.record = None\n", "            pass\n", T_VISITS),

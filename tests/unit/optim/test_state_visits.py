@@ -284,3 +284,40 @@ def test_a_visit_that_fails_changes_nothing(tmp_path) -> None:
     own.optimizer.step()
     assert state_of(own.optimizer)[0]["step"] == 2
     own.close()
+
+
+def test_a_record_that_is_visited_is_not_read_ahead(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=6)
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    record = own.records[0]
+    with own.visits.visit([record]) as visit:
+        own.visits.expect([record])
+        visit.places[0][1].tensor((1000,), torch.uint8).fill_(77)
+    with own.visits.visit([record]) as visit:
+        assert bool((visit.places[0][1].tensor((1000,), torch.uint8) == 77).all())
+    own.close()
+
+
+def test_visits_of_several_records_get_their_slots_together(tmp_path) -> None:
+    """There are slots for one visit at a time: visits that each wait for a part of the other's would wait for ever."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=3.5)
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    first, second, third = own.records
+    counted = {record: record.take(torch.int64, 1) for record in own.records}
+    for value in counted.values():
+        value.zero_()
+
+    def visit_often(records: list[StateRecord]) -> None:
+        for _ in range(60):
+            with own.visits.visit(records) as visit:
+                for record in records:
+                    visit.at_slot(counted[record]).add_(1)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(visit_often, [first, second]), threads.submit(visit_often, [third])]:
+            done.result(60)
+    own.visits.wait()
+    assert [int(counted[record]) for record in own.records] == [60, 60, 60]
+    own.close()

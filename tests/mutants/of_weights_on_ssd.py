@@ -1,0 +1,155 @@
+"""Protections of weights on SSD: on their way to the device, when users write to them, and in updates."""
+
+from tests.mutants.mutant import Mutant
+
+_HOP = "lightning_cxl/streaming/hop.py"
+_SLOTS = "lightning_cxl/streaming/slots.py"
+_PARAMS = "lightning_cxl/streaming/params.py"
+_UNIT = "lightning_cxl/streaming/unit_weights.py"
+_VISITS = "lightning_cxl/optim/state_visits.py"
+_ADAM = "lightning_cxl/optim/adam_step.py"
+_WHOLE = "lightning_cxl/updates/whole_updates.py"
+_STORE = "lightning_cxl/storage/store.py"
+_ENGINE = "lightning_cxl/storage/engine.py"
+_RECORDS = "lightning_cxl/inventory/records.py"
+T_HOP = ("tests/unit/streaming/test_hop.py",)
+T_VISITS = ("tests/unit/optim/test_state_visits.py",)
+T_RUN = ("tests/integration/test_weights_on_ssd.py",)
+T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
+
+MUTANTS = (
+    Mutant(
+        "what was dropped is not copied", _HOP, "            self._is_dropped = True\n", "            pass\n", T_HOP
+    ),
+    Mutant(
+        "a copy that is being started ends first",
+        _HOP,
+        "        with self._lock:\n            self._is_dropped = True\n",
+        "        self._is_dropped = True\n",
+        T_HOP,
+    ),
+    Mutant(
+        "a slot is free when its copy is done",
+        _HOP,
+        "                copy.wait_host()\n",
+        "                pass\n",
+        T_RUN,
+    ),
+    Mutant("a copy waits for its read", _HOP, "        self.read.wait_host()\n", "        pass\n", T_HOP),
+    Mutant(
+        "what a user wrote is copied",
+        _HOP,
+        "        if self.is_dirty():\n            copy_bytes(self.window, slot)\n",
+        "        pass\n",
+        T_HOP,
+    ),
+    Mutant(
+        "a write back comes after an update's write",
+        _HOP,
+        "        home.settle()  # the end",
+        "        pass  # the end",
+        T_RUN,
+    ),
+    Mutant(
+        "what an update brings is not written back",
+        _HOP,
+        "        self._hop.forget_looks(self)\n",
+        "        pass\n",
+        T_HOP,
+    ),
+    Mutant(
+        "an error gives the slot back",
+        _HOP,
+        "                self._slots.give_back(slot)\n            self._start",
+        "                pass\n            self._start",
+        T_HOP,
+    ),
+    Mutant(
+        "windows that were written are not kept in memory",
+        _HOP,
+        "                self.write_back(each)\n",
+        "                pass\n",
+        T_HOP,
+    ),
+    Mutant(
+        "what an error came through is let go of",
+        _ENGINE,
+        "raise self._error.anew() if isinstance(self._error, StorageError) else self._error",
+        "raise self._error",
+        T_RUN,
+    ),
+    Mutant(
+        "a slot that failed is fetched again",
+        _PARAMS,
+        "                    del self._entered[id(unit)]\n",
+        "                    pass\n",
+        T_RUN,
+    ),
+    Mutant(
+        "a slot's copy is dropped when it gets another unit",
+        _SLOTS,
+        "                transfer.drop()\n",
+        "                pass\n",
+        T_RUN,
+    ),
+    Mutant(
+        "looks are over before windows are written",
+        _UNIT,
+        "                piece.home.looks_are_over()\n",
+        "                pass\n",
+        T_RUN,
+    ),
+    Mutant("who looks waits for the write", _UNIT, "            piece.home.settle()\n", "            pass\n", T_RUN),
+    Mutant(
+        "a step ends when weights are shown",
+        _WHOLE,
+        "        self._masters.wait()\n        self._settle()\n\n    def _settle",
+        "        self._masters.wait()\n\n    def _settle",
+        T_RUN,
+    ),
+    Mutant(
+        "what was read ahead and written otherwise is read again",
+        _VISITS,
+        "                    self._drop_fetched(record)\n            missing",
+        "                    pass\n            missing",
+        T_RUN,
+    ),
+    Mutant(
+        "a record that is visited is not read ahead",
+        _VISITS,
+        "if record not in self._fetched and record not in self._visited and not",
+        "if record not in self._fetched and not",
+        T_VISITS,
+    ),
+    Mutant(
+        "a part has all records that it needs",
+        _ADAM,
+        "                records.append(record)\n        if not",
+        "                pass\n        if not",
+        T_RUN,
+    ),
+    Mutant(
+        "weights are in no generation",
+        _HOP,
+        "self._store.reserve(name, nbytes, keeps=False)",
+        "self._store.reserve(name, nbytes)",
+        T_RUN,
+    ),
+    Mutant(
+        "frozen weights have a record of their own",
+        "lightning_cxl/inventory/inventory.py",
+        "has_ssd and parameter.requires_grad",
+        "has_ssd",
+        T_SETTLE,
+    ),
+    Mutant(
+        "no update visits frozen weights", _RECORDS, "        if record.is_updated:\n", "        if True:\n", T_SETTLE
+    ),
+    Mutant(
+        "only weights that stream leave",
+        "lightning_cxl/inventory/asked.py",
+        'self.names.get(id(owner), "") in self._may_leave',
+        "True",
+        T_SETTLE,
+    ),
+)
