@@ -90,7 +90,14 @@ MUTANTS = (
         _SLOTS,
         "                transfer.drop()\n",
         "                pass\n",
-        T_RUN,
+        T_HOP,
+    ),
+    Mutant(
+        "what could not be read is fetched again",
+        _SLOTS,
+        "            self.unit = None  # it has to be fetched again\n",
+        "            pass\n",
+        T_HOP,
     ),
     Mutant(
         "looks are over before windows are written",

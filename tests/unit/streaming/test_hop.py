@@ -12,7 +12,10 @@ from lightning_cxl.native._numa import Mapping
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
+from lightning_cxl.streaming.homes import InMemory
 from lightning_cxl.streaming.hop import Hop
+from lightning_cxl.streaming.slots import Slot
+from lightning_cxl.streaming.unit_weights import Piece
 from lightning_cxl.transfer.engine import HostEngine
 
 SIZES = [8192, 20_000, 4096, 12_288, 20_000]
@@ -247,3 +250,41 @@ def test_windows_outlive_everything(tmp_path):
         assert torch.equal(made.shown(index), value)
         made.shown(index).add_(1)
         assert torch.equal(made.shown(index), value + 1)
+
+
+class Unit:
+    """What a slot wants of a unit of one piece."""
+
+    def __init__(self, flat, home):
+        self.pieces = [Piece(0, flat, home)]
+        self.readers = ()
+
+    def versions(self):
+        return ()
+
+
+def test_a_late_copy_does_not_overwrite_the_next_unit(two):
+    two.gate.is_open.clear()
+    slot = Slot(HostEngine(), SIZES[1])
+    slot.fetch(Unit(two.shown(1), two.homes[1]), ())
+    other = torch.full((SIZES[1],), 99, dtype=torch.uint8)
+    slot.fetch(Unit(other, InMemory(two.allocate(4096))), ())
+    two.gate.is_open.set()
+    two.hop.close()
+    slot.wait()
+    assert torch.equal(slot.memory, other)
+
+
+def test_a_unit_that_could_not_be_read_is_fetched_again(two):
+    unit = Unit(two.shown(1), two.homes[1])
+    slot = Slot(HostEngine(), SIZES[1])
+    two.gate.fails = True
+    slot.fetch(unit, ())
+    assert slot.is_image_of(unit)
+    with pytest.raises(StorageError):
+        slot.wait()
+    assert not slot.is_image_of(unit)
+    two.gate.fails = False
+    slot.fetch(unit, ())
+    slot.wait()
+    assert torch.equal(slot.memory, two.values[1])
