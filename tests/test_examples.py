@@ -79,6 +79,22 @@ def test_the_step_benchmark_writes_rows(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_state_on_ssd_writes_rows(tmp_path):
+    """It compares losses itself."""
+    target = tmp_path / "rows.json"
+    command = [sys.executable, EXAMPLES / "bench" / "ssd_state.py", "--folder", tmp_path, "--size=tiny", "--rounds=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [*command, "--state=bf16", "--json", target], env=environment, check=True, capture_output=True, timeout=200
+    )
+    values = {row["name"].removeprefix("bf16: "): row["value"] for row in json.loads(target.read_text())["rows"]}
+    assert all(values[name] > 0 for name in ("read", "write", "compute", "update"))
+    assert values["longest"] >= max(values[name] for name in ("read", "write", "compute"))
+    assert values["bf16, memory: tensors of tiers of memory"] == pytest.approx(10, rel=0.01)
+    assert os.listdir(tmp_path) == ["rows.json"]
+
+
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
     target = tmp_path / "rows.json"
     command = [sys.executable, EXAMPLES / "bench" / "gpu.py", "--shape=tiny", "--seq=64", "--device=cpu", "--steps=3"]

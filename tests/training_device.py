@@ -71,7 +71,7 @@ def on_chosen() -> Iterator[torch.device]:
     if unavailable is not None:
         pytest.skip(unavailable)
     current = chosen
-    before = _held()  # of tests that failed
+    before = held()  # of tests that failed
     try:
         if current.type == "apart":
             _apart_devices.are_there = True
@@ -108,9 +108,9 @@ def forget_races() -> None:
 def _left(before: dict[str, int]) -> dict[str, int]:
     """Return what is held and was not before; garbage is collected only if something is."""
     for _ in range(3):  # what has a finaliser of its own goes one round later
-        if _held() != before:
+        if held() != before:
             gc.collect()
-    return {name: held - before[name] for name, held in _held().items() if held > before[name]}
+    return {name: now - before[name] for name, now in held().items() if now > before[name]}
 
 
 def clear_workspaces() -> None:
@@ -121,15 +121,16 @@ def clear_workspaces() -> None:
         clear()
 
 
-def _held() -> dict[str, int]:
+def held() -> dict[str, int]:
+    """Return what the chosen device has of memory, and of registered host memory."""
     if chosen.type == "cpu":
         return {}
     clear_workspaces()
-    held = {"bytes on the device": torch.accelerator.memory_allocated(chosen.index)}
+    found = {"bytes on the device": torch.accelerator.memory_allocated(chosen.index)}
     if chosen.type == "apart":
         usage = apart.host_usage()
-        held |= {"registrations": usage.registrations, "copies under way in freed memory": usage.waiting_blocks}
-    return held
+        found |= {"registrations": usage.registrations, "copies under way in freed memory": usage.waiting_blocks}
+    return found
 
 
 def make_late(what: str) -> None:

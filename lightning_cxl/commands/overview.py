@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "env": Command("what this machine has, and what to change about it", "lightning_cxl.commands.env"),
     "calibrate": Command("measure memory, devices and disks, for `plan`", "lightning_cxl.commands.calibrate.command"),
-    "bench": Command("measure the Adam kernels against memory and others", "lightning_cxl.commands.bench.adam"),
+    "bench": Command("measure the Adam kernels and the SSD tier", "lightning_cxl.commands.bench.command"),
 }
 
 

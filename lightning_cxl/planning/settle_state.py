@@ -107,7 +107,10 @@ def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequ
         names = [record.name for record in chosen]
         if sum(on_drives[name] for name in names) > room:
             continue
-        largest = max(slots_now, *(slots[name] for name in names))
+        if any(record.is_weights for record in there):  # state of a unit is updated together with its weights
+            largest = slot_bytes([*there, *chosen]) * inventory.copies_of(TensorRole.STAGING)
+        else:
+            largest = max(slots_now, *(slots[name] for name in names))
         left = without_slots - sum(state[name] for name in names) + largest
         if left < needed:
             best, needed = chosen, left

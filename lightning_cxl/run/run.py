@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_cxl.errors import StorageError
 from lightning_cxl.gradients.arrived import ArrivedGradients
 from lightning_cxl.gradients.leaving import LeavingGradients
 from lightning_cxl.gradients.meter import meter_of_run
@@ -79,6 +80,7 @@ class Run:
             )
         self._host = host
         self._loop = loop
+        self._ended_by_error = False
         self._model = model
         self.units = tuple(name for name, _ in inventory.units)
         self._heap = HeapTrimmer() if inventory.units else None  # only where the user trades time for memory anyway
@@ -153,7 +155,7 @@ class Run:
             return None
         budget_bytes = self._host.topology.tier(SSD).capacity_bytes
         on_ssd = StateOnSsd(options, budget_bytes, records, self._placed.slots, self._host.engine)
-        cleanup.callback(on_ssd.close)
+        cleanup.callback(self._close_ssd, on_ssd)
         self._placed.on_ssd = on_ssd
         return on_ssd
 
@@ -243,10 +245,19 @@ class Run:
         """Free everything but weights and optimizer state. Idempotent. See [Note: Order of life].
 
         Args:
-            after_error: an error has ended the run; those of updates are not raised any more.
+            after_error: an error has ended the run; those of updates and of state on SSD are not raised any more.
         """
+        self._ended_by_error = after_error
         with self._cleanup as cleanup:
             cleanup.callback(self._updates.close, after_error=after_error)
+
+    def _close_ssd(self, on_ssd: StateOnSsd) -> None:
+        try:
+            on_ssd.close()
+        except StorageError as error:
+            if not self._ended_by_error:
+                raise
+            log.warning(f"the error that ended the run was not the only one: {error}")
 
     def report(self, state: str = "running") -> dict[str, Any]:
         """Return measured and planned bytes and what runs, as JSON-able data."""

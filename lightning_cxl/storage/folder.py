@@ -100,18 +100,19 @@ class Folder:
         except OSError as error:
             raise storage_error("open", path, error) from None
         try:
-            contents = bytearray(self._system.size(fd))
-            position = 0
-            while position < len(contents):
-                count = self._system.preadv(fd, [memoryview(contents)[position:]], position)
-                if count <= 0:
-                    break
-                position += count
-            return bytes(contents[:position])
+            try:
+                contents = bytearray(self._system.size(fd))
+                position = 0
+                while position < len(contents):
+                    count = self._system.preadv(fd, [memoryview(contents)[position:]], position)
+                    if count <= 0:
+                        break
+                    position += count
+                return bytes(contents[:position])
+            finally:
+                self._system.close(fd)
         except OSError as error:
             raise storage_error("read", path, error) from None
-        finally:
-            self._system.close(fd)
 
     def write_new(self, name: str, contents: bytes) -> None:
         """Write a file that `publish` gives the name; until then the file of that name stays as it is.

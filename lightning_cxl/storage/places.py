@@ -2,15 +2,18 @@
 
 import contextlib
 import json
+import logging
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.storage.drive import Drive
 from lightning_cxl.storage.folder import MANIFEST, PART, Folder, is_block_device
 from lightning_cxl.storage.manifest import Manifest, decode
 from lightning_cxl.storage.system import System
+
+log = logging.getLogger(__name__)
 
 WHAT_TO_DO = "Use another folder, or delete this one if nobody needs it (fill a device's first 256 KiB with zeros)."
 
@@ -39,7 +42,7 @@ class Places:
             self.found = self._read_manifest(keeps)
             self.files_stay = self.found is not None
             self.store_id = self.found.store_id if self.found else secrets.token_hex(8)
-            stack.callback(self._remove_files)
+            stack.push(self._leave)
             for index, (path, folder) in enumerate(zip(paths, folders, strict=True)):
                 self._open_drive(stack, index, path, folder)
             self._opened = stack.pop_all()
@@ -162,6 +165,15 @@ class Places:
                 folder.write_new(PART, self._part(index))
                 folder.publish(PART)
         self.files_stay = True
+
+    def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            self._remove_files()
+        except StorageError as another:
+            if error is None:
+                raise
+            # users need the first error; the next store here removes the files
+            log.warning(f"the error that ended the storage was not the only one: {another}")
 
     def _remove_files(self) -> None:
         if not self.files_stay:

@@ -82,7 +82,8 @@ def bfloat16_llama():
 def fit(strategy, steps, *, make_model=bfloat16_llama, task=Sequential, ckpt_path=None, save=None, callbacks=()):
     seed_everything(11, verbose=False)
     module = task(make_model())
-    trainer = make_trainer(strategy, max_steps=steps, callbacks=[*callbacks], enable_checkpointing=bool(callbacks))
+    saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    trainer = make_trainer(strategy, max_steps=steps, callbacks=[*callbacks], enable_checkpointing=saves)
     trainer.fit(module, token_data(), ckpt_path=ckpt_path)
     if save:
         trainer.save_checkpoint(save)
@@ -236,3 +237,51 @@ def test_a_parameter_that_joins_gets_a_record_of_its_own(tmp_path, saved_after):
 
     ours = resumed(lambda: on_ssd(tmp_path / "ssd", **REFERENCE), tmp_path / "ours")
     assert_same(ours, resumed(offload, tmp_path / "theirs"))
+
+
+class SavesAndGoesOn(Callback):
+    """Saves after every step, and goes on where that fails, as a user's own callback may."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.num_failed = 0
+
+    def on_train_batch_end(self, trainer, module, *args):
+        try:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+        except OSError:
+            self.num_failed += 1
+
+
+def test_training_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch):
+    straight = fit(offload(), 6)
+    save = CXLCheckpointIO.save_checkpoint
+
+    def some_fail(io, checkpoint, path, storage_options=None):
+        if checkpoint["global_step"] in (2, 3, 5):
+            raise OSError(28, "No space left on device")
+        save(io, checkpoint, path, storage_options)
+
+    monkeypatch.setattr(CXLCheckpointIO, "save_checkpoint", some_fail)
+    callback = SavesAndGoesOn(tmp_path)
+    ours = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 5, callbacks=[callback])
+    assert callback.num_failed == 3
+    again = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 6, ckpt_path=tmp_path / "4.ckpt")
+    assert ours.losses == straight.losses[:5] and again.losses == straight.losses[4:]
+
+
+class Reversed(Sequential):
+    """Gives its parameters to the optimizer in the opposite order, which changes where their state lies."""
+
+    def configure_optimizers(self):
+        configured = super().configure_optimizers()
+        for group in configured["optimizer"].param_groups:
+            group["params"].reverse()
+        return configured
+
+
+def test_state_that_lies_elsewhere_now_is_refused(tmp_path):
+    fit(on_ssd(tmp_path / "ssd", **REFERENCE), 2, callbacks=[every_step(tmp_path)])
+    saved = next(tmp_path.glob("*.ckpt"))
+    with pytest.raises(CheckpointError, match="this run keeps it elsewhere"):
+        fit(on_ssd(tmp_path / "ssd", **REFERENCE), 3, ckpt_path=saved, task=Reversed)

@@ -9,7 +9,11 @@ _ADAM = "lightning_cxl/optim/cpu_adam.py"
 _TABLE = "lightning_cxl/optim/kernel_table.py"
 _CHECKPOINT = "lightning_cxl/run/ssd_checkpoint.py"
 T_VISITS = ("tests/unit/optim/test_state_visits.py",)
+_ON_SSD = "lightning_cxl/run/state_on_ssd.py"
+_FILE = "lightning_cxl/run/checkpoint.py"
 T_RUN = ("tests/integration/test_state_on_ssd.py",)
+T_FAULTY = ("tests/integration/test_faulty_runs.py",)
+T_KILLS = ("tests/integration/test_killed_runs.py",)
 
 MUTANTS = (
     Mutant(
@@ -77,4 +81,46 @@ MUTANTS = (
     ),
     Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    store.settle(number)\n", "", T_RUN),
     Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),
+    Mutant(
+        "a run that begins anew can write where one was killed while it saved",
+        _ON_SSD,
+        "            self.store.settle(stays.number)\n",
+        "            pass\n",
+        T_KILLS,
+    ),
+    Mutant(
+        "it keeps the state of the checkpoint that is there",
+        _ON_SSD,
+        'if os.path.exists(kept[1].details["checkpoint"]) else kept[0]',
+        "if True else kept[0]",
+        T_KILLS,
+    ),
+    Mutant(
+        "the name of a checkpoint lies on the disk before state is let go of",
+        _FILE,
+        "            os.fsync(folder)",
+        "            pass",
+        T_KILLS,
+    ),
+    Mutant(
+        "what a generation has is not written to",
+        "lightning_cxl/storage/generations.py",
+        "            if version not in committed:\n",
+        "            if True:\n",
+        T_KILLS,
+    ),
+    Mutant(
+        "both generations stay until the file is there",
+        _CHECKPOINT,
+        "    on_ssd.owns_generations = True\n    try:\n",
+        "    on_ssd.owns_generations = True\n    store.settle(number)\n    try:\n",
+        T_KILLS,
+    ),
+    Mutant(
+        "users see the error that ended a run",
+        "lightning_cxl/run/run.py",
+        "            if not self._ended_by_error:\n",
+        "            if True:\n",
+        T_FAULTY,
+    ),
 )

@@ -238,4 +238,18 @@ MUTANTS = (
         "elif False:",
         T_STORE,
     ),
+    Mutant(
+        "users see the error that ended a store",
+        _PLACES,
+        "            if error is None:\n                raise\n",
+        "            raise\n",
+        ("tests/integration/test_faulty_runs.py",),
+    ),
+    Mutant(
+        "a small file that cannot be closed is an error of ours",
+        _FOLDER,
+        '        except OSError as error:\n            raise storage_error("read", path, error) from None\n',
+        '        except IndexError as error:\n            raise storage_error("read", path, error) from None\n',
+        T_FAULTS,
+    ),
 )

@@ -23,9 +23,8 @@ medians, the spread of all rounds, and the median of the rounds' ratios."""
 def main(arguments: Sequence[str]) -> None:
     """Measure what the arguments ask for; print tables and write JSON."""
     parser = make_parser(
-        "python -m lightning_cxl bench", _DESCRIPTION, "python -m lightning_cxl bench adam --sizes 1M 20M"
+        "python -m lightning_cxl bench adam", _DESCRIPTION, "python -m lightning_cxl bench adam --sizes 1M 20M"
     )
-    parser.add_argument("name", choices=["adam"], help="what is measured")
     args = parser.parse_args(arguments)
     options, results = begin(parser, args)
     for size in options.sizes:

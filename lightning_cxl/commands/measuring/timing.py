@@ -138,14 +138,19 @@ def _is_due(index: int, rounds: int) -> bool:
 
 
 def cpu_seconds(root: str = "/") -> tuple[float, float, float]:
-    """Return seconds that all CPUs were busy, all there were, and this process used. Zeros where nobody tells."""
+    """Return seconds that all CPUs were busy, all there were, and this process and its ended children used.
+
+    Zeros where nobody tells.
+    """
     try:
         fields = Path(root, "proc/stat").read_text().splitlines()[0].split()
     except OSError:
         return 0.0, 0.0, 0.0
     # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already
     ticks = [int(value) / os.sysconf("SC_CLK_TCK") for value in fields[1:9]]
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks), time.process_time()
+    children = os.times()
+    own = time.process_time() + children.children_user + children.children_system
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks), own
 
 
 def others_fraction(start: tuple[float, float, float], end: tuple[float, float, float]) -> float:

@@ -321,3 +321,15 @@ def test_visits_of_several_records_get_their_slots_together(tmp_path) -> None:
     own.visits.wait()
     assert [int(counted[record]) for record in own.records] == [60, 60, 60]
     own.close()
+
+
+def test_a_visit_takes_the_slot_of_what_was_read_ahead(tmp_path) -> None:
+    """As a wrong guess of the order makes it necessary: one slot, and another record is in it."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=1.8)
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    own.visits.wait()
+    own.visits.expect([own.records[1]])
+    with own.visits.visit([own.records[0]]) as visit:
+        assert visit.places[0][1].nbytes == own.records[0].record.padded_nbytes
+    own.close()

@@ -318,3 +318,13 @@ def test_weights_have_one_version_on_the_drives():
     weights, *_, state = settled(listed(), 0).ssd_records
     room = SsdRoom(1 << 40, versions=2)
     assert (room.bytes_of(weights), room.bytes_of(state)) == (weights.nbytes, 2 * state.nbytes)
+
+
+def test_state_that_goes_there_beside_weights_makes_their_slots_larger():
+    rules = {"layers.*": {"weights": "ssd"}}
+    least = memory_bytes_of(settled(listed(rules=rules), 0))
+    everything = memory_bytes_of(listed(rules=rules))
+    for memory in range(least, everything, (everything - least) // 20):
+        inventory = settled(listed(rules=rules), memory)
+        assert memory_bytes_of(inventory) <= memory
+        assert sum(e.nbytes for e in inventory.tensors if e.owner == SLOTS_OWNER) == slots_of(inventory)

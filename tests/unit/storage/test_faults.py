@@ -116,6 +116,28 @@ def test_every_fault_at_every_call(fault, tmp_path):
     assert (outcomes["refused"] == 0) == survivable and (outcomes["fine"] == 0) == always_told
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_at_every_call_where_a_generation_is_found(fault, tmp_path):
+    run = Run(tmp_path, FaultySystem())
+    run()
+
+    def open_and_close(system):
+        Store(folders(tmp_path, COUNT), budget_bytes=BUDGET, keeps=True, system=system).close()
+        return len(system.calls)
+
+    num_calls, before = open_and_close(FaultySystem()), descriptors()
+    assert num_calls > 25
+    for at in range(num_calls):
+        system = FaultySystem(fault, at)
+        try:
+            open_and_close(system)
+        except (StorageError, CheckpointError):
+            assert fault not in ("short", "late", "behind the next")
+        assert descriptors() == before, system.calls
+    if fault != "vanish":
+        assert restored(tmp_path, run.generations)[-1] == run.settled
+
+
 @pytest.mark.parametrize(("seed", "share"), [(0, 0), (1, 0.2), (2, 0.5), (3, 0.8)])
 def test_after_a_power_loss_at_any_time_a_committed_generation_is_there(seed, share, tmp_path):
     system = LoggingSystem()
@@ -154,8 +176,9 @@ def steps_until_killed(path):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_run_that_is_killed_at_any_time_goes_on_where_it_was(tmp_path):
-    rng, steps = random.Random(0), [0]
-    for _ in range(12):
+    rng, steps, num_kills = random.Random(0), [0], 0
+    while num_kills < 12 or steps[-1] <= 5:  # on a busy machine most kills come before the first commit
+        num_kills += 1
         child = os.fork()
         if child == 0:
             try:
@@ -174,7 +197,7 @@ def test_a_run_that_is_killed_at_any_time_goes_on_where_it_was(tmp_path):
                 assert get(store, record) == fill(memory_of(record.padded_nbytes), 10 * step + index)
             steps.append(step)
         store.close()
-    assert steps == sorted(steps) and steps[-1] > 5
+    assert steps == sorted(steps)
 
 
 def test_an_error_says_path_offset_and_errno_each_time(tmp_path):

@@ -6,6 +6,7 @@ import re
 import signal
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
 from lightning_cxl.storage.drive import HEAD_BYTES
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.system import System
 from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, fill, folders, get, memory_of, put
 
 
@@ -135,6 +137,46 @@ def test_reads_and_writes_that_are_not_waited_for_keep_their_order(opened):
     store.wait()
     assert all(transfer.done() for transfer in wrote)
     assert [bytes_of(target) for _, target in read] == expected
+
+
+class FirstIsSlow(System):
+    """Holds back the first call of a kind that moves records."""
+
+    def __init__(self):
+        self.slow = ""
+
+    def preadv(self, fd, views, offset):
+        self.hold_back("read")
+        return super().preadv(fd, views, offset)
+
+    def pwritev(self, fd, views, offset):
+        self.hold_back("write")
+        return super().pwritev(fd, views, offset)
+
+    def hold_back(self, kind):
+        if kind == self.slow:
+            self.slow = ""
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("slow", ["read", "write"])
+def test_a_write_waits_for_slow_reads_and_writes_before_it(opened, slow):
+    system = FirstIsSlow()
+    store = opened(system=system)
+    record = store.reserve("state", BLOCK)
+    sources, target = [memory_of(BLOCK) for _ in range(3)], memory_of(BLOCK)
+    contents = [fill(source, seed) for seed, source in enumerate(sources)]
+    store.write(record, sources[0]).wait_host()
+    system.slow = slow
+    if slow == "write":
+        store.write(record, sources[1])
+    else:
+        store.read(record, target)
+    store.write(record, sources[2])
+    store.wait()
+    assert get(store, record) == contents[2]
+    if slow == "read":
+        assert bytes_of(target) == contents[0]
 
 
 def test_many_threads_may_read_and_write(opened):

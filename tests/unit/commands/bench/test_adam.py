@@ -1,12 +1,10 @@
 """`bench adam` on tiny sizes: its tables, its file, and its refusals."""
 
 import json
-import sys
 
 import pytest
 import torch
 
-from lightning_cxl.__main__ import main as command
 from lightning_cxl.commands.bench import adam, contenders, tensors
 from lightning_cxl.commands.measuring import timing
 from lightning_cxl.errors import ConfigError
@@ -23,7 +21,7 @@ def _small(monkeypatch):
 def run(tmp_path, *arguments: str) -> dict[str, dict]:
     """Rows by name."""
     target = tmp_path / "rows.json"
-    adam.main(["adam", "--rounds=2", "--threads=2", f"--json={target}", *arguments])
+    adam.main(["--rounds=2", "--threads=2", f"--json={target}", *arguments])
     written = json.loads(target.read_text())
     assert written["machine"]["threads"] == 2
     return {row["name"]: row for row in written["rows"]}
@@ -72,13 +70,13 @@ def test_the_main_size_is_the_largest_up_to_100_million():
 )
 def test_arguments_that_cannot_be_honoured_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        adam.main(["adam", *arguments])
+        adam.main(arguments)
     assert message in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path):
     with pytest.raises(ConfigError, match="its folder does not exist"):
-        adam.main(["adam", "--json", str(tmp_path / "none" / "rows.json")])
+        adam.main(["--json", str(tmp_path / "none" / "rows.json")])
 
 
 def test_threads_are_set_for_torch(monkeypatch):
@@ -89,16 +87,3 @@ def test_threads_are_set_for_torch(monkeypatch):
         assert torch.get_num_threads() == 3
     finally:
         adam.set_threads(before)
-
-
-def test_the_command_line_reaches_it(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "bench", "adam", "--help"])
-    with pytest.raises(SystemExit) as end:
-        command()
-    assert end.value.code == 0
-    shown = capsys.readouterr().out
-    assert "python -m lightning_cxl bench" in shown and "{adam}" in shown and "--sizes" in shown
-    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "bench", "none"])
-    with pytest.raises(SystemExit):
-        command()
-    assert "invalid choice: 'none'" in capsys.readouterr().err

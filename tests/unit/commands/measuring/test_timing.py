@@ -1,5 +1,7 @@
 import gc
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -116,7 +118,11 @@ def test_cpu_time_of_other_processes_is_counted(tmp_path):
     (tmp_path / "proc" / "stat").write_text("cpu  100 20 30 1000 200 4 5 6 50 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n")
     busy, total, own = timing.cpu_seconds(str(tmp_path))
     assert (busy, total) == pytest.approx((165 * tick, 1365 * tick))
-    assert own == pytest.approx(time.process_time(), abs=1)
+    used = os.times()
+    children = used.children_user + used.children_system
+    assert own == pytest.approx(time.process_time() + children, abs=1)
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+    assert timing.cpu_seconds()[2] >= own + 0.25  # a child that has ended is no other process
     assert timing.cpu_seconds(str(tmp_path / "none")) == (0, 0, 0)
     assert timing.others_fraction((0, 0, 0), (5, 10, 4)) == pytest.approx(0.1)
     assert timing.others_fraction((0, 0, 0), (5, 10, 6)) == 0  # the clocks are not the same

@@ -1,0 +1,344 @@
+"""Host memory per parameter and seconds per step with all state in memory, and with all optimizer state on SSD.
+
+The job: a Llama of 206 M parameters (random weights) in `bf16-true`, byte tokens of the standard library's sources, one
+sequence of 128, `CPUAdam`, the CPU as accelerator; once per precision of the state. Three processes take turns, in a
+new random order in each round, so that a noisy machine disturbs all alike:
+
+* memory, ssd: one training step each. Their losses must be equal bit for bit. The *update* is what lies between the end
+  of the backward and the moment when the state is where it belongs; writes behind it included.
+* disk: writes as many records of the same sizes through the package's storage, and reads them, and nothing else.
+
+*Longest* is the longest of reading alone, computing alone (the update of the process with state in memory) and writing
+alone: an update cannot be shorter than that. What it takes beyond that is printed as a ratio, a median over rounds.
+*Grown* is what the process grew by: its own anonymous memory (`RssAnon`) at the peak, sampled every 2 ms. A tiny run
+comes first, so that what libraries take at their first use does not count.
+
+    python examples/bench/ssd_state.py --folder DIR [--state fp32 bf16 8bit] [--rounds 7] [--size tiny] [--json FILE]
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lightning_cxl
+from lightning_cxl.commands.measuring.results import Results, machine, print_columns
+
+WARM_UP = 2
+LENGTH = 128
+SHAPES = {"200M": (1024, 2816, 16), "tiny": (64, 128, 2)}
+KINDS = ("memory", "ssd", "disk")
+SLOTS = 3
+Row = dict[str, float]
+
+
+# -- a child: one of the kinds -----------------------------------------------------------------------------------------
+
+
+def make_model(size: str) -> LlamaForCausalLM:
+    width, inner, layers = SHAPES[size]
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=width // 32, num_key_value_heads=width // 32, max_position_embeddings=LENGTH,
+        use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def batches() -> Iterator[torch.Tensor]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:40])
+    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
+    for step in itertools.count():
+        yield rows[[step % len(rows)]].long()
+
+
+class Job(LightningModule):
+    """Next-token loss of a model."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        self.model = make_model(size)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-4)
+
+    def train_dataloader(self) -> Iterator[torch.Tensor]:
+        return batches()
+
+
+class Turns(Callback):
+    """Waits for the parent's word before each step, and tells it the seconds of the step and of the update."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        sys.stdin.readline()
+        self.start = time.perf_counter()
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.update_start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        on_ssd = trainer.strategy.run.on_ssd
+        trainer.strategy.run.wait_for_updates()
+        if on_ssd is not None:
+            on_ssd.visits.wait()
+        now = time.perf_counter()
+        tell(step=now - self.start, update=now - self.update_start, loss=float(outputs["loss"]))
+
+
+class Growth(threading.Thread):
+    """Watches the process's own memory until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.peak = anonymous_bytes()
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.002):
+            self.peak = max(self.peak, anonymous_bytes())
+
+    def stop(self) -> int:
+        """Return what was added at the peak."""
+        self._over.set()
+        self.join()
+        return max(self.peak, anonymous_bytes()) - self.before
+
+
+def anonymous_bytes() -> int:
+    """Return what this process has of memory that no file backs."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon: this needs Linux 4.5 or newer")
+
+
+def tell(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def fit(kind: str, state: str, size: str, steps: int, folder: Path, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """Train; returns the strategy's report and the number of parameters."""
+    options: dict[str, Any] = {"state": state}
+    if kind == "ssd":
+        ssd = {"path": str(folder / "state"), "budget": "8GiB"}
+        options |= {"tiers": {"ssd": ssd}, "tier_rules": {"*": {"optimizer_state": "ssd"}}}
+    strategy = lightning_cxl.CXLOffloadStrategy(**options)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_steps=steps, precision="bf16-true",
+        callbacks=[*callbacks], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    job = Job(size)
+    trainer.fit(job)
+    return {"report": strategy.report(), "num_parameters": sum(each.numel() for each in job.parameters())}
+
+
+def train(kind: str, state: str, size: str, steps: int, folder: Path) -> None:
+    fit(kind, state, "tiny", 2, folder, [])
+    growth = Growth()
+    growth.start()
+    found = fit(kind, state, size, steps, folder, [Turns()])
+    tell(grown=growth.stop(), **found)
+
+
+def move(state: str, size: str, steps: int, folder: Path) -> None:
+    """Write and read records, as large as those of the run, in turn."""
+    from lightning_cxl.config import OffloadConfig
+    from lightning_cxl.inventory.inventory import list_tensors
+    from lightning_cxl.inventory.records import group_state
+    from lightning_cxl.inventory.workload import Workload
+    from lightning_cxl.memory.resource import Buffer
+    from lightning_cxl.native._numa import Mapping
+    from lightning_cxl.storage.store import Store
+
+    with torch.device("meta"):
+        model = make_model(size)
+    config = OffloadConfig(state=state)
+    inventory = list_tensors(model, None, config, Workload(batch=1, sequence=LENGTH, computes_on_host=True))
+    planned = group_state(inventory.tensors, inventory.record_of, lambda each: True)
+    store = Store([folder / "alone"], budget_bytes=1 << 40)
+    records = [store.reserve(each.name, each.nbytes) for each in planned]
+    largest = max(record.padded_nbytes for record in records)
+    mappings = [Mapping(largest) for _ in range(SLOTS)]
+    slots = [Buffer(each.address, each.nbytes, (), None, each) for each in mappings]
+    for slot in slots:
+        slot.tensor((slot.nbytes,), torch.uint8).random_()
+
+    def seconds(start: Any) -> float:
+        begin = time.perf_counter()
+        running: list[Any] = []
+        for index, record in enumerate(records):
+            if len(running) == SLOTS:
+                running.pop(0).wait_host()
+            running.append(start(record, slots[index % SLOTS]))
+        store.wait()
+        return time.perf_counter() - begin
+
+    for _ in range(steps):
+        sys.stdin.readline()
+        tell(write=seconds(store.write), read=seconds(store.read))
+    store.close()
+    tell(nbytes=sum(record.padded_nbytes for record in records), num_records=len(records))
+
+
+def child(options: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    state = options.state[0]
+    if options.child == "disk":
+        move(state, options.size, options.rounds + WARM_UP, options.folder)
+    else:
+        train(options.child, state, options.size, options.rounds + WARM_UP, options.folder)
+
+
+# -- the parent --------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A child that does one turn when told to."""
+
+    def __init__(self, kind: str, state: str, options: argparse.Namespace, folder: Path) -> None:
+        command = [sys.executable, "-W", "ignore", __file__, "--child", kind, "--state", state, "--size", options.size]
+        self.rounds: list[Row] = []
+        self._errors = folder / f"{kind}.txt"
+        with open(self._errors, "w") as errors:
+            self._process = subprocess.Popen(
+                [*command, "--rounds", str(options.rounds), "--folder", str(folder)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            )  # fmt: skip
+
+    def message(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"a process ended:\n{self._errors.read_text()[-3000:]}")
+
+    def turn(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self.rounds.append(self.message())
+
+    def end(self) -> dict[str, Any]:
+        found = self.message()
+        self._process.wait()
+        return found
+
+
+def measure(state: str, options: argparse.Namespace) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        processes = {kind: Process(kind, state, options, folder) for kind in KINDS}
+        order = random.Random(0)
+        for number in range(options.rounds + WARM_UP):
+            for kind in order.sample(KINDS, len(KINDS)):
+                processes[kind].turn()
+            print(f"state {state}: round {number + 1}", file=sys.stderr, flush=True)
+        found = {kind: process.end() for kind, process in processes.items()}
+    finally:
+        shutil.rmtree(folder)
+    rounds = {kind: process.rounds for kind, process in processes.items()}
+    losses = {kind: [each["loss"] for each in rounds[kind]] for kind in ("memory", "ssd")}
+    if losses["memory"] != losses["ssd"]:
+        raise SystemExit(f"losses differ with state on SSD: {losses}")
+    return {"found": found, "rounds": {kind: each[WARM_UP:] for kind, each in rounds.items()}}
+
+
+def show(state: str, measured: dict[str, Any], results: Results) -> None:
+    found, rounds = measured["found"], measured["rounds"]
+    count = found["memory"]["num_parameters"]
+
+    def column(kind: str, key: str) -> list[float]:
+        return [each[key] for each in rounds[kind]]
+
+    read, write = column("disk", "read"), column("disk", "write")
+    compute, update = column("memory", "update"), column("ssd", "update")
+    longest = [max(each) for each in zip(read, compute, write, strict=True)]
+    print(
+        f"\nstate {state}, {count:,} parameters, {found['disk']['num_records']} records of {found['disk']['nbytes']:,}"
+    )
+    print_columns(
+        [
+            ("", "grown, B/parameter", "tensors, B/parameter", "s per step", "s per update"),
+            *(
+                (
+                    kind,
+                    f"{found[kind]['grown'] / count:.2f}",
+                    f"{planned_bytes(found[kind]['report']) / count:.2f}",
+                    f"{statistics.median(column(kind, 'step')):.2f}",
+                    f"{statistics.median(column(kind, 'update')):.2f}",
+                )
+                for kind in ("memory", "ssd")
+            ),
+        ]
+    )
+    seconds = {"read": read, "compute": compute, "write": write, "longest": longest, "update": update}
+    print("  alone: " + ", ".join(f"{name} {statistics.median(each):.2f} s" for name, each in seconds.items()))
+    for kind in ("memory", "ssd"):
+        results.add(f"{state}, {kind}: grown", found[kind]["grown"] / count, "B/parameter")
+        results.add(
+            f"{state}, {kind}: tensors of tiers of memory", planned_bytes(found[kind]["report"]) / count, "B/parameter"
+        )
+        results.add(f"{state}, {kind}: step", statistics.median(column(kind, "step")), "s")
+    for name, each in seconds.items():
+        results.add(f"{state}: {name}", statistics.median(each), "s")
+    saved = 1 - found["ssd"]["grown"] / found["memory"]["grown"]
+    results.add(f"{state}: host memory saved", saved, "of that with state in memory")
+    steps = zip(column("ssd", "step"), column("memory", "step"), strict=True)
+    results.add(f"{state}: step / step with state in memory", statistics.median(a / b for a, b in steps), "x")
+    over = statistics.median(a / b for a, b in zip(update, longest, strict=True))
+    results.at_most(f"{state}: update / longest of read, compute, write", over, "x", 1.15)
+
+
+def planned_bytes(report: dict[str, Any]) -> int:
+    """Return the bytes of all roles at their peaks, on tiers of memory."""
+    return sum(nbytes for tiers in report["peak_roles"].values() for tier, nbytes in tiers.items() if tier != "ssd")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="on the drive that is measured")
+    parser.add_argument("--state", nargs="+", choices=["fp32", "bf16", "8bit"], default=["fp32", "bf16", "8bit"])
+    parser.add_argument("--rounds", type=int, default=7, help=f"that count, besides {WARM_UP} before them")
+    parser.add_argument("--size", choices=list(SHAPES), default="200M")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options)
+        return
+    results = Results(machine(len(os.sched_getaffinity(0))))
+    for state in options.state:
+        show(state, measure(state, options), results)
+    print(f"\n{results.summary()}")
+    if options.json is not None:
+        results.write(options.json)
+
+
+if __name__ == "__main__":
+    main()

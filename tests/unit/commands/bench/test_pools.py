@@ -1,0 +1,113 @@
+"""Pools of host memory for weights on SSD: three layouts, against figures of others and against hand-made models."""
+
+import json
+
+import pytest
+from torch import nn
+
+from lightning_cxl.commands.bench import pools
+from lightning_cxl.commands.bench.pools import PoolBytes, pool_bytes
+from lightning_cxl.commands.plan.meta_model import model_on_meta
+from lightning_cxl.errors import ConfigError
+
+GIB = 2**30
+
+# MemAscend (arXiv 2505.23254): GiB of the pool of ZeRO-Infinity and of its own, and what is saved, with one block in
+# flight; the mean of the savings, 72.71 %, has been quoted from it
+FIGURES = {
+    "llama-3.1-8b": (8.81, 2.36, 0.7316),
+    "qwen2.5-7b": (9.14, 2.46, 0.7303),
+    "qwen2.5-14b": (13.05, 3.41, 0.7385),
+    "qwen2.5-32b": (13.05, 3.81, 0.7082),
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, nn.Module]:
+    return {name: model_on_meta(name) for name in FIGURES}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_published_model_saves_what_memascend_saves(models, name):
+    largest, shapes, saving = FIGURES[name]
+    found = pool_bytes(models[name])
+    assert found.largest / GIB == pytest.approx(largest, abs=0.006)
+    assert found.shapes / GIB == pytest.approx(shapes, abs=0.006)
+    assert found.saving(found.shapes) == pytest.approx(saving, abs=0.0001)
+    # ours has room for norms and biases, too
+    assert found.shapes < found.units < 1.001 * found.shapes
+    assert found.saving(found.units) == pytest.approx(saving, rel=0.01)
+
+
+def test_means_of_the_four_models(models):
+    def mean(in_flight: int) -> float:
+        found = [pool_bytes(model, in_flight=in_flight) for model in models.values()]
+        return sum(pool.saving(pool.units) for pool in found) / len(found)
+
+    assert mean(1) == pytest.approx(0.7271, rel=0.01)
+    assert mean(2) == pytest.approx(0.818, rel=0.01)
+
+
+class Blocks(nn.Module):
+    """An embedding of 100 x 10, and blocks of different sizes between it and the output, which may be tied to it."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 10)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(10, width), nn.Linear(width, 10)) for width in (20, 5, 30)]
+        )
+        self.output = nn.Linear(10, 100, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+
+def blocks(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 9])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_largest_units_may_be_in_flight_together(in_flight, tied):
+    outside = 1 if tied else 2
+    widths = [30, 20, 5][:in_flight]
+    matrices = sum(20 * width for width in widths)
+    found = pool_bytes(Blocks(tied), in_flight=in_flight, itemsize=4)
+    assert found == PoolBytes(
+        largest=(outside + 2 * len(widths)) * 1000 * 4,
+        shapes=(outside * 1000 + matrices) * 4,
+        units=blocks(outside * 4000) + sum(blocks(4 * (20 * width + width + 10)) for width in widths),
+    )
+
+
+def test_a_matrix_in_a_unit_may_be_the_largest():
+    model = Blocks()
+    model.layers[1] = nn.Sequential(nn.Linear(10, 500), nn.Linear(500, 10))
+    assert pool_bytes(model, itemsize=1).largest == 4 * 5000
+
+
+def test_a_model_without_units_is_refused():
+    with pytest.raises(ConfigError, match="has no units"):
+        pool_bytes(nn.Linear(2, 2))
+
+
+def test_the_command_prints_and_writes_a_row_for_each_model(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(pools, "model_on_meta", lambda name: Blocks(tied=name == "tied"))
+    target = tmp_path / "rows.json"
+    pools.main(["--models", "one", "tied", "--in-flight=2", f"--json={target}"])
+    rows = {row["name"]: row["value"] for row in json.loads(target.read_text())["rows"]}
+    one, tied = (pool_bytes(Blocks(tied), in_flight=2) for tied in (False, True))
+    assert rows["one: largest"] == one.largest / GIB
+    assert rows["tied: units"] == tied.units / GIB
+    mean = (one.saving(one.units) + tied.saving(tied.units)) / 2
+    assert rows["mean saving of units"] == pytest.approx(mean)
+    shown = capsys.readouterr().out
+    assert f"{mean:.2%}" in shown and "2 of the units in flight" in shown
+
+
+def test_bad_arguments_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        pools.main(["--in-flight", "0"])
+    assert "--in-flight must be at least 1" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="its folder does not exist"):
+        pools.main(["--json", str(tmp_path / "none" / "rows.json")])

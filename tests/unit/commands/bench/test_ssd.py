@@ -1,0 +1,301 @@
+"""`bench ssd` on a few MiB: what moves, what is printed and judged, what is refused; fio is a script of ours."""
+
+import json
+import os
+import re
+import sys
+
+import pytest
+
+from lightning_cxl.commands.bench import disk_area, fio, ssd, ssd_contenders, tensors
+from lightning_cxl.commands.bench.fio import Pass, Setting
+from lightning_cxl.commands.bench.ssd_contenders import ALONE, LOOP, OURS, DiskContender, Job
+from lightning_cxl.errors import ConfigError, LightningCXLError
+
+MIB = 1 << 20
+
+# Writes what it was asked to do; io_uring is slower than libaio, and the most blocks in flight are fastest
+FIO = f"""#!{sys.executable}
+import json, os, sys
+options = dict(each[2:].split("=", 1) for each in sys.argv[1:])
+with open(os.environ["FIO_LOG"], "a") as log:
+    print(json.dumps(options), file=log)
+if options["ioengine"] in os.environ.get("FIO_FAILS", "").split():
+    print("fio: engine not loadable", file=sys.stderr)
+    sys.exit(1)
+nbytes = os.stat(options["filename"]).st_size
+assert nbytes >= int(options["size"]), (nbytes, options)
+milliseconds = (2000 if options["ioengine"] == "io_uring" else 1000) // int(options["iodepth"])
+moved = dict(runtime=milliseconds, io_bytes=int(options["size"]))
+job = {{options["rw"]: moved, "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 500}}
+print(json.dumps(dict(jobs=[job])))
+"""
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    """A folder with our `fio` is first in the path; returns what it was asked to do."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "fio").write_text(FIO)
+    (folder / "fio").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FIO_LOG", str(tmp_path / "log"))
+    return lambda: [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+
+
+@pytest.fixture
+def without_fio(monkeypatch):
+    monkeypatch.setattr(fio, "is_installed", lambda: False)
+
+
+@pytest.fixture
+def area(tmp_path):
+    with disk_area.disk_area(tmp_path, 4 * MIB) as area:
+        yield area
+
+
+def contents(area) -> bytes:
+    return area.path.read_bytes()
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_area_is_full_of_random_bytes_and_leaves_nothing(tmp_path):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with disk_area.disk_area(tmp_path, 2 * MIB) as area:
+        assert list(tmp_path.iterdir()) == []
+        assert contents(area) == bytes(area.memory)
+        assert len(set(area.memory[:4096])) > 200
+        blocks = os.stat(area.path).st_blocks
+        assert blocks * 512 >= 2 * MIB
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_filesystem_that_refuses_direct_access_is_used_through_the_page_cache(tmp_path, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with disk_area.disk_area(tmp_path, MIB) as area:
+        assert not area.direct
+
+
+@pytest.mark.parametrize("fails", ["pwritev", "posix_fallocate", "open"])
+def test_an_area_that_cannot_be_made_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, fails):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, fails, fail)
+        with (
+            pytest.raises(ConfigError, match=r"cannot write 1.0 MiB in the folder `.*`: No space left on device"),
+            disk_area.disk_area(tmp_path, MIB),
+        ):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+# -- contenders --------------------------------------------------------------------------------------------------------
+
+
+def in_process(job, engine, writes) -> dict[str, DiskContender]:
+    found = [*ssd_contenders.our_contenders(job, engine, writes=writes), ssd_contenders.plain_loop(job, writes=writes)]
+    return {contender.name: contender for contender in found}
+
+
+@pytest.mark.parametrize("name", [OURS, ALONE, LOOP])
+@pytest.mark.parametrize("tensor_bytes", [4096, 64 << 10, MIB, 3 * MIB])
+def test_each_contender_moves_all_tensors_and_no_other_byte(area, name, tensor_bytes):
+    job = Job(area, tensor_bytes)
+    with ssd_contenders.our_engine(area) as engine:
+        before, used = contents(area), job.nbytes
+        assert used == area.nbytes // tensor_bytes * tensor_bytes
+        area.memory[:] = bytes(area.nbytes)
+        took = in_process(job, engine, writes=False)[name].go()
+        assert area.memory[:used] == before[:used]
+        assert not any(area.memory[used:])
+        assert took.seconds > 0 and took.cpu_seconds > 0
+        new = os.urandom(area.nbytes)
+        area.memory[:] = new
+        in_process(job, engine, writes=True)[name].go()
+        assert contents(area) == new[:used] + before[used:]
+
+
+def test_a_write_counts_when_it_is_on_the_disk_and_a_read_needs_no_sync(area, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    job = Job(area, MIB)
+    with ssd_contenders.our_engine(area) as engine:
+        for name in (OURS, ALONE, LOOP):
+            in_process(job, engine, writes=False)[name].go()
+            assert synced == []
+            in_process(job, engine, writes=True)[name].go()
+            assert synced == [area.fd]
+            synced.clear()
+
+
+def test_small_tensors_are_one_transfer_and_large_ones_have_one_each(area, monkeypatch):
+    monkeypatch.setattr(ssd_contenders, "_UNIT_BYTES", 2 * MIB)
+
+    def transfers(tensor_bytes: int, name: str) -> int:
+        with ssd_contenders.our_engine(area) as engine:
+            started, real = [], engine.read
+            monkeypatch.setattr(engine, "read", lambda pieces: started.append(pieces) or real(pieces))
+            in_process(Job(area, tensor_bytes), engine, writes=False)[name].go()
+            return len(started)
+
+    assert transfers(64 << 10, OURS) == 2
+    assert transfers(64 << 10, ALONE) == 64
+    assert transfers(4 * MIB, OURS) == 1
+    with ssd_contenders.our_engine(area) as engine:
+        assert ALONE not in in_process(Job(area, 4 * MIB), engine, writes=False)
+
+
+def test_a_short_read_is_an_error(area, monkeypatch):
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 17)
+    with pytest.raises(OSError, match="17 of 1048576 bytes at 0"):
+        ssd_contenders.plain_loop(Job(area, MIB), writes=False).go()
+
+
+def test_the_fastest_has_the_fastest_pass():
+    seconds = {"a": iter([3.0, 3.0]), "b": iter([9.0, 1.0]), "c": iter([2.0, 2.0])}
+    passes = [DiskContender(name, lambda name=name: Pass(next(seconds[name]), 0.0)) for name in seconds]
+    assert ssd_contenders.fastest(passes).name == "b"
+
+
+# -- fio ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_fio_is_asked_for_the_same_bytes(area, log, writes):
+    took = fio.run(area, 3 * MIB, Setting("libaio", 2 * MIB, 4), writes=writes)
+    assert took.seconds == pytest.approx(0.250 * 3 / 2)  # it did only whole blocks: 2 MiB
+    assert took.cpu_seconds == pytest.approx(0.4 * 0.5)
+    (asked,) = log()
+    wanted = {"rw": "write" if writes else "read", "size": str(2 * MIB), "bs": str(2 * MIB), "iodepth": "4"}
+    assert wanted.items() <= asked.items()
+    assert asked["direct"] == str(int(area.direct)) and asked["end_fsync"] == "1"
+    assert asked["filename"] == str(area.path)
+
+
+def test_an_engine_that_fio_does_not_have_is_left_out(area, log, monkeypatch, capsys):
+    monkeypatch.setenv("FIO_FAILS", "io_uring")
+    job = Job(area, MIB)
+    (found,) = ssd_contenders.fio_contenders(job, writes=False)
+    assert found.name.startswith("fio libaio, 64 x ")
+    assert re.fullmatch(r"skipped: fio io_uring, .* failed: fio: engine not loadable\n", capsys.readouterr().out)
+
+
+def test_what_fio_says_that_cannot_be_understood_is_an_error(area, log, tmp_path):
+    (tmp_path / "bin" / "fio").write_text("#!/bin/sh\necho nothing to see\n")
+    with pytest.raises(LightningCXLError, match=r"fio libaio, 4 x 1\.0 MiB failed: nothing to see"):
+        fio.run(area, MIB, Setting("libaio", MIB, 4), writes=False)
+
+
+@pytest.mark.parametrize("tensor_bytes", [4096, 64 << 10, 300 << 10, MIB, 16 * MIB, 256 * MIB])
+def test_blocks_of_fio_are_no_larger_than_a_tensor(tensor_bytes):
+    found = fio.settings("libaio", tensor_bytes)
+    assert len(found) >= 2
+    for setting in found:
+        assert setting.block_bytes <= tensor_bytes and setting.block_bytes % 4096 == 0
+        assert setting.block_bytes * setting.depth <= 64 * MIB
+    assert max(setting.block_bytes for setting in found) == min(tensor_bytes, 16 * MIB)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def measured(tmp_path, *arguments: str, peers=None) -> dict[str, dict]:
+    """Rows by name."""
+    target, folder = tmp_path / "rows.json", tmp_path / "disk"
+    folder.mkdir(exist_ok=True)
+    parser = ssd.make_parser("program", None, "program")
+    options = [f"--folder={folder}", "--bytes=2MiB", "--rounds=2", f"--json={target}", *arguments]
+    ssd.run(parser, parser.parse_args(options), peers)
+    assert list(folder.iterdir()) == []
+    return {row["name"]: row for row in json.loads(target.read_text())["rows"]}
+
+
+def test_all_contenders_are_shown_and_ours_is_judged_against_the_fastest_other(tmp_path, log, capsys):
+    rows = measured(tmp_path, "--sizes", "64KiB", "1MiB")
+    speeds = [name for name, row in rows.items() if row["unit"] == "GB/s"]
+    for title in ("32 tensors of 64.0 KiB", "2 tensors of 1.0 MiB"):
+        for direction in ("read", "write"):
+            names = {name.split(": ")[1] for name in speeds if name.startswith(f"{direction}, {title}")}
+            assert {OURS, ALONE, LOOP} < names
+            assert sorted(name.split(",")[0] for name in names - {OURS, ALONE, LOOP}) == ["fio io_uring", "fio libaio"]
+    judged = [row for row in rows.values() if row["goal"] is not None]
+    assert len(judged) == 4 and all(row["goal"] == ssd.GOAL for row in judged)
+    shown = capsys.readouterr().out
+    assert "of 4 goals hold" in shown and "CPU s/GiB" in shown
+
+
+def test_more_contenders_take_part(tmp_path, without_fio, capsys):
+    asked = []
+
+    def peers(job, writes):
+        asked.append((job.tensor_bytes, writes))
+        return [DiskContender("mine", lambda: Pass(1e-9, 0.25))]
+
+    rows = measured(tmp_path, "--sizes", "1MiB", peers=peers)
+    assert asked == [(MIB, False), (MIB, True)]
+    assert rows["read, 2 tensors of 1.0 MiB: mine"]["value"] == pytest.approx(2 * MIB)
+    assert rows["read, 2 tensors of 1.0 MiB: mine: CPU time"]["value"] == pytest.approx(0.25 * 512)
+    lost = rows["write, 2 tensors of 1.0 MiB: lightning_cxl / mine"]
+    assert lost["holds"] is False and lost["value"] < 0.01
+    assert "fio is not installed: it is left out" in capsys.readouterr().out
+
+
+def test_rounds_count_and_first_passes_do_not():
+    calls = {"a": 0, "b": 0}
+    cleaned = []
+
+    def contender(name: str) -> DiskContender:
+        def go() -> Pass:
+            calls[name] += 1
+            return Pass(100.0 if calls[name] == 1 else 1.0, 0.5)
+
+        return DiskContender(name, go)
+
+    turns = ssd.take_turns([contender("a"), contender("b")], 3, lambda: cleaned.append(None))
+    assert turns.timings.seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
+    assert turns.cpu_seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
+    assert calls == {"a": 4, "b": 4} and len(cleaned) == 6
+
+
+def test_without_memory_nothing_is_written(tmp_path, monkeypatch, without_fio, capsys):
+    monkeypatch.setattr(tensors, "host_available_bytes", lambda root: 0)
+    ssd.main([f"--folder={tmp_path}", "--bytes=1MiB", "--sizes=1MiB"])
+    assert "skipped: as much memory as the file has needs 1.0 MiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--sizes", "1000"], "1000 is not a multiple of 4096 bytes"),
+        (["--sizes", "0"], "0 is not a multiple of 4096 bytes"),
+        (["--bytes", "much"], "cannot read 'much' as a size"),
+        (["--sizes", "2MiB", "--bytes", "1MiB"], "a tensor of 2.0 MiB does not fit into --bytes 1.0 MiB"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        ssd.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_folders_and_files_that_cannot_be_written_are_refused(tmp_path, without_fio):
+    with pytest.raises(ConfigError, match=r"cannot write 1\.0 MiB in the folder"):
+        ssd.main([f"--folder={tmp_path / 'none'}", "--bytes=1MiB", "--sizes=1MiB"])
+    with pytest.raises(ConfigError, match="its folder does not exist"):
+        ssd.main(["--json", str(tmp_path / "none" / "rows.json")])
+    assert list(tmp_path.iterdir()) == []
