@@ -288,6 +288,11 @@ class Store:
             self._generations.keep_only(self._generations.get(generation), self._kept())
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether windows show nothing of what was written, see `look`."""
+        return self._sealer is not None
+
+    @property
     def found(self) -> dict[str, int]:
         """Bytes of the records that an earlier run left in the folder, by name."""
         return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}

@@ -292,7 +292,10 @@ def test_a_record_that_is_visited_is_not_read_ahead(tmp_path) -> None:
     own.optimizer.step()
     record = own.records[0]
     with own.visits.visit([record]) as visit:
+        num_reads = own.store.stats()["num_reads"]
         own.visits.expect([record])
+        own.store.wait()
+        assert own.store.stats()["num_reads"] == num_reads
         visit.places[0][1].tensor((1000,), torch.uint8).fill_(77)
     with own.visits.visit([record]) as visit:
         assert bool((visit.places[0][1].tensor((1000,), torch.uint8) == 77).all())

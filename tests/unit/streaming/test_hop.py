@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from lightning_cxl.errors import StorageError
+from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
@@ -288,3 +288,10 @@ def test_a_unit_that_could_not_be_read_is_fetched_again(two):
     slot.fetch(unit, ())
     slot.wait()
     assert torch.equal(slot.memory, two.values[1])
+
+
+def test_weights_are_not_encrypted_yet(tmp_path):
+    store = Store([tmp_path], budget_bytes=1 << 20, key=b"k" * 32)
+    with pytest.raises(UnsupportedError, match="cannot be encrypted yet"):
+        Hop(store, HostSlots(lambda nbytes: None, 4096), HostEngine()).reserve("unit", 4096)
+    store.close()
