@@ -52,6 +52,7 @@ class Store:
         if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
         self._sealer = None if key is None else Sealer(key)
+        self.is_encrypted = key is not None
         self._budget_bytes = budget_bytes
         self._keeps = keeps
         self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
@@ -286,11 +287,6 @@ class Store:
         with self._changes:
             self._check_open()
             self._generations.keep_only(self._generations.get(generation), self._kept())
-
-    @property
-    def is_encrypted(self) -> bool:
-        """Whether windows show nothing of what was written, see `look`."""
-        return self._sealer is not None
 
     @property
     def found(self) -> dict[str, int]:

@@ -292,6 +292,7 @@ def test_a_record_that_is_visited_is_not_read_ahead(tmp_path) -> None:
     own.optimizer.step()
     record = own.records[0]
     with own.visits.visit([record]) as visit:
+        own.store.wait()
         num_reads = own.store.stats()["num_reads"]
         own.visits.expect([record])
         own.store.wait()
