@@ -48,7 +48,7 @@ MUTANTS = (
         _HOP,
         "        home.settle()  # the end",
         "        pass  # the end",
-        T_RUN,
+        T_HOP,
     ),
     Mutant(
         "what an update brings is not written back",

@@ -295,3 +295,20 @@ def test_weights_are_not_encrypted_yet(tmp_path):
     with pytest.raises(UnsupportedError, match="cannot be encrypted yet"):
         Hop(store, HostSlots(lambda nbytes: None, 4096), HostEngine()).reserve("unit", 4096)
     store.close()
+
+
+def test_what_is_written_back_is_not_older_than_an_update(two):
+    """The window shows what a user wrote until the update's write is done, and that has all of it."""
+    two.homes[0].looked_at()
+    two.shown(0).fill_(5)
+    two.gate.is_open.clear()
+    slot = two.allocate(LARGEST)
+    slot.tensor((SIZES[0],), torch.uint8).fill_(55)
+    two.store.write(two.homes[0].record, slot)
+    over = threading.Thread(target=two.homes[0].looks_are_over)
+    over.start()
+    over.join(0.05)
+    two.gate.is_open.set()
+    over.join()
+    two.store.wait()
+    assert bool((two.shown(0) == 55).all())
