@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lightning.pytorch import seed_everything
 from lightning_cxl.errors import StorageError
 from lightning_cxl.storage import store
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.system import System
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
@@ -266,3 +268,34 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     grown = large["peak"] - small["peak"]
     # weights, state and gradients would be four times as much as the weights; objects of Python are some 0.3 MB a block
     assert grown < 0.3 * (large["weights"] - small["weights"]), found
+
+
+def test_what_a_user_wrote_to_frozen_weights_is_written_once(tmp_path, monkeypatch):
+    class Written(Frozen):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                with torch.no_grad():
+                    for parameter in self.parameters():
+                        parameter.mul_(0.9)
+
+    written = written_records(monkeypatch)
+    both(tmp_path, lambda: tiny_llama(4), ALL, task=Written)
+    assert written.count("model.model.layers.0 frozen weights") == 2
+
+
+class SlowWrites(System):
+    def pwritev(self, fd, views, offset):
+        time.sleep(0.01)
+        return super().pwritev(fd, views, offset)
+
+
+def test_without_overlap_parameters_that_someone_holds_are_new_after_a_step(tmp_path, monkeypatch):
+    class Holding(LlamaTask):
+        def on_train_start(self):
+            self.held = list(self.parameters())
+
+        def on_train_batch_end(self, *args):
+            self.losses.extend(float(parameter.detach().double().sum()) for parameter in self.held)
+
+    monkeypatch.setattr(store, "System", SlowWrites)
+    both(tmp_path, task=Holding, overlap_step=False)

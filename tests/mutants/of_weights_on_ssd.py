@@ -14,7 +14,14 @@ _ENGINE = "lightning_cxl/storage/engine.py"
 _RECORDS = "lightning_cxl/inventory/records.py"
 T_HOP = ("tests/unit/streaming/test_hop.py",)
 T_VISITS = ("tests/unit/optim/test_state_visits.py",)
-T_RUN = ("tests/integration/test_weights_on_ssd.py",)
+_RUN = "tests/integration/test_weights_on_ssd.py"
+T_WAYS = (f"{_RUN}::test_every_way_to_train_gives_the_same",)
+T_FAULTS = (f"{_RUN}::test_a_drive_that_fails_ends_the_run_with_its_error",)
+T_LOOKS = (f"{_RUN}::test_whoever_looks_between_steps_sees_the_weights_of_now",)
+T_WRITES = (f"{_RUN}::test_what_a_user_writes_between_steps_counts",)
+T_FROZEN = (f"{_RUN}::test_what_a_user_wrote_to_frozen_weights_is_written_once",)
+T_HELD = (f"{_RUN}::test_without_overlap_parameters_that_someone_holds_are_new_after_a_step",)
+T_RESUMED = (f"{_RUN}::test_a_run_resumes_exactly",)
 T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 
 MUTANTS = (
@@ -33,7 +40,7 @@ MUTANTS = (
         _HOP,
         "                copy.wait_host()\n",
         "                pass\n",
-        T_RUN,
+        T_WAYS,
     ),
     Mutant("a copy waits for its read", _HOP, "        self.read.wait_host()\n", "        pass\n", T_HOP),
     Mutant(
@@ -76,14 +83,14 @@ MUTANTS = (
         _ENGINE,
         "raise self._error.anew() if isinstance(self._error, StorageError) else self._error",
         "raise self._error",
-        T_RUN,
+        T_FAULTS,
     ),
     Mutant(
         "a slot that failed is fetched again",
         _PARAMS,
         "                    del self._entered[id(unit)]\n",
         "                    pass\n",
-        T_RUN,
+        T_FAULTS,
     ),
     Mutant(
         "a slot's copy is dropped when it gets another unit",
@@ -104,22 +111,22 @@ MUTANTS = (
         _UNIT,
         "                piece.home.looks_are_over()\n",
         "                pass\n",
-        T_RUN,
+        T_FROZEN,
     ),
-    Mutant("who looks waits for the write", _UNIT, "            piece.home.settle()\n", "            pass\n", T_RUN),
+    Mutant("who looks waits for the write", _UNIT, "            piece.home.settle()\n", "            pass\n", T_LOOKS),
     Mutant(
         "a step ends when weights are shown",
         _WHOLE,
         "        self._masters.wait()\n        self._settle()\n\n    def _settle",
         "        self._masters.wait()\n\n    def _settle",
-        T_RUN,
+        T_HELD,
     ),
     Mutant(
         "what was read ahead and written otherwise is read again",
         _VISITS,
         "                    self._drop_fetched(record)\n            missing",
         "                    pass\n            missing",
-        T_RUN,
+        T_WRITES,
     ),
     Mutant(
         "a record that is visited is not read ahead",
@@ -133,14 +140,14 @@ MUTANTS = (
         _ADAM,
         "                records.append(record)\n        if not",
         "                pass\n        if not",
-        T_RUN,
+        T_WAYS,
     ),
     Mutant(
         "weights are in no generation",
         _HOP,
         "self._store.reserve(name, nbytes, keeps=False)",
         "self._store.reserve(name, nbytes)",
-        T_RUN,
+        T_RESUMED,
     ),
     Mutant(
         "frozen weights have a record of their own",
