@@ -277,10 +277,12 @@ def test_what_a_user_wrote_to_frozen_weights_is_written_once(tmp_path, monkeypat
                 with torch.no_grad():
                     for parameter in self.parameters():
                         parameter.mul_(0.9)
+            if batch_idx == 3:  # and nobody has looked since
+                counts.append(written.count("model.model.layers.0 frozen weights"))
 
-    written = written_records(monkeypatch)
+    written, counts = written_records(monkeypatch), []
     both(tmp_path, lambda: tiny_llama(4), ALL, task=Written)
-    assert written.count("model.model.layers.0 frozen weights") == 2
+    assert counts[0] == 2
 
 
 class SlowWrites(System):
