@@ -161,6 +161,8 @@ class StateVisits:
             StorageError: a read, or a write before, has failed.
         """
         with self._changed:
+            while not self._visited.isdisjoint(records):  # one thread at a time
+                self._changed.wait()
             fetched = self._fetch_now(records)
             self._visited.update(records)
             self.num_visits += len(records)

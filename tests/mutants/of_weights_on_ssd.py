@@ -8,7 +8,6 @@ _PARAMS = "lightning_cxl/streaming/params.py"
 _UNIT = "lightning_cxl/streaming/unit_weights.py"
 _VISITS = "lightning_cxl/optim/state_visits.py"
 _ADAM = "lightning_cxl/optim/adam_step.py"
-_WHOLE = "lightning_cxl/updates/whole_updates.py"
 _STORE = "lightning_cxl/storage/store.py"
 _ENGINE = "lightning_cxl/storage/engine.py"
 _RECORDS = "lightning_cxl/inventory/records.py"
@@ -20,7 +19,7 @@ T_FAULTS = (f"{_RUN}::test_a_drive_that_fails_ends_the_run_with_its_error",)
 T_LOOKS = (f"{_RUN}::test_whoever_looks_between_steps_sees_the_weights_of_now",)
 T_WRITES = (f"{_RUN}::test_what_a_user_writes_between_steps_counts",)
 T_FROZEN = (f"{_RUN}::test_what_a_user_wrote_to_frozen_weights_is_written_once",)
-T_HELD = (f"{_RUN}::test_without_overlap_parameters_that_someone_holds_are_new_after_a_step",)
+T_MOVED = (f"{_RUN}::test_weights_are_read_for_forward_backward_and_update_and_written_once",)
 T_RESUMED = (f"{_RUN}::test_a_run_resumes_exactly",)
 T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 
@@ -115,13 +114,6 @@ MUTANTS = (
     ),
     Mutant("who looks waits for the write", _UNIT, "            piece.home.settle()\n", "            pass\n", T_LOOKS),
     Mutant(
-        "a step ends when weights are shown",
-        _WHOLE,
-        "        self._masters.wait()\n        self._settle()\n\n    def _settle",
-        "        self._masters.wait()\n\n    def _settle",
-        T_HELD,
-    ),
-    Mutant(
         "what was read ahead and written otherwise is read again",
         _VISITS,
         "                    self._drop_fetched(record)\n            missing",
@@ -140,7 +132,7 @@ MUTANTS = (
         _ADAM,
         "                records.append(record)\n        if not",
         "                pass\n        if not",
-        T_WAYS,
+        T_MOVED,
     ),
     Mutant(
         "weights are in no generation",
