@@ -97,7 +97,7 @@ class StorageTransfer:
         self._event.wait()
         if self._error is not None:
             self._engine._told(self)
-            raise _bare(self._error)
+            raise self._error.anew() if isinstance(self._error, StorageError) else self._error
 
     def done(self) -> bool:
         """Return whether the transfer is done, with or without an error."""

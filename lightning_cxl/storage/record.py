@@ -20,10 +20,14 @@ class Record:
         nbytes: that the user has.
         num_drives: how many parts it has.
         versions: offset of each version, on every drive.
+        keeps: whether it is part of generations.
     """
 
-    def __init__(self, name: str, nbytes: int, num_drives: int, versions: tuple[int, ...]) -> None:
+    def __init__(
+        self, name: str, nbytes: int, num_drives: int, versions: tuple[int, ...], *, keeps: bool = True
+    ) -> None:
         self.name = name
+        self.keeps = keeps
         self.nbytes = nbytes
         self.part_nbytes = part_nbytes(nbytes, num_drives)
         self.padded_nbytes = self.part_nbytes * num_drives

@@ -52,6 +52,7 @@ class Store:
         if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
         self._sealer = None if key is None else Sealer(key)
+        self.is_encrypted = key is not None
         self._budget_bytes = budget_bytes
         self._keeps = keeps
         self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
@@ -77,12 +78,14 @@ class Store:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, nbytes: int) -> Record:
+    def reserve(self, name: str, nbytes: int, *, keeps: bool = True) -> Record:
         """Take space for all versions of a record.
 
         Args:
             name: unique in this store.
             nbytes: at least 1.
+            keeps: whether it is part of generations, in a store that keeps some. Else it has one version, and nothing
+                of it is there after a crash.
 
         Raises:
             TierFullError: the budget has not that much left.
@@ -95,19 +98,19 @@ class Store:
                 raise ConfigError(f"there is a record `{name}` already: names of records are unique")
             if nbytes < 1:
                 raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
-            num_versions = 2 if self._keeps else 1
+            num_versions = 2 if self._keeps and keeps else 1
             part = part_nbytes(nbytes, len(self._drives))
             total = part * len(self._drives) * num_versions
             self._check_budget(name, total)
-            found = self._generations.found_versions(name, nbytes)
+            found = self._generations.found_versions(name, nbytes) if keeps else ()
             versions = found or tuple(self._end + index * part for index in range(num_versions))
             end = max(versions) + part
             for drive in self._drives:
                 drive.grow(end)
             self._end = max(self._end, end)
             self._reserved_bytes += total
-            record = self._records[name] = Record(name, nbytes, len(self._drives), versions)
-            if self._restored is not None and name in self._restored.records:
+            record = self._records[name] = Record(name, nbytes, len(self._drives), versions, keeps=keeps)
+            if keeps and self._restored is not None and name in self._restored.records:
                 record.becomes(self._restored.records[name])
             return record
 
@@ -255,11 +258,14 @@ class Store:
             details = json.loads(json.dumps(details))  # what cannot be kept is refused before anything is done
             self._generations.check_room()
             self._engine.wait()
-            for record in self._records.values():
+            for record in self._kept():
                 if not record.is_whole:
                     raise record.not_whole()
             self._sync_drives()
-            return self._generations.add(details, self._records.values())
+            return self._generations.add(details, self._kept())
+
+    def _kept(self) -> list[Record]:
+        return [record for record in self._records.values() if record.keeps]
 
     def _sync_drives(self) -> None:
         for drive in self._drives:
@@ -284,7 +290,7 @@ class Store:
         """
         with self._changes:
             self._check_open()
-            self._generations.keep_only(self._generations.get(generation), self._records.values())
+            self._generations.keep_only(self._generations.get(generation), self._kept())
 
     @property
     def found(self) -> dict[str, int]:
@@ -296,7 +302,7 @@ class Store:
         return list(self._generations.kept)
 
     def restore(self, generation: int) -> None:
-        """Make all records what they were in a generation, also those that are reserved later.
+        """Make all records that are kept what they were in a generation, also those that are reserved later.
 
         Raises:
             CheckpointError: there is no such generation, or it does not have one of the records.
@@ -304,7 +310,8 @@ class Store:
         with self._changes:
             self._check_open()
             chosen = self._generations.get(generation)
-            missing = [name for name in self._records if name not in chosen.records]
+            kept = self._kept()
+            missing = [record.name for record in kept if record.name not in chosen.records]
             if missing:
                 raise CheckpointError(
                     f"generation {generation} in `{self._places.home.path}` has no record `{missing[0]}`"
@@ -312,8 +319,8 @@ class Store:
             with contextlib.suppress(StorageError):  # a write that failed does not matter any more
                 self._engine.wait()
             with self._lock:
-                for name, record in self._records.items():
-                    record.becomes(chosen.records[name])
+                for record in kept:
+                    record.becomes(chosen.records[record.name])
             self._restored = chosen
 
     # -- all together --------------------------------------------------------------------------------------------------
