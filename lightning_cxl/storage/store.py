@@ -98,12 +98,11 @@ class Store:
                 raise ConfigError(f"there is a record `{name}` already: names of records are unique")
             if nbytes < 1:
                 raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
-            num_versions = 2 if self._keeps and keeps else 1
             part = part_nbytes(nbytes, len(self._drives))
-            total = part * len(self._drives) * num_versions
-            self._check_budget(name, total)
             found = self._generations.found_versions(name, nbytes) if keeps else ()
-            versions = found or tuple(self._end + index * part for index in range(num_versions))
+            versions = found or tuple(self._end + index * part for index in range(1 + (self._keeps and keeps)))
+            total = part * len(self._drives) * len(versions)
+            self._check_budget(name, total)
             end = max(versions) + part
             for drive in self._drives:
                 drive.grow(end)
@@ -123,8 +122,7 @@ class Store:
         self._generations.check_found(records)
 
     def _check_budget(self, name: str, nbytes: int) -> None:
-        left = self._budget_bytes - self._reserved_bytes
-        if nbytes > left:
+        if nbytes > (left := self._budget_bytes - self._reserved_bytes):
             raise TierFullError(
                 f"cannot place {format_bytes(nbytes)} for `{name}` in `{self._places.home.path}`: {format_bytes(left)} "
                 f"of {format_bytes(self._budget_bytes)} free. Raise the budget, or place less there."
@@ -294,7 +292,7 @@ class Store:
 
     @property
     def found(self) -> dict[str, int]:
-        """Bytes of the records that an earlier run left in the folder, by name."""
+        """Bytes of the records that an earlier run left, by name."""
         return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}
 
     def generations(self) -> list[Generation]:
