@@ -29,7 +29,7 @@ _DAY_S = 86400
 _YEAR_DAYS = 365
 _ADVICE = (
     'state="bf16" writes half as much of momentum and variance and state="8bit" a quarter; memory for more units keeps '
-    "their state off the drive; a larger drive lasts longer"
+    "their state and weights off the drive; a larger drive lasts longer"
 )
 
 
