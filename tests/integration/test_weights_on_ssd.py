@@ -126,7 +126,7 @@ def written_records(monkeypatch):
 
 class Evaluated(LlamaTask):
     def validation_step(self, batch, batch_idx):
-        self.losses.append(float(self.loss(batch)))
+        self.record(self.loss(batch))
 
     def val_dataloader(self):
         return token_data(2)
@@ -161,7 +161,7 @@ def test_whoever_looks_between_steps_sees_the_weights_of_now(tmp_path, monkeypat
 
     class Summed(LlamaTask):
         def on_train_batch_end(self, *args):
-            self.losses.extend(float(parameter.detach().double().sum()) for parameter in self.parameters())
+            self.record_sums(self.parameters())
 
     both(tmp_path, task=Summed, **OVERLAPS[overlap])
 
@@ -299,7 +299,7 @@ def test_without_overlap_parameters_that_someone_holds_are_new_after_a_step(tmp_
             self.held = list(self.parameters())
 
         def on_train_batch_end(self, *args):
-            self.losses.extend(float(parameter.detach().double().sum()) for parameter in self.held)
+            self.record_sums(self.held)
 
     monkeypatch.setattr(store, "System", SlowWrites)
     both(tmp_path, task=Holding, overlap_step=False)
