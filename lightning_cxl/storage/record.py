@@ -10,7 +10,7 @@ from lightning_cxl.storage.window import Window
 
 
 class Record:
-    """A named range of bytes on all drives: each drive holds an equally large part of it.
+    """A named range of bytes on all drives: each drive has as much room for a part of it, the first ones fill theirs.
 
     A version is one place for these bytes: the same offset on every drive. The fields below `versions` belong to the
     store and change under its lock.
@@ -30,7 +30,7 @@ class Record:
         self.keeps = keeps
         self.nbytes = nbytes
         self.part_nbytes = part_nbytes(nbytes, num_drives)
-        self.padded_nbytes = self.part_nbytes * num_drives
+        self.padded_nbytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         self.versions = versions
         self.entries: list[Entry | None] = [None] * len(versions)  # what was last written to each version
         self.present: int | None = None  # the version that was written last; None: none was
@@ -101,5 +101,5 @@ class Record:
 
 
 def part_nbytes(nbytes: int, num_drives: int) -> int:
-    """Return how many bytes of a record each drive holds: whole blocks, the same on every drive."""
+    """Return how many bytes each drive has for a record: whole blocks, the same on every drive."""
     return -(-nbytes // (num_drives * BLOCK_BYTES)) * BLOCK_BYTES

@@ -17,7 +17,7 @@ from lightning_cxl.storage.manifest import Entry, Generation
 from lightning_cxl.storage.places import Places
 from lightning_cxl.storage.record import Record, part_nbytes
 from lightning_cxl.storage.system import System
-from lightning_cxl.storage.window import Window
+from lightning_cxl.storage.window import Window, next_unseen
 from lightning_cxl.units import format_bytes
 
 
@@ -100,7 +100,7 @@ class Store:
                 raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
             part = part_nbytes(nbytes, len(self._drives))
             found = self._generations.found_versions(name, nbytes) if keeps else ()
-            versions = found or tuple(self._end + index * part for index in range(1 + (self._keeps and keeps)))
+            versions = found or self._new_versions(part, 1 + (self._keeps and keeps))
             total = part * len(self._drives) * len(versions)
             self._check_budget(name, total)
             end = max(versions) + part
@@ -112,6 +112,14 @@ class Store:
             if keeps and self._restored is not None and name in self._restored.records:
                 record.becomes(self._restored.records[name])
             return record
+
+    def _new_versions(self, part: int, count: int) -> tuple[int, ...]:
+        """Return offsets of a new record, behind all others.
+
+        A model may still show weights of an earlier run, in the same file: they are not overwritten.
+        """
+        self._end = next_unseen(self._drives, self._end, part * count)
+        return tuple(self._end + index * part for index in range(count))
 
     def check_found(self, records: Mapping[str, int]) -> None:
         """Refuse a folder with a generation that lacks records of these names and bytes: it is of another run.
@@ -139,7 +147,7 @@ class Store:
         with self._lock:
             if record.window is None:
                 self._check_open()
-                window = Window(self._drives, record.part_nbytes)
+                window = Window(self._drives, record.part_nbytes, record.padded_nbytes)
                 record.window = window
                 try:
                     record.show()
@@ -231,8 +239,9 @@ class Store:
                 f"record `{record.name}` needs {record.padded_nbytes} bytes of page-aligned memory, got "
                 f"{memory.nbytes} bytes at {memory.address:#x}"
             )
-        part, offset = record.part_nbytes, record.versions[version]
-        return [Piece(drive, offset, memory.slice(drive * part, part)) for drive in range(len(self._drives))]
+        part, nbytes, offset = record.part_nbytes, record.padded_nbytes, record.versions[version]
+        starts = range(0, nbytes, part)
+        return [Piece(drive, offset, memory.slice(at, min(part, nbytes - at))) for drive, at in enumerate(starts)]
 
     # -- generations ---------------------------------------------------------------------------------------------------
 
