@@ -115,7 +115,10 @@ class StateOnSsd:
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
-        self.visits.check(self._homes.values() if self.refers else None)
+        for home in self._homes.values():
+            self._hop.check(home.record)
+        if not self.refers:
+            self.visits.check()
 
     def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse optimizers whose state this run would overwrite while it copies that state.
