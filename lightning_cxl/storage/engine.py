@@ -94,8 +94,6 @@ class StorageTransfer:
         Raises:
             StorageError: it failed; the same error at every call.
         """
-        if not self._event.is_set():
-            check_process(self._engine._pid)
         self._event.wait()
         if self.error is not None:
             self._engine._told(self)
@@ -170,7 +168,10 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise StorageError("the storage is closed: nothing can be read or written")
-            check_process(self._pid)
+            if os.getpid() != self._pid:
+                raise StorageError(
+                    "a forked child cannot read or write storage: only its parent has the threads for it"
+                )
             if not self._threads:
                 self._start_threads()
             self._open[transfer] = None
@@ -339,16 +340,6 @@ class Engine:
                     queue.put(None)
             for thread in threads:
                 thread.join()
-
-
-def check_process(pid: int) -> None:
-    """Refuse what only threads of the process `pid` can do.
-
-    Raises:
-        StorageError: in a forked child.
-    """
-    if os.getpid() != pid:
-        raise StorageError("a forked child cannot read or write storage: only its parent has the threads for it")
 
 
 def _bare(error: BaseException) -> BaseException:

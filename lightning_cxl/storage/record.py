@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from lightning_cxl.errors import StorageError
+from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.drive import BLOCK_BYTES
-from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.engine import Piece, StorageTransfer
 from lightning_cxl.storage.manifest import Entry
 from lightning_cxl.storage.window import Window
 
@@ -63,6 +64,21 @@ class Record:
             self.entries[entry.version] = entry
         self.last_whole = self.num_begun
         self.show()
+
+    def pieces(self, version: int, memory: Buffer) -> list[Piece]:
+        """Return what to read or write: memory, and where its bytes lie in a version.
+
+        Raises:
+            ValueError: the memory is too small, or not page-aligned.
+        """
+        if memory.address % BLOCK_BYTES or memory.nbytes < self.padded_nbytes:
+            raise ValueError(
+                f"record `{self.name}` needs {self.padded_nbytes} bytes of page-aligned memory, got "
+                f"{memory.nbytes} bytes at {memory.address:#x}"
+            )
+        part, nbytes, offset = self.part_nbytes, self.padded_nbytes, self.versions[version]
+        starts = range(0, nbytes, part)
+        return [Piece(drive, offset, memory.slice(at, min(part, nbytes - at))) for drive, at in enumerate(starts)]
 
     def not_whole(self) -> StorageError:
         """Return the error of whoever needs the bytes after a write that failed; it says why that did."""

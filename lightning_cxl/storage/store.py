@@ -11,7 +11,7 @@ from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, Tie
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.cipher import Seal, Sealer
 from lightning_cxl.storage.drive import BLOCK_BYTES, HEAD_BYTES
-from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, Piece, StorageTransfer
+from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, StorageTransfer
 from lightning_cxl.storage.generations import Generations
 from lightning_cxl.storage.manifest import Entry, Generation
 from lightning_cxl.storage.places import Places
@@ -99,8 +99,11 @@ class Store:
             if nbytes < 1:
                 raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
             part = part_nbytes(nbytes, len(self._drives))
-            found = self._generations.found_versions(name, nbytes) if keeps else ()
-            versions = found or self._new_versions(part, 1 + (self._keeps and keeps))
+            versions = self._generations.found_versions(name, nbytes) if keeps else ()
+            if not versions:
+                count = 1 + (self._keeps and keeps)  # not where a model still shows weights of an earlier run
+                self._end = next_unseen(self._drives, self._end, count * part)
+                versions = tuple(self._end + index * part for index in range(count))
             total = part * len(self._drives) * len(versions)
             self._check_budget(name, total)
             end = max(versions) + part
@@ -112,14 +115,6 @@ class Store:
             if keeps and self._restored is not None and name in self._restored.records:
                 record.becomes(self._restored.records[name])
             return record
-
-    def _new_versions(self, part: int, count: int) -> tuple[int, ...]:
-        """Return offsets of a new record, behind all others.
-
-        A model may still show weights of an earlier run, in the same file: they are not overwritten.
-        """
-        self._end = next_unseen(self._drives, self._end, part * count)
-        return tuple(self._end + index * part for index in range(count))
 
     def check_found(self, records: Mapping[str, int]) -> None:
         """Refuse a folder with a generation that lacks records of these names and bytes: it is of another run.
@@ -197,7 +192,7 @@ class Store:
 
             before = [*after, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
-            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=before, seal=seal)
+            transfer = self._engine.read(record.pieces(version, memory), finish=check, after=before, seal=seal)
             record.reads = [*(read for read in record.reads if not read.done()), transfer]
             return transfer
 
@@ -226,22 +221,12 @@ class Store:
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
-            transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after, seal=seal)
+            transfer = self._engine.write(record.pieces(version, memory), finish=end, after=after, seal=seal)
             record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
             return transfer
 
     def _seal(self, record: Record, version: int, name: str) -> Seal | None:
         return None if self._sealer is None else self._sealer.seal(name, record.versions[version])
-
-    def _pieces(self, record: Record, version: int, memory: Buffer) -> list[Piece]:
-        if memory.address % BLOCK_BYTES or memory.nbytes < record.padded_nbytes:
-            raise ValueError(
-                f"record `{record.name}` needs {record.padded_nbytes} bytes of page-aligned memory, got "
-                f"{memory.nbytes} bytes at {memory.address:#x}"
-            )
-        part, nbytes, offset = record.part_nbytes, record.padded_nbytes, record.versions[version]
-        starts = range(0, nbytes, part)
-        return [Piece(drive, offset, memory.slice(at, min(part, nbytes - at))) for drive, at in enumerate(starts)]
 
     # -- generations ---------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 """`Fetch`: one copy of a record to the device. See [Note: Weights on SSD]."""
 
-import os
 import threading
 
 import torch
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.engine import StorageTransfer, check_process
+from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.visitor import Visitor
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
@@ -34,7 +33,6 @@ class Fetch:
         self._lock = threading.Lock()  # held while the copy is started
         self._is_dropped = False
         self._is_started = threading.Event()
-        self._pid = os.getpid()
 
     def wait(self) -> None:
         """Let device work queued from here on run after the copy; blocks the host until the copy has been started.
@@ -87,8 +85,6 @@ class Fetch:
         self._is_started.set()
 
     def _wait_until_started(self) -> None:
-        if not self._is_started.is_set():
-            check_process(self._pid)
         self._is_started.wait()
         if self._error is not None:
             raise self._error.anew() if isinstance(self._error, StorageError) else self._error

@@ -32,11 +32,11 @@ from queue import SimpleQueue
 
 import torch
 
-from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.host_tensors import copy_bytes
 from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.engine import StorageTransfer, check_process
+from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
@@ -141,7 +141,8 @@ class Hop:
         Raises:
             StorageError: in a forked child, which has no thread for it.
         """
-        check_process(self._pid)
+        if os.getpid() != self._pid:
+            raise StorageError("a forked child cannot fetch weights on SSD: only its parent has the thread for it")
         fetch = Fetch(home, destination, after)
         with self._changed:
             if self._thread is None:
