@@ -116,7 +116,7 @@ class StateOnSsd:
             StorageError: a drive has failed, or has damaged a record.
         """
         for home in self._homes.values():
-            self._hop.check(home)
+            self._hop.check(home.record)
         if not self.refers:
             self.visits.check()
 

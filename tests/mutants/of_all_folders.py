@@ -169,8 +169,8 @@ MUTANTS = (
     Mutant(
         "each of the slots holds the largest record",
         _SETTLE,
-        "largest = max(slots_now, *(slots[name] for name in names))",
-        "largest = slots_now",
+        "slots = slot_bytes([*there, *chosen], ssd.num_drives) * copies",
+        "slots = slot_bytes(there, ssd.num_drives) * copies",
         T_SETTLE,
     ),
     Mutant(
@@ -190,8 +190,8 @@ MUTANTS = (
     Mutant(
         "a version that a checkpoint refers to takes room, too",
         "lightning_cxl/planning/ssd_room.py",
-        "return versions * round_up",
-        "return round_up",
+        "return versions * record",
+        "return record",
         T_SETTLE,
     ),
     Mutant(
