@@ -261,7 +261,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
     Momentum and variance become float32, also where they were 8 bit, which torch's Adam cannot read; weights whose
     float32 master weights are in the file become those. Takes 8 more bytes of memory per parameter. State on SSD that
-    the checkpoint refers to is read from there.
+    the checkpoint refers to is read from there, and its checksums are compared.
 
     Example::
 
@@ -274,6 +274,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one; or state on SSD, to which the
             checkpoint refers, that is not there any more.
+        StorageError: a drive cannot read that state, or has damaged it.
     """
     own = own_entry(checkpoint)
     weights = {**checkpoint["state_dict"]}

@@ -133,6 +133,20 @@ MUTANTS = (
         "    if False:  # a store",
         T_BESIDE,
     ),
+    Mutant(
+        "damaged state does not become a plain checkpoint",
+        _CHECKPOINT,
+        "        _check(store, [records[name] for name in sorted(needed)])\n",
+        "        pass\n",
+        T_BESIDE,
+    ),
+    Mutant(
+        "state of another run does not become a plain checkpoint",
+        _CHECKPOINT,
+        "        if not needed <= records.keys():\n",
+        "        if False:\n",
+        T_BESIDE,
+    ),
     Mutant("two generations are one before a commit", _CHECKPOINT, "    on_ssd.make_room()\n", "", T_BESIDE),
     Mutant(
         "a run that begins anew can write where one was killed while it saved",
