@@ -25,6 +25,7 @@ from lightning_cxl.optim.number_formats import split
 from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
 from lightning_cxl.run import ssd_checkpoint
+from lightning_cxl.run.partial_file import open_partial, remove_left
 from lightning_cxl.run.saved_generation import KEY, SSD
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 
@@ -57,19 +58,23 @@ def own_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
     """Write `checkpoint` straight to a local file, which appears under its name only when it is complete.
 
+    What runs that were killed while they saved have left in its folder is removed.
+
     Raises:
         CheckpointError: the file system refused; nothing is left behind.
     """
     made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    remove_left(target.parent)
+    partial = None
     try:
-        with open(partial, "wb") as file:
+        file, partial = open_partial(target)
+        with file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
-        os.replace(partial, target)
+            os.replace(partial, target)  # while it is locked
         for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
             _sync_folder(folder)
     except OSError as error:
@@ -77,7 +82,8 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        if partial is not None:
+            partial.unlink(missing_ok=True)
 
 
 def _sync_folder(path: Path) -> None:

@@ -15,6 +15,8 @@ _FILE = "lightning_cxl/run/checkpoint.py"
 T_RUN = ("tests/integration/test_state_on_ssd.py",)
 T_FAULTY = ("tests/integration/test_faulty_runs.py",)
 T_KILLS = ("tests/integration/test_killed_runs.py",)
+_PARTIAL = "lightning_cxl/run/partial_file.py"
+T_PARTIAL = ("tests/unit/run/test_partial_file.py",)
 T_BESIDE = ("tests/unit/run/test_ssd_checkpoint.py",)
 
 MUTANTS = (
@@ -176,6 +178,59 @@ MUTANTS = (
         "(target.parent,)",
         T_BESIDE,
     ),
+    Mutant(
+        "what a killed run left beside checkpoints is removed", _FILE, "    remove_left(target.parent)\n", "", T_PARTIAL
+    ),
+    Mutant(
+        "a file keeps its lock until it has its name",
+        _FILE,
+        "            os.replace(partial, target)  # while",
+        "        os.replace(partial, target)  # while",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file that is being written is locked",
+        _PARTIAL,
+        "        try:\n            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "        try:\n            pass\n",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file that is locked is not removed",
+        _PARTIAL,
+        "                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                path",
+        "                path",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file that somebody removes is not written",
+        _PARTIAL,
+        "            continue\n        except OSError:  # no",
+        "            return file, path\n        except OSError:  # no",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file that was removed is not written",
+        _PARTIAL,
+        "        if os.fstat(file.fileno()).st_nlink:\n",
+        "        if True:\n",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file without a lock has a name that nobody removes",
+        _PARTIAL,
+        'path.rename(target.with_name(f".{target.name}.{token}.partial"))',
+        "path",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "files of others beside checkpoints stay",
+        _PARTIAL,
+        "if not _LOCKED.fullmatch(path.name):",
+        "if False:",
+        T_PARTIAL,
+    ),
+    Mutant("links beside checkpoints stay", _PARTIAL, " | os.O_NOFOLLOW", "", T_PARTIAL),
     Mutant(
         "what a generation has is not written to",
         "lightning_cxl/storage/generations.py",

@@ -179,9 +179,7 @@ MUTANTS = (
     Mutant(
         "a child does not keep the lock", _FOLDER, "os.register_at_fork(after_in_child=_close_in_child)\n", "", T_STORE
     ),
-    Mutant(
-        "a child keeps no drive open", _DRIVE, "os.register_at_fork(after_in_child=_close_in_child)\n", "", T_STORE
-    ),
+    Mutant("a child keeps no drive open", _DRIVE, "os.register_at_fork(after_in_child=_close_in_child)\n", "", T_STORE),
     Mutant("only our files are removed", _FOLDER, "data = _DATA.fullmatch(name)", "data = _DATA.match(name)", T_STORE),
     Mutant(
         "a part of another generation is not taken",

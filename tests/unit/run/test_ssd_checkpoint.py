@@ -213,7 +213,7 @@ def test_damaged_state_does_not_become_a_tensor(begins, tmp_path, at):
 def test_state_of_another_run_does_not_become_a_tensor(begins, tmp_path):
     states, entry = referring(begins(), tmp_path / "a.ckpt")
     states[0]["state"][0]["exp_avg"]["lightning_cxl_record"] = "other"
-    with pytest.raises(CheckpointError, match="in record `other`, and .* has no record of this name"):
+    with pytest.raises(CheckpointError, match=r"in record `other`, and .* has no record of this name"):
         whole(states, entry)
 
 
