@@ -191,13 +191,24 @@ class StateVisits:
         """
         self.wait()
         for record in self._records:
-            with self._entering(record):
-                slot, read = self._read(record)
-                try:
-                    if read is not None:
-                        read.wait_host()
-                finally:
-                    self._leave_slot(slot, read)
+            with self.checked(record):
+                pass
+
+    @contextmanager
+    def checked(self, record: StateRecord) -> Iterator[Buffer]:
+        """Return a region in which what was written of a record is in a slot; its checksum has been compared.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged the record.
+        """
+        with self._entering(record):
+            slot, read = self._read(record)
+            try:
+                if read is not None:
+                    read.wait_host()
+                yield slot
+            finally:
+                self._leave_slot(slot, read)
 
     def touched(self, record: StateRecord) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""

@@ -32,7 +32,7 @@ class Window:
     """
 
     def __init__(self, drives: Sequence[Drive], part_nbytes: int) -> None:
-        self._drives = drives
+        self.drives = drives
         self._part_nbytes = part_nbytes
         self._mapping = Mapping(len(drives) * part_nbytes)
         self.buffer = Buffer(self._mapping.address, self._mapping.nbytes, (), None, self._mapping)
@@ -44,7 +44,7 @@ class Window:
         Raises:
             StorageError: the kernel refuses; a part then reads as zeros.
         """
-        for index, drive in enumerate(self._drives):
+        for index, drive in enumerate(self.drives):
             try:
                 self._mapping.show(index * self._part_nbytes, self._part_nbytes, drive.fd, offset)
             except OSError as error:

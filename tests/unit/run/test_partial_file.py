@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_cxl.run import partial_file
-from lightning_cxl.run.checkpoint import save_file
+from lightning_cxl.run.checkpoint_file import save_file
 from lightning_cxl.run.partial_file import open_partial, remove_left
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

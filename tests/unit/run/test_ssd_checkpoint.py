@@ -11,7 +11,7 @@ import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.run.checkpoint import save_file
+from lightning_cxl.run.checkpoint_file import save_file
 from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
 from lightning_cxl.run.ssd_checkpoint import commit_beside, refer, whole
 from lightning_cxl.run.state_on_ssd import StateOnSsd
