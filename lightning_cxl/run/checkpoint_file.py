@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_cxl.errors import CheckpointError
+from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.run import straight_copy
 from lightning_cxl.run.partial_file import open_partial, remove_left
 
@@ -21,6 +21,7 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
 
     Raises:
         CheckpointError: the file system refused; nothing is left behind.
+        StorageError: a drive with state of the checkpoint has failed, or has damaged it; nothing is left behind.
     """
     made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -36,6 +37,8 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             os.replace(partial, target)  # while it is locked
         for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
             _sync_folder(folder)
+    except StorageError:  # a drive from which state is copied
+        raise
     except OSError as error:
         raise CheckpointError(
             f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."

@@ -24,7 +24,6 @@ from typing import Any, BinaryIO
 import torch
 from torch.utils.serialization import config
 
-from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord
 from lightning_cxl.optim.state_visits import StateVisits
@@ -74,7 +73,7 @@ def save(checkpoint: Mapping[str, Any], file: BinaryIO, path: Path) -> None:
         with closing(writer), config.patch(options):  # type: ignore[attr-defined]
             torch.save(checkpoint, writer)  # type: ignore[arg-type]
     except RuntimeError as error:
-        if isinstance(error.__context__, (OSError, StorageError, KeyboardInterrupt)):
+        if isinstance(error.__context__, (OSError, KeyboardInterrupt)):
             raise error.__context__ from None  # torch ends a file whose write has failed with an error of its own
         raise
     put_checksums(file, writer.checksums)
@@ -104,7 +103,7 @@ class _Writer:
 
     def write(self, data: memoryview | bytes) -> int:
         view = memoryview(data).cast("B")
-        found = self._find(view) if view.nbytes >= BLOCK_BYTES else None
+        found = self._find(view) if view.nbytes else None
         if found is None:
             checksum = zlib.crc32(view)
             self._file.write(view)

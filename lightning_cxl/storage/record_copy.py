@@ -109,7 +109,7 @@ class RecordCopy:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self.close()
+                self._close_file()
                 break
             if count <= 0:
                 raise OSError(errno.EIO, "no byte was written")
@@ -119,6 +119,9 @@ class RecordCopy:
     def close(self) -> None:
         """Close what was opened; the file stays open. Idempotent."""
         self._checksums.shutdown()
+        self._close_file()
+
+    def _close_file(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._system.close(fd)
