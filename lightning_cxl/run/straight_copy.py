@@ -64,19 +64,26 @@ def save(checkpoint: Mapping[str, Any], file: BinaryIO, path: Path) -> None:
         StorageError: a drive has failed, or has damaged a record.
     """
     visits = _visits.get()
-    try:
-        if visits is None:
-            torch.save(checkpoint, file)
-            return
-        options = {"save.storage_alignment": BLOCK_BYTES, "save.compute_crc32": False}
-        writer = _Writer(file, path, visits, _records(checkpoint, visits))
-        with closing(writer), config.patch(options):  # type: ignore[attr-defined]
-            torch.save(checkpoint, writer)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        if isinstance(error.__context__, (OSError, KeyboardInterrupt)):
-            raise error.__context__ from None  # torch ends a file whose write has failed with an error of its own
-        raise
+    if visits is None:
+        _torch_save(checkpoint, file)
+        return
+    writer = _Writer(file, path, visits, _records(checkpoint, visits))
+    options = {"save.storage_alignment": BLOCK_BYTES, "save.compute_crc32": False}
+    with closing(writer), config.patch(options):  # type: ignore[attr-defined]
+        _torch_save(checkpoint, writer)
     put_checksums(file, writer.checksums)
+
+
+def _torch_save(checkpoint: Mapping[str, Any], file: Any) -> None:
+    """Call ``torch.save``, and raise what the file has raised: torch then ends the file, with an error of its own."""
+    try:
+        torch.save(checkpoint, file)
+        return
+    except RuntimeError as error:
+        first = error.__context__
+        if not isinstance(first, (OSError, KeyboardInterrupt)):
+            raise
+    raise first.with_traceback(None)  # frames of torch would keep memory alive, as would its error as the context
 
 
 def _records(checkpoint: Mapping[str, Any], visits: StateVisits) -> list[StateRecord]:

@@ -3,8 +3,10 @@
 import errno
 import io
 import os
+import re
 import secrets
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +99,17 @@ def test_a_file_is_the_one_that_torch_would_write(state, tmp_path, drives, slots
     run.check(load_file(tmp_path / "x.ckpt", "cpu", True))
 
 
+def resident_kib(buffer):
+    """Memory that backs an address range now."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) < buffer.address + buffer.nbytes and int(match[2], 16) > buffer.address
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
 def test_each_record_is_read_once_and_no_window_is(state, tmp_path, monkeypatch):
     run = state(slots=3)
     put, parts = RecordCopy.put, []
@@ -110,6 +123,9 @@ def test_each_record_is_read_once_and_no_window_is(state, tmp_path, monkeypatch)
     run.save(tmp_path / "x.ckpt")
     assert run.store.stats()["read_bytes"] - before == 4 * run.records[0].record.padded_nbytes
     assert run.visits.num_late - late == 1, "all but the first are read ahead"
+    assert [resident_kib(record.window) for record in run.records] == [0] * 4
+    run.checkpoint["optimizer_states"][0]["state"][0]["s0"].sum()
+    assert resident_kib(run.records[0].window) > 0
     assert [nbytes for _, _, nbytes in parts] == 4 * [4 * numel for numel in NUMELS]
 
 
@@ -149,6 +165,7 @@ def test_what_someone_wrote_before_is_in_the_file(state, tmp_path):
     run.checkpoint["optimizer_states"][0]["state"][1]["s1"].fill_(6)
     run.expected[1]["s1"].fill_(6)
     run.save(tmp_path / "x.ckpt")
+    assert not run.records[1].is_dirty, "it was written to the drive first"
     run.check(torch.load(tmp_path / "x.ckpt", weights_only=True))
 
 

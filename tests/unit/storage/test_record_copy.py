@@ -16,7 +16,8 @@ from tests.storage_cases import BLOCK, BUDGET, bytes_of, folders, memory_of, put
 NBYTES = 24 * BLOCK
 AT = 3 * BLOCK  # in the file
 PARTS = [
-    (0, NBYTES), (BLOCK, 9 * BLOCK + 17), (7 * BLOCK, BLOCK), (0, 100), (64, 5 * BLOCK), (BLOCK + 192, NBYTES - 5 * BLOCK),
+    (0, NBYTES), (BLOCK, 9 * BLOCK + 17), (7 * BLOCK, BLOCK), (0, 100), (64, 5 * BLOCK),
+    (BLOCK + 192, NBYTES - 5 * BLOCK),
 ]  # fmt: skip
 
 
