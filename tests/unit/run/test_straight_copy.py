@@ -3,10 +3,8 @@
 import errno
 import io
 import os
-import re
 import secrets
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -99,23 +97,13 @@ def test_a_file_is_the_one_that_torch_would_write(state, tmp_path, drives, slots
     run.check(load_file(tmp_path / "x.ckpt", "cpu", True))
 
 
-def resident_kib(buffer):
-    """Memory that backs an address range now."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(match[1], 16) < buffer.address + buffer.nbytes and int(match[2], 16) > buffer.address
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1])
-    return total
-
-
-def test_each_record_is_read_once_and_no_window_is(state, tmp_path, monkeypatch):
+def test_each_record_is_read_once_and_torch_reads_none(state, tmp_path, monkeypatch):
     run = state(slots=3)
     put, parts = RecordCopy.put, []
 
     def noting(copy, record, memory, start, nbytes, at):
-        parts.append((record.name, start, nbytes))
+        parts.append(nbytes)
+        assert not config.save.compute_crc32, "torch reads windows for its checksums"
         return put(copy, record, memory, start, nbytes, at)
 
     monkeypatch.setattr(RecordCopy, "put", noting)
@@ -123,10 +111,7 @@ def test_each_record_is_read_once_and_no_window_is(state, tmp_path, monkeypatch)
     run.save(tmp_path / "x.ckpt")
     assert run.store.stats()["read_bytes"] - before == 4 * run.records[0].record.padded_nbytes
     assert run.visits.num_late - late == 1, "all but the first are read ahead"
-    assert [resident_kib(record.window) for record in run.records] == [0] * 4
-    run.checkpoint["optimizer_states"][0]["state"][0]["s0"].sum()
-    assert resident_kib(run.records[0].window) > 0
-    assert [nbytes for _, _, nbytes in parts] == 4 * [4 * numel for numel in NUMELS]
+    assert parts == 4 * [4 * numel for numel in NUMELS]
 
 
 def test_a_file_that_shares_blocks_is_the_same(tmp_path):
