@@ -7,8 +7,7 @@ import zlib
 from collections.abc import Mapping
 from typing import BinaryIO
 
-_AFTER_DATA = 1 << 3  # flag of an entry whose checksum stands behind its data
-_MARK = b"PK\x07\x08"
+_BEHIND_DATA = b"PK\x07\x08"  # marks a checksum behind the data of its entry
 _STEP_BYTES = 4 * 2**20
 
 
@@ -28,7 +27,7 @@ def put_checksums(file: BinaryIO, known: Mapping[tuple[int, int], int]) -> None:
         start = entry.header_offset + 30 + sum(struct.unpack("<2H", _read(file, entry.header_offset + 26, 4)))
         checksum = known.get((start, entry.file_size))
         packed = struct.pack("<I", _computed(file, start, entry.file_size) if checksum is None else checksum)
-        if entry.flag_bits & _AFTER_DATA and _read(file, start + entry.file_size, 4) == _MARK:
+        if _read(file, start + entry.file_size, 4) == _BEHIND_DATA:
             _write(file, start + entry.file_size + 4, packed)
         _write(file, position + 16, packed)
         position += 46 + sum(struct.unpack("<3H", _read(file, position + 28, 6)))

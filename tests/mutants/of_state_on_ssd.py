@@ -316,8 +316,20 @@ MUTANTS = (
         "",
         T_STRAIGHT,
     ),
-    Mutant("checksums stand behind the data", _ZIP, "if entry.flag_bits & _AFTER_DATA and", "if False and", T_STRAIGHT),
-    Mutant("only what stands behind data is replaced", _ZIP, "entry.flag_bits & _AFTER_DATA and", "", T_STRAIGHT),
+    Mutant(
+        "checksums stand behind the data",
+        _ZIP,
+        "if _read(file, start + entry.file_size, 4) == _BEHIND_DATA:",
+        "if False:",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "only what stands behind data is replaced",
+        _ZIP,
+        "if _read(file, start + entry.file_size, 4) == _BEHIND_DATA:",
+        "if True:",
+        T_STRAIGHT,
+    ),
     Mutant(
         "what a generation has is not written to",
         "lightning_cxl/storage/generations.py",

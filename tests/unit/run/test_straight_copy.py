@@ -76,6 +76,7 @@ def state(tmp_path):
         each.store.close()
 
 
+@pytest.mark.timeout(60)  # who waits for a slot of its own waits for ever
 @pytest.mark.parametrize("slots", [1, 2, 5])
 @pytest.mark.parametrize("drives", [1, 3])
 def test_a_file_is_the_one_that_torch_would_write(state, tmp_path, drives, slots):
