@@ -63,7 +63,7 @@ class Window:
     """
 
     def __init__(self, drives: Sequence[Drive], part_nbytes: int, nbytes: int) -> None:
-        self._drives = drives
+        self.drives = drives
         self._part_nbytes = part_nbytes
         self._mapping = Mapping(len(drives) * part_nbytes)
         self.buffer = Buffer(self._mapping.address, nbytes, (), None, self._mapping)
@@ -77,7 +77,7 @@ class Window:
             StorageError: the kernel refuses; a part then reads as zeros.
         """
         _shown[self.buffer] = _Shown(self._paths, offset, offset + self._part_nbytes)
-        for index, drive in enumerate(self._drives):
+        for index, drive in enumerate(self.drives):
             try:
                 self._mapping.show(index * self._part_nbytes, self._part_nbytes, drive.fd, offset)
             except OSError as error:
