@@ -274,8 +274,8 @@ MUTANTS = (
     Mutant(
         "a checkpoint checks weights in the slots that were planned",
         "lightning_cxl/optim/state_visits.py",
-        "        for record in self._own:\n            with self._entering",
-        "        for record in self._records:\n            with self._entering",
+        "        for record in self._own:\n            with self.checked",
+        "        for record in self._records:\n            with self.checked",
         T_PLANNED,
     ),
     Mutant(
