@@ -12,8 +12,8 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
   the largest record. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit that finds
   no slot takes that of the record which is expected last, or waits for a write.
 * Who writes to the tensors with torch (a loaded checkpoint, a user) writes to private pages of the window. Versions
-  tell that it happened: the next visit then takes the window's bytes, and the write drops the private pages. Writes
-  through ``.data`` leave no trace and are lost.
+  tell that it happened: the next visit then takes these tensors from the window, and the write drops the private pages.
+  Writes through ``.data`` leave no trace and are lost.
 * A record that was never written is not read. State that starts at zero is made zero in the slot.
 * Several threads may visit different records at a time: the worker of overlapped updates, and the step itself. A
   record that is visited is not read ahead, and not visited a second time: what was read would be old.
@@ -31,7 +31,7 @@ import torch
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.optim.state_records import StateRecord, Visit
+from lightning_cxl.optim.state_records import StateRecord, Visit, look_at
 from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.store import Store
@@ -55,7 +55,10 @@ class Visits(Protocol):
         """Learn that someone has written to tensors of a record; it is written when they are many."""
 
     def wait(self) -> None:
-        """Return when all windows show the state of the last update."""
+        """Return when all windows show the state of the last update; none of it where it is encrypted."""
+
+    def look(self) -> None:
+        """Do what `wait` does, and show also what is encrypted, until it is written again."""
 
 
 class NoVisits:
@@ -76,6 +79,9 @@ class NoVisits:
         """Return at once."""
 
     def wait(self) -> None:
+        """Return at once."""
+
+    def look(self) -> None:
         """Return at once."""
 
 
@@ -189,6 +195,8 @@ class StateVisits:
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
+        if self._store.is_encrypted:  # what it shows has been checked, and lies in memory
+            return self.look()
         self.wait()
         for record in self._records:
             with self._entering(record):
@@ -218,6 +226,11 @@ class StateVisits:
             for record in self._records:
                 if not record.record.is_whole:
                     raise record.record.not_whole()
+
+    def look(self) -> None:
+        """Do what `wait` does, and show also what is encrypted, until it is written again; raises as `look_at`."""
+        self.wait()
+        look_at(self._records)
 
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.

@@ -17,6 +17,7 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
+from lightning_cxl.storage.key import read_key
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.window import files_shown_at
 
@@ -58,7 +59,8 @@ class StateOnSsd:
         self._num_added = 0
         self._pace = Pace()
         with ExitStack() as cleanup:
-            self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
+            key = None if options.key is None else read_key(options.key, options.paths)
+            self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers, key=key)
             cleanup.callback(self.store.close)
             self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)), self.make_room)
             cleanup.callback(self.visits.close)

@@ -17,6 +17,7 @@ from lightning_cxl.storage.manifest import Entry, Generation
 from lightning_cxl.storage.places import Places
 from lightning_cxl.storage.record import Record, part_nbytes
 from lightning_cxl.storage.system import System
+from lightning_cxl.storage.veil import Veil
 from lightning_cxl.storage.window import Window
 from lightning_cxl.units import format_bytes
 
@@ -52,6 +53,8 @@ class Store:
         if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
         self._sealer = None if key is None else Sealer(key)
+        self._veil = None if key is None else Veil(budget_bytes)
+        self.is_encrypted = key is not None
         self._budget_bytes = budget_bytes
         self._keeps = keeps
         self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
@@ -71,6 +74,8 @@ class Store:
             self._end = HEAD_BYTES
             for nbytes, versions in self._generations.found_records.values():
                 self._end = max(self._end, max(versions) + part_nbytes(nbytes, len(self._drives)))
+            if self._veil is not None:
+                stack.callback(self._veil.close)
             self._engine = Engine(self._drives, chunk_bytes)
             stack.callback(self._engine.close)
             self._opened = stack.pop_all()
@@ -130,7 +135,7 @@ class Store:
     def window(self, record: Record) -> Buffer:
         """Return the address range that shows what was written last; zeros where nothing was.
 
-        With a key it shows zeros until `look`, and from then on what was written until the next `write`.
+        With a key every byte is 0xFF until `look`, and from then on what was written until the next `write` is done.
 
         It takes no memory but the page cache. What a user writes there is gone after the next `write` and never
         reaches a drive. It stays valid after `close`. A drive that fails while someone looks ends the process (SIGBUS).
@@ -138,8 +143,7 @@ class Store:
         with self._lock:
             if record.window is None:
                 self._check_open()
-                window = Window(self._drives, record.part_nbytes)
-                record.window = window
+                record.window = Window(self._drives, record.part_nbytes, self._veil)
                 try:
                     record.show()
                 except BaseException:
@@ -150,14 +154,14 @@ class Store:
     def look(self, record: Record) -> Buffer:
         """Return the window of a record, which shows its bytes also where they are encrypted.
 
-        It then takes memory, until the next `write` is done.
+        It then takes memory, until the next `write` is done. What a user wrote there before may be gone.
 
         Raises:
             StorageError: as of `read`, where the record was written.
         """
         window = self.window(record)
-        if self._sealer is not None and record.target is not None:
-            self.read(record, window).wait_host()
+        if self.is_encrypted and record.is_written:
+            record.look(lambda: self.read(record, window), self._lock)
         return window
 
     def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:

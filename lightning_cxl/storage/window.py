@@ -7,12 +7,13 @@ from pathlib import Path
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.storage.drive import Drive, storage_error
+from lightning_cxl.storage.veil import Veil
 
 _shown: weakref.WeakKeyDictionary[Buffer, tuple[Path, ...]] = weakref.WeakKeyDictionary()
 
 
 def files_shown_at(address: int) -> tuple[Path, ...]:
-    """Return the files that a window of this process shows at an address; empty where there is no window."""
+    """Return the files that a window of this process shows at an address; empty where no window shows files."""
     for buffer, paths in list(_shown.items()):
         if 0 <= address - buffer.address < buffer.nbytes:
             return paths
@@ -29,14 +30,17 @@ class Window:
     Args:
         drives: in the order of the parts.
         part_nbytes: of each part, whole blocks.
+        veil: is shown in the place of the files, which are encrypted.
     """
 
-    def __init__(self, drives: Sequence[Drive], part_nbytes: int) -> None:
+    def __init__(self, drives: Sequence[Drive], part_nbytes: int, veil: Veil | None = None) -> None:
         self._drives = drives
         self._part_nbytes = part_nbytes
         self._mapping = Mapping(len(drives) * part_nbytes)
         self.buffer = Buffer(self._mapping.address, self._mapping.nbytes, (), None, self._mapping)
-        _shown[self.buffer] = tuple(drive.path for drive in drives)
+        self._veil = veil
+        if veil is None:
+            _shown[self.buffer] = tuple(drive.path for drive in drives)
 
     def show(self, offset: int) -> None:
         """Show what lies at `offset` of every drive.
@@ -51,5 +55,12 @@ class Window:
                 raise storage_error("show", drive.path, error, offset) from None
 
     def hide(self) -> None:
-        """Show zeros."""
-        self._mapping.hide(0, self._mapping.nbytes)
+        """Show zeros, or the veil.
+
+        Raises:
+            StorageError: the kernel has no memory for the veil; a part may then read as zeros.
+        """
+        if self._veil is None:
+            self._mapping.hide(0, self._mapping.nbytes)
+        else:
+            self._veil.cover(self._mapping)
