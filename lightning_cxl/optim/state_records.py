@@ -145,7 +145,7 @@ def look_at(records: Iterable[StateRecord]) -> None:
     available = host_available_bytes(Path("/")) if hidden else 0
     if nbytes > available - available // _LEFT_FREE:
         raise TierFullError(
-            f"optimizer state on tier `ssd` is encrypted, and to show all of it takes {format_bytes(nbytes)} of memory: "
+            f"optimizer state on tier `ssd` is encrypted, and to show it takes {format_bytes(nbytes)} of memory: "
             f"{format_bytes(available)} are available. Checkpoints need none of it with checkpoint='reference'; "
             f"use that, keep less state there, or do without a key"
         )

@@ -67,9 +67,8 @@ def _from_file(path: Path, folders: Sequence[Path], how: str) -> bytes:
                 f"elsewhere"
             )
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
-        with open(fd, "rb") as file:
-            mode = os.fstat(fd).st_mode
+        with open(path, "rb", opener=_open_at_once) as file:
+            mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise ConfigError(f"`{path}` for the key of tier `ssd` is no file. Make one with `{how}`. {_KEEP}")
             if mode & 0o077:
@@ -77,8 +76,12 @@ def _from_file(path: Path, folders: Sequence[Path], how: str) -> bytes:
                     f"the key file `{path}` has mode {stat.S_IMODE(mode):04o}: others than its owner may use it. "
                     f"Protect it with `chmod 600 {path}`"
                 )
-            return file.read(KEY_BYTES[-1] * 2 + 1)
+            return file.read(2 * KEY_BYTES[-1])
     except OSError as error:
         raise ConfigError(
             f"cannot read the key file `{path}` of tier `ssd`: {error.strerror}. Make one with `{how}`. {_KEEP}"
         ) from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # else a pipe would wait for a writer

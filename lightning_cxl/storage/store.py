@@ -135,16 +135,15 @@ class Store:
     def window(self, record: Record) -> Buffer:
         """Return the address range that shows what was written last; zeros where nothing was.
 
-        With a key every byte is 0xFF until `look`, and from then on what was written until the next `write` is done.
-
+        With a key every byte is 0xFF until `look`, and again from the next `write` on.
         It takes no memory but the page cache. What a user writes there is gone after the next `write` and never
-        reaches a drive. It stays valid after `close`. A drive that fails while someone looks ends the process (SIGBUS).
+        reaches a drive. It stays valid after `close`. A drive that fails while someone reads ends the process (SIGBUS).
         """
         with self._lock:
             if record.window is None:
                 self._check_open()
-                record.window = Window(self._drives, record.part_nbytes, self._veil)
                 try:
+                    record.window = Window(self._drives, record.part_nbytes, self._veil)
                     record.show()
                 except BaseException:
                     record.window = None
@@ -152,12 +151,12 @@ class Store:
             return record.window.buffer
 
     def look(self, record: Record) -> Buffer:
-        """Return the window of a record, which shows its bytes also where they are encrypted.
+        """Return the window of a record, which shows its bytes also where they are encrypted, and takes memory for it.
 
-        It then takes memory, until the next `write` is done. What a user wrote there before may be gone.
+        What a user wrote there before may be gone.
 
         Raises:
-            StorageError: as of `read`, where the record was written.
+            StorageError: as of `read`.
         """
         window = self.window(record)
         if self.is_encrypted and record.is_written:
@@ -223,6 +222,8 @@ class Store:
             seal = self._seal(record, version, name)
             transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after, seal=seal)
             record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
+            if self.is_encrypted:
+                record.show()  # what it shows is old from now on
             return transfer
 
     def _seal(self, record: Record, version: int, name: str) -> Seal | None:
