@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.records import PlannedRecord, slot_bytes
+from lightning_cxl.machine.limits import host_limit_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_slots import StateSlots
@@ -20,6 +22,7 @@ from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.key import read_key
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.window import files_shown_at
+from lightning_cxl.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,8 @@ class StateOnSsd:
             for each in planned:
                 record = self.visits.reserve(each.name, each.nbytes)
                 self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
+            if key is not None and not self.refers:
+                _say_what_copies_take(sum(each.nbytes for each in planned))
             self._cleanup = cleanup.pop_all()
 
     def flat(
@@ -167,3 +172,14 @@ class StateOnSsd:
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""
         self._cleanup.close()
+
+
+def _say_what_copies_take(nbytes: int) -> None:
+    """Warn before a run whose encrypted state no memory can hold: a checkpoint that copies it would fail."""
+    limit = host_limit_bytes(Path("/"))
+    if nbytes > limit:
+        log.warning(
+            f"the optimizer state on tier `ssd` is encrypted, so a checkpoint that copies it needs "
+            f"{format_bytes(nbytes)} of memory, and this process can have {format_bytes(limit)}: saving one will fail. "
+            f"Use checkpoint='reference'"
+        )

@@ -1,7 +1,9 @@
 """Encrypted state on SSD under the Trainer: the results of state in memory, and nothing readable on the drives."""
 
 import json
+import re
 import secrets
+import sys
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 
 import lightning_cxl
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, StorageError, TierFullError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, StorageError, TierFullError, UnsupportedError
 from lightning_cxl.optim import state_records
+from lightning_cxl.run import state_on_ssd
 from tests.integration.test_state_on_ssd import (
     REFERENCE,
     Sequential,
@@ -177,13 +180,21 @@ def test_a_run_that_memory_cannot_hold_resumes_from_references_without_a_look(tm
     assert first.losses + second.losses == straight.losses
 
 
-def test_a_copy_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch):
+def test_a_copy_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, caplog):
     no_memory(monkeypatch)
+    fit(encrypted(tmp_path), 0)
+    assert "saving one will fail" not in caplog.text  # there may be more memory when one is saved
+    monkeypatch.setattr(state_on_ssd, "host_limit_bytes", lambda root: 100_000)
     with pytest.warns(LightningCXLWarning), pytest.raises(TierFullError, match="checkpoint='reference'"):
         fit(encrypted(tmp_path), 2, callbacks=[every_step(tmp_path)])
     with pytest.warns(LightningCXLWarning), pytest.raises(StorageError, match="its run is over"):
         fit(encrypted(tmp_path), 2, save=tmp_path / "end.ckpt")
     assert not list(tmp_path.glob("*.ckpt"))
+    assert re.search(r"needs .* KiB of memory, and this process can have 97\.7 KiB: saving one will fail", caplog.text)
+    caplog.clear()
+    with pytest.warns(LightningCXLWarning):
+        fit(encrypted(tmp_path, "reference"), 2)
+    assert "will fail" not in caplog.text
 
 
 def fit_twice(first, second):
@@ -230,6 +241,13 @@ def test_a_key_that_is_missing_is_refused_before_there_is_a_model(tmp_path, monk
     monkeypatch.delenv("SSD_KEY")
     strategy = encrypted(tmp_path)
     with pytest.raises(ConfigError, match=r"SSD_KEY .* is not set"), strategy.tensor_init_context():
+        pytest.fail("a model would be made")
+
+
+def test_without_the_package_that_encrypts_a_run_is_refused_before_there_is_a_model(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.hashes", None)
+    strategy = encrypted(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"lightning_cxl\[encryption\]"), strategy.tensor_init_context():
         pytest.fail("a model would be made")
 
 
