@@ -17,6 +17,7 @@ from lightning_cxl.run import state_on_ssd
 from tests.integration.test_state_on_ssd import (
     REFERENCE,
     Sequential,
+    ZeroesMomentum,
     assert_same,
     bfloat16_llama,
     every_step,
@@ -164,6 +165,14 @@ def test_a_checkpoint_after_the_run_has_the_state(tmp_path, checkpoint):
     fit(encrypted(tmp_path, checkpoint), 3, save=tmp_path / "ours.ckpt")
     fit(offload(), 3, save=tmp_path / "theirs.ckpt")
     assert_same_state(plain_state(tmp_path / "ours.ckpt"), plain_state(tmp_path / "theirs.ckpt"))
+
+
+@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
+def test_a_checkpoint_has_what_someone_wrote_to_the_state_while_it_was_made(tmp_path, checkpoint):
+    fit(encrypted(tmp_path, checkpoint), 2, callbacks=[ZeroesMomentum(tmp_path / "it.ckpt")])
+    entries = plain_state(tmp_path / "it.ckpt", key="$SSD_KEY").values()
+    for entry in entries:
+        assert not entry["exp_avg"].any() and entry["exp_avg_sq"].any() and not entry["exp_avg_sq"].isnan().any()
 
 
 def no_memory(monkeypatch):

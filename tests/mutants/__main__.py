@@ -18,10 +18,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutants import of_all_folders, of_copies, of_state_on_ssd, of_storage, of_updates
+from tests.mutants import of_all_folders, of_copies, of_encryption, of_state_on_ssd, of_storage, of_updates
 from tests.mutants.mutant import Mutant
 
-MUTANTS = of_copies.MUTANTS + of_storage.MUTANTS + of_state_on_ssd.MUTANTS + of_updates.MUTANTS + of_all_folders.MUTANTS
+MUTANTS = (
+    *of_copies.MUTANTS,
+    *of_storage.MUTANTS,
+    *of_encryption.MUTANTS,
+    *of_state_on_ssd.MUTANTS,
+    *of_updates.MUTANTS,
+    *of_all_folders.MUTANTS,
+)
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180  # a mutant that hangs has been noticed, too
 HEAVY = ("torch", "lightning.pytorch", "transformers", "torch.utils.cpp_extension")
