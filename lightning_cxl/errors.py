@@ -54,6 +54,13 @@ class StorageError(LightningCXLError, OSError):
         self.path = path
         self.offset = offset
 
+    def anew(self) -> "StorageError":
+        """Return an equal error to raise, if this one is kept: who keeps a raised one keeps the frames it came through.
+
+        Memory that these hold would be held as long, and autograd's graph among it makes a circle that is never freed.
+        """
+        return StorageError(str(self), self.path, self.offset, self.errno)
+
     def __str__(self) -> str:
         return str(self.strerror)
 

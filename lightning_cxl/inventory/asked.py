@@ -33,7 +33,10 @@ class AskedTiers:
     def __init__(self, model: nn.Module, tiers: ModuleTiers) -> None:
         self._tiers = tiers
         self._owners: dict[int, list[str]] = {}
-        self._state: dict[str, tuple[str | None, str]] = {}  # by name: `read` may find new parameters
+        # by name: `read` may find new parameters
+        self._state: dict[str, tuple[str | None, str]] = {}
+        self._weights: dict[str, tuple[str | None, str]] = {}
+        self._may_leave: set[str] = set()
         self.names: dict[int, str] = {}
         """First name of every parameter, by the parameter's id."""
         self.read(model)
@@ -53,6 +56,23 @@ class AskedTiers:
             if len(owners) > 1:
                 self._check_shared(self.names[parameter_id], owners)
 
+    def may_leave_memory(self, parameters: Iterable[Tensor]) -> None:
+        """Learn which weights may lie on the tier `ssd`: those that stream, and that only `CPUAdam` writes.
+
+        Args:
+            parameters: of the model.
+        """
+        self._may_leave = {self.names[id(parameter)] for parameter in parameters}
+
+    def weights_may_leave(self, owner: Tensor | str, role: TensorRole) -> bool:
+        """Return whether what plays a role for its owner are weights that may lie on the tier `ssd`."""
+        of_parameter = role is TensorRole.COMPUTE_WEIGHTS and not isinstance(owner, str)
+        return of_parameter and self.names.get(id(owner), "") in self._may_leave
+
+    def place_weights(self, parameters: Iterable[Tensor], tier: str | None, source: str) -> None:
+        """Ask for a tier for weights, instead of decorators and rules; as `place_state`."""
+        self._weights.update((self.names[id(parameter)], (tier, source)) for parameter in parameters)
+
     def place_state(self, parameters: Iterable[Tensor], tier: str | None, source: str) -> None:
         """Ask for a tier for the state of parameters, instead of decorators and rules.
 
@@ -66,8 +86,8 @@ class AskedTiers:
     def lookup(self, owner: Tensor | str, role: TensorRole, *, in_state: bool = False) -> tuple[str | None, str]:
         """Return the tier that is asked for, and who asks; None and an empty text where nobody does.
 
-        Master weights that are not part of the state stay in memory where the tier `ssd` is asked for: then this is
-        None and the reason.
+        Master weights that are not part of the state, and weights that may not leave memory, stay there where the tier
+        `ssd` is asked for: then this is None and the reason.
 
         Args:
             owner: a parameter, or the name of a unit.
@@ -78,7 +98,7 @@ class AskedTiers:
             UnsupportedError: the tier `ssd` is asked for, for state of another optimizer than `CPUAdam`.
         """
         for tier, source in self._asked(owner, role, in_state):
-            if tier == SSD and not in_state:
+            if tier == SSD and not (in_state or self.weights_may_leave(owner, role)):
                 return None, self._why_in_memory(owner, role, source)
             if tier is not None or source:
                 return tier, source
@@ -89,11 +109,17 @@ class AskedTiers:
         return self.lookup(owner, role, in_state=in_state)[0]
 
     def _asked(self, owner: Tensor | str, role: TensorRole, in_state: bool) -> Iterable[tuple[str | None, str]]:
-        if in_state and not isinstance(owner, str) and (own := self._state.get(self.names.get(id(owner), ""))):
+        chosen = self._state if in_state else self._weights if role is TensorRole.COMPUTE_WEIGHTS else {}
+        if not isinstance(owner, str) and (own := chosen.get(self.names.get(id(owner), ""))):
             return [own]
         return [self._tiers.lookup(module, role) for module in self._modules_of(owner)]
 
     def _why_in_memory(self, owner: Tensor | str, role: TensorRole, source: str) -> str:
+        if role is TensorRole.COMPUTE_WEIGHTS:
+            return (
+                f"{source} asks for {SSD}, and only weights of units that stream can lie there, if no other optimizer "
+                f"than `CPUAdam` writes them"
+            )
         if role is not TensorRole.MASTER_WEIGHTS:
             name = owner if isinstance(owner, str) else self.names.get(id(owner), "")
             raise UnsupportedError(

@@ -23,7 +23,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.activations import Measured, estimate, known_parameters, units_of
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.gradients import gradients_at_once, staged_gradients, widened_gradients
-from lightning_cxl.inventory.records import PlannedRecord, group_state, record_names, with_slots
+from lightning_cxl.inventory.records import PlannedRecord, record_names, records_on_ssd, with_slots
 from lightning_cxl.inventory.sensitive import sensitive_parameters
 from lightning_cxl.inventory.state import state_tensors
 from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, StreamedUnit, grouped, units_by_parameter
@@ -31,8 +31,8 @@ from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
-from lightning_cxl.ssd_options import SSD
-from lightning_cxl.streaming.unit_weights import piece_nbytes, streamable
+from lightning_cxl.streaming.streamable import streamable
+from lightning_cxl.streaming.unit_weights import piece_nbytes
 from lightning_cxl.streaming.units import NamedUnits, find_units
 
 
@@ -69,8 +69,12 @@ class Inventory:
 
     @property
     def ssd_records(self) -> tuple[PlannedRecord, ...]:
-        """What lies on the tier `ssd`, in the order of the optimizers' parameters."""
-        return group_state(self.tensors, self.record_of, lambda each: each.tier == SSD)
+        """What lies on the tier `ssd`: weights in the order of units, then state in that of optimizers' parameters."""
+        return records_on_ssd(self.tensors, self.record_of)
+
+    def may_leave_memory(self, weights: HostTensor) -> bool:
+        """Return whether weights may lie on the tier `ssd`."""
+        return self.asked.weights_may_leave(weights.owner, weights.role)
 
     def copies_of(self, role: TensorRole) -> int:
         """Return how often tensors of a role exist: each device has its own of what only it uses."""
@@ -107,16 +111,27 @@ def list_tensors(
     measured = estimate(model, config, workload, "before the first batch") if measured is None else measured
     units = units_of(model, config)
     streams = config.streams_weights(workload.computes_on_host)
-    streamed = tuple(
-        StreamedUnit(name, module, grouped(own, lambda p: asked.tier(p, TensorRole.COMPUTE_WEIGHTS)))
-        for name, module, own in streamable(model, units if streams else [])
-    )
+    precisions = precisions_of(model, config)
+    precisions.consider(optimizers)
+    found = list(streamable(model, units if streams else []))
+    foreign = {
+        id(p)
+        for optimizer in optimizers
+        if not precisions.becomes_cpu_adam(optimizer)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    asked.may_leave_memory(p for _, _, own in found for p in own if id(p) not in foreign)
+    has_ssd = config.ssd() is not None
+
+    def piece_of(parameter: nn.Parameter) -> tuple[str | None, bool]:
+        return asked.tier(parameter, TensorRole.COMPUTE_WEIGHTS), has_ssd and parameter.requires_grad
+
+    streamed = tuple(StreamedUnit(name, module, grouped(own, piece_of)) for name, module, own in found)
     unit_of = units_by_parameter(streamed)
     overlap: Overlap = "none"
     if streamed and config.overlaps_step(workload.computes_on_host):
         overlap = "backward" if workload.updates_in_backward else "forward"
-    precisions = precisions_of(model, config)
-    precisions.consider(optimizers)
     state = [
         each._replace(unit=unit_of.get(id(each.parameter), ""))
         for each in state_tensors(

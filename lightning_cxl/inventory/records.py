@@ -1,4 +1,4 @@
-"""`PlannedRecord`: optimizer state that is read from and written to the tier `ssd` as one."""
+"""`PlannedRecord`: optimizer state, or weights, that are read from and written to the tier `ssd` as one."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -12,24 +12,38 @@ from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.units import NamedUnits
 
-NUM_STATE_SLOTS = 3
-"""Records in memory at a time: one is read, one is updated, one is written."""
-SLOTS_OWNER = "slots for state on ssd"
+NUM_UPDATE_SLOTS = 3
+"""What updates of units visit in memory at a time: one is read, one is updated, one is written."""
+NUM_HOP_SLOTS = 2
+"""Weights of units in memory at a time on their way to the device: one is read, one is copied."""
+SLOTS_OWNER = "slots for the tier ssd"
 """Who the memory of these slots is placed for, instead of a parameter or unit."""
 RECORD_ALIGNMENT = BLOCK_BYTES
 """Of where a record begins and ends, in bytes: what direct access to a drive wants."""
 
 
 class PlannedRecord(NamedTuple):
-    """The state of one unit, or of one parameter outside of units.
+    """The state of one unit, or of one parameter outside of units; or weights of one unit that streams.
 
     Args:
-        name: of the unit or parameter.
+        name: of the record.
+        owner: the unit or parameter. What belongs to one owner is updated together.
         tensors: in the order of the inventory.
     """
 
     name: str
+    owner: str
     tensors: tuple[HostTensor, ...]
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether it has weights, and no state."""
+        return self.tensors[0].role is TensorRole.COMPUTE_WEIGHTS
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether steps write it: weights that are frozen are only read."""
+        return any(each.is_trained for each in self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -79,18 +93,64 @@ def group_state(
             # an optimizer may hold what is no parameter of the model
             name = record_of.get(id(each.parameter)) or f"unnamed.{id(each.parameter)}"
             groups.setdefault(name, []).append(each)
-    return tuple(PlannedRecord(name, tuple(group)) for name, group in groups.items())
+    return tuple(PlannedRecord(name, name, tuple(group)) for name, group in groups.items())
+
+
+def weight_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor], bool]) -> tuple[PlannedRecord, ...]:
+    """Return the weights of streamed units that are wanted, in records: each piece is one.
+
+    Args:
+        tensors: of the inventory.
+        wanted: is asked about every piece.
+    """
+    records = []
+    num_pieces: dict[str, int] = {}
+    for each in tensors:
+        if each.role is TensorRole.COMPUTE_WEIGHTS and each.unit:
+            name = f"{each.unit} weights" if each.is_trained else f"{each.unit} frozen weights"
+            index = num_pieces[name] = num_pieces.get(name, 0) + 1
+            if wanted(each):
+                records.append(PlannedRecord(name if index == 1 else f"{name} {index}", each.unit, (each,)))
+    return tuple(records)
+
+
+def records_on_ssd(tensors: Sequence[HostTensor], record_of: Mapping[int, str]) -> tuple[PlannedRecord, ...]:
+    """Return what lies on the tier `ssd`: weights, then state.
+
+    Args:
+        tensors: of the inventory.
+        record_of: see `record_names`.
+    """
+    return (
+        *weight_records(tensors, lambda each: each.tier == SSD),
+        *group_state(tensors, record_of, lambda each: each.tier == SSD),
+    )
 
 
 def with_slots(tensors: Iterable[HostTensor], record_of: Mapping[int, str]) -> tuple[HostTensor, ...]:
-    """Return the tensors with the host memory that state on the tier `ssd` visits, as much as it needs now."""
+    """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now."""
     others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)
-    records = group_state(others, record_of, lambda each: each.tier == SSD)
+    records = records_on_ssd(others, record_of)
     if not records:
         return others
     return (*others, HostTensor(None, TensorRole.STAGING, slot_bytes(records), SLOTS_OWNER))
 
 
 def slot_bytes(records: Iterable[PlannedRecord]) -> int:
-    """Return the bytes of all slots that these records visit; each holds the largest of them."""
-    return NUM_STATE_SLOTS * max((record.nbytes for record in records), default=0)
+    """Return the bytes of all slots that these records visit."""
+    records = tuple(records)
+    return update_slot_bytes(records) + hop_slot_bytes(records)
+
+
+def update_slot_bytes(records: Iterable[PlannedRecord]) -> int:
+    """Return the bytes of the slots of updates; each holds the largest of what is updated together."""
+    of_owner: dict[str, int] = {}
+    for record in records:
+        if record.is_updated:
+            of_owner[record.owner] = of_owner.get(record.owner, 0) + record.nbytes
+    return NUM_UPDATE_SLOTS * max(of_owner.values(), default=0)
+
+
+def hop_slot_bytes(records: Iterable[PlannedRecord]) -> int:
+    """Return the bytes of the slots of weights on their way to the device; each holds the largest of them."""
+    return NUM_HOP_SLOTS * max((record.nbytes for record in records if record.is_weights), default=0)

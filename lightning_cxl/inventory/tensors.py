@@ -1,6 +1,6 @@
 """`HostTensor`: one line of the inventory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ class HostTensor(NamedTuple):
         unit: the unit that it belongs to, where that streams or where it is the unit's input; else an empty text.
         tier: that a decorator or rule asks for; None leaves it to the policy.
         in_state: it is part of `CPUAdam`'s state: momentum, variance, or what a split master weight has beyond the
-            bfloat16 weight. Only that may lie on the tier `ssd`.
+            bfloat16 weight. Only that, and weights of units that stream, may lie on the tier `ssd`.
     """
 
     parameter: torch.Tensor | None
@@ -38,6 +38,11 @@ class HostTensor(NamedTuple):
         return self.unit if self.parameter is None else self.parameter
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the parameter is."""
+        return self.parameter is not None and self.parameter.requires_grad
+
+    @property
     def parameter_nbytes(self) -> int:
         """Bytes of the parameter itself, in its own type."""
         return 0 if self.parameter is None else self.parameter.nbytes
@@ -49,7 +54,8 @@ class StreamedUnit(NamedTuple):
     Args:
         name: of the unit.
         module: the unit.
-        groups: its parameters that stream, those that the same tier is asked for together.
+        groups: its parameters that stream, those that the same tier is asked for together. Where there is a tier
+            `ssd`, frozen ones are by themselves: no step writes them.
     """
 
     name: str
@@ -62,11 +68,9 @@ def units_by_parameter(streamed: Iterable[StreamedUnit]) -> dict[int, str]:
     return {id(parameter): unit.name for unit in streamed for group in unit.groups for parameter in group}
 
 
-def grouped(
-    parameters: Iterable[nn.Parameter], tier_of: Callable[[nn.Parameter], str | None]
-) -> list[list[nn.Parameter]]:
-    """Return parameters in groups that the same tier, or none, is asked for."""
-    groups: dict[str | None, list[nn.Parameter]] = {}
+def grouped(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Hashable]) -> list[list[nn.Parameter]]:
+    """Return parameters in groups with the same key."""
+    groups: dict[Hashable, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(tier_of(parameter), []).append(parameter)
+        groups.setdefault(key(parameter), []).append(parameter)
     return list(groups.values())

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.parameter import is_lazy
 
+from lightning_cxl.memory.resource import Buffer
+
 FlatAllocate = Callable[[int, torch.dtype], torch.Tensor]
 """Returns an uninitialised 1-D host tensor of that many elements."""
 
@@ -53,3 +55,10 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has its storage for itself, in memory that torch's own allocator gave."""
     storage = tensor.untyped_storage()
     return storage.nbytes() <= storage_extent(tensor) * tensor.element_size() and storage.resizable()
+
+
+@torch.no_grad()
+def copy_bytes(source: Buffer, destination: Buffer) -> None:
+    """Copy all bytes of a buffer to the beginning of another one."""
+    into = destination.tensor((source.nbytes,), torch.uint8)
+    into.copy_(source.tensor((source.nbytes,), torch.uint8))

@@ -14,9 +14,11 @@ from lightning_cxl.optim.kernel_table import KernelTable, Update, is_as_before, 
 from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.optim.parameter_state import ParameterStates
 from lightning_cxl.optim.saved_state import check_moments, parameter_name
-from lightning_cxl.optim.state_records import StateRecord, Visit
+from lightning_cxl.optim.state_records import Visit
 from lightning_cxl.optim.tensor_checks import check_compute_weights, check_parameter, usable_gradient
 from lightning_cxl.optim.threads import ThreadTeams
+from lightning_cxl.optim.visits import Visits
+from lightning_cxl.storage.visitor import Visitor
 
 
 class Work(NamedTuple):
@@ -126,26 +128,23 @@ class AdamStep:
             work: what `collect` returned, or a part of it.
             scale: factor of the gradients.
         """
-        in_memory: list[Work] = []
-        parts: dict[StateRecord, list[Work]] = {}
         for each in work:
             update = each.update
             kept = update.kept
             if kept.known is None or kept.known.signature is not update.signature:
                 kept.bind(update.parameter, self._state[update.parameter])
-            (in_memory if kept.record is None else parts.setdefault(kept.record, [])).append(each)
         visits = self._kept.visits
+        in_memory, parts = _parts(work, visits)
         if in_memory:
-            visits.expect(list(parts))  # read behind what is updated now
+            visits.expect([record for records, _ in parts for record in records])  # read behind what is updated now
             self._apply(in_memory, scale, None)
-        records = list(parts)
-        for index, (record, part) in enumerate(parts.items()):
-            with visits.visit(record) as visit:
-                visits.expect(records[index + 1 :])
+        for index, (records, part) in enumerate(parts):
+            with visits.visit(records) as visit:
+                visits.expect([record for following, _ in parts[index + 1 :] for record in following])
                 self._apply(part, scale, visit)
 
     def _apply(self, work: Sequence[Work], scale: float, visit: Visit | None) -> None:
-        """Carry out updates of state in memory, or of one record."""
+        """Carry out updates of what is in memory, or visits it together."""
         steps = array("Q", [each.update.kept.step.data_ptr() for each in work])
         values = array("f", bytes(4 * len(work)))
         _adam.next_steps(steps, values)
@@ -160,6 +159,39 @@ class AdamStep:
             table.add(updates, scalars_of(self._groups[group_index], step, scale))
         table.run(self._num_threads, self._isa)
         _adam.store_steps(steps, values)  # only now: a step that fails before has not been made
+
+
+def _parts(work: Sequence[Work], visits: Visits) -> tuple[list[Work], list[tuple[list[Visitor], list[Work]]]]:
+    """Return the updates that need no record, and the others with the records that they need.
+
+    A record is needed by one part only: what it is read for first would be lost where it is read again.
+    """
+    in_memory: list[Work] = []
+    part_of: dict[Visitor, tuple[list[Visitor], list[Work]]] = {}
+    for each in work:
+        update = each.update
+        records: list[Visitor] = [] if update.kept.record is None else [update.kept.record]
+        for weights in (update.parameter, update.compute):
+            record = None if weights is None else visits.find([weights])
+            if record is not None:
+                records.append(record)
+        if not records:
+            in_memory.append(each)
+            continue
+        own: tuple[list[Visitor], list[Work]] = ([], [])
+        for record in records:
+            other = part_of.get(record)
+            if other is None:
+                own[0].append(record)
+                part_of[record] = own
+            elif other is not own:
+                own, joined = other, own
+                own[0].extend(joined[0])
+                own[1].extend(joined[1])
+                part_of |= dict.fromkeys(joined[0], own)
+        own[1].append(each)
+    parts = {id(part): part for part in part_of.values()}
+    return in_memory, list(parts.values())
 
 
 def written_by(work: Sequence[Work]) -> list[torch.Tensor]:

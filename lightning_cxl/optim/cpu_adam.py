@@ -16,9 +16,9 @@ from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.number_formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.parameter_state import ParameterStates
 from lightning_cxl.optim.saved_state import checked_entries, match_groups, merged_groups, parameter_name
-from lightning_cxl.optim.state_visits import NoVisits, Visits
 from lightning_cxl.optim.tensor_checks import check_parameter
 from lightning_cxl.optim.threads import ThreadTeams, chosen_isa, thread_count
+from lightning_cxl.optim.visits import NoVisits, Visits
 from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
 
 

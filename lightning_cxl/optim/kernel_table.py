@@ -46,7 +46,13 @@ class KernelRow(NamedTuple):
 
 
 _GRAD, _KEY, _ROW, _TEAM = map(KernelRow._fields.index, ("grads", "key", "row", "team"))  # these change between steps
-_STATE = tuple(map(KernelRow._fields.index, ("rest", "momentum", "variance", "momentum_scale", "variance_scale")))
+_KEPT = tuple(
+    map(
+        KernelRow._fields.index,
+        ("weights", "compute", "rest", "momentum", "variance", "momentum_scale", "variance_scale"),
+    )
+)
+"""Addresses of what may lie on SSD."""
 
 
 class Update(NamedTuple):
@@ -95,7 +101,7 @@ class KernelTable:
 
     Args:
         teams: which threads take which part; None where all are near to all memory.
-        visit: where state is now that is not in memory otherwise; None where all is in memory.
+        visit: where state and weights are now that are not in memory otherwise; None where all is in memory.
     """
 
     def __init__(self, teams: ThreadTeams | None = None, visit: Visit | None = None) -> None:
@@ -119,7 +125,8 @@ class KernelTable:
             self._rows[start + _ROW] = scalars_row
             stretches = known.stretches
             if self._visit is not None:
-                self._move(start, self._visit)
+                for field in _KEPT:
+                    self._rows[start + field] = self._visit.moved(self._rows[start + field])
                 stretches = self._stretches(update.kept)  # of a slot, which is another one each time
             if stretches is None:
                 continue
@@ -131,13 +138,6 @@ class KernelTable:
             state_bytes = update.kept.momentum.values.element_size()
             for stretch in stretches:
                 self._rows.extend(_part(whole, stretch, update.grad.element_size(), state_bytes))
-
-    def _move(self, start: int, visit: Visit) -> None:
-        """Let a row's addresses of state be those in the slot."""
-        for field in _STATE:
-            address = self._rows[start + field]
-            if visit.moves(address):
-                self._rows[start + field] = address + visit.distance
 
     def _stretches(self, kept: ParameterState) -> list[Stretch] | None:
         if self._teams is None:

@@ -15,9 +15,9 @@ from lightning_cxl.optim.eight_bit import dynamic_map, flattened
 from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision
 from lightning_cxl.optim.number_formats import StatePrecision, join, split
 from lightning_cxl.optim.state_records import At, StateRecord
-from lightning_cxl.optim.state_visits import NoVisits, Visits
 from lightning_cxl.optim.tensor_checks import follows
 from lightning_cxl.optim.threads import Stretch
+from lightning_cxl.optim.visits import NoVisits, Visits
 from lightning_cxl.placement.placement import TensorRole
 
 
@@ -226,7 +226,9 @@ class ParameterStates:
         """Return a new state, which is not kept here yet."""
         precision = choose_precision(parameter, self._precision, sensitive=parameter in self.fp32_state)
         state = ParameterState(parameter, precision, self.allocate)
-        state.record = self.visits.find(state.tensors)
+        record = self.visits.find(state.tensors)
+        assert record is None or isinstance(record, StateRecord)
+        state.record = record
         return state
 
     def of(self, parameter: torch.Tensor) -> ParameterState:

@@ -1,6 +1,6 @@
 """`StateRecord`: optimizer state that lies on SSD and is read and written as one; its tensors lie in a window."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from lightning_cxl.machine.limits import host_available_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.visitor import is_in
 from lightning_cxl.units import format_bytes
 
 At = Callable[[torch.Tensor], torch.Tensor]
@@ -26,27 +27,25 @@ def taken_nbytes(nbytes: int) -> int:
 
 
 class Visit(NamedTuple):
-    """Where a record's bytes are while it is updated."""
+    """Where the bytes of some records are while they are updated."""
 
-    window: Buffer
-    slot: Buffer
+    places: Sequence[tuple[Buffer, Buffer]]
+    """Window and slot of each."""
 
-    @property
-    def distance(self) -> int:
-        """What is added to an address in the window."""
-        return self.slot.address - self.window.address
-
-    def moves(self, address: int) -> bool:
-        """Return whether an address is in the window."""
-        return 0 <= address - self.window.address < self.window.nbytes
+    def moved(self, address: int) -> int:
+        """Return where the byte at an address is now: in a slot, if it is in a window."""
+        for window, slot in self.places:
+            if is_in(window, address):
+                return address - window.address + slot.address
+        return address
 
     def at_slot(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the bytes of a dense tensor as they are in the slot, in one dimension; others are returned flat."""
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        if not self.moves(tensor.data_ptr()):
-            return flat
-        part = self.slot.slice(tensor.data_ptr() - self.window.address, tensor.nbytes)
-        return part.tensor((tensor.numel(),), tensor.dtype)
+        for window, slot in self.places:
+            if is_in(window, tensor.data_ptr()):
+                part = slot.slice(tensor.data_ptr() - window.address, tensor.nbytes)
+                return part.tensor((tensor.numel(),), tensor.dtype)
+        return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class StateRecord:
@@ -81,25 +80,19 @@ class StateRecord:
         self._versions.append(tensor._version)
         return tensor
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in this window."""
-        return 0 <= tensor.data_ptr() - self.window.address < self.window.nbytes
-
     @torch.no_grad()
-    def fill(self, slot: Buffer) -> Visit:
-        """Bring what is newer than the drive, or was never there, into a slot that has what is on the drive.
+    def fill(self, slot: Buffer) -> None:
+        """Bring what is newer than the drive, or was never there, into a slot; see `Visitor.fill`.
 
         State that nobody has asked for yet stays as undefined as new memory is. Of the window only those tensors count
         that someone wrote to: where it is encrypted, the others show no values.
         """
-        visit = Visit(self.window, slot)
+        at_slot = Visit([(self.window, slot)]).at_slot
         for tensor in self._written():
-            visit.at_slot(tensor).copy_(tensor)
+            at_slot(tensor).copy_(tensor)
         for blank in self.blanks:
-            blank(visit.at_slot)
-        return visit
+            blank(at_slot)
 
-    @property
     def is_dirty(self) -> bool:
         """Whether someone wrote to a tensor since `clean`, in a way that counts up its version."""
         return bool(self._written())

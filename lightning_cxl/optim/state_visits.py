@@ -1,4 +1,4 @@
-"""`StateVisits`: optimizer state on SSD visits host memory while it is updated.
+"""`StateVisits`: optimizer state and weights on SSD visit host memory while they are updated.
 
 [Note: State on SSD]
 State of one unit that lies on SSD is one record (`StateRecord`). Its tensors lie in a window: they can be read at any
@@ -8,9 +8,12 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
     update   the kernel gets the addresses of the window, moved by the distance between window and slot
     write    the slot is written to the record behind what comes next; then the window shows the new bytes
 
+* Compute weights of a streamed unit that lie on SSD are a record, too ([Note: Weights on SSD]), and the kernel writes
+  them in a slot. One visit brings all records that an update needs, and gets their slots together: two visits that each
+  wait for a part of the other's slots would wait for ever.
 * Slots have the exact size of their record. All of them together never have more bytes than the cap, which is at least
-  the largest record. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit that finds
-  no slot takes that of the record which is expected last, or waits for a write.
+  what the largest visit takes. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit
+  that finds no slots takes those of records which are expected last, or waits for a write.
 * Who writes to the tensors with torch (a loaded checkpoint, a user) writes to private pages of the window. Versions
   tell that it happened: the next visit then takes these tensors from the window, and the write drops the private pages.
   Writes through ``.data`` leave no trace and are lost.
@@ -22,73 +25,31 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 """
 
 import threading
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import NamedTuple, Protocol
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, Visit, look_at
-from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.visitor import Visitor, is_in
 
-_MAX_AHEAD = 2  # records, besides the one that is updated
-
-
-class Visits(Protocol):
-    """Says where the state of parameters is updated."""
-
-    def find(self, tensors: Iterable[torch.Tensor]) -> StateRecord | None:
-        """Return the record in which some of the tensors lie; None where all are in memory."""
-
-    def expect(self, records: Sequence[StateRecord]) -> None:
-        """Start reading records that are visited next in this order, as far as there are slots."""
-
-    def visit(self, record: StateRecord) -> AbstractContextManager[Visit]:
-        """Return a region in which a record is in a slot; the record is written behind it."""
-
-    def touched(self, record: StateRecord) -> None:
-        """Learn that someone has written to tensors of a record; it is written when they are many."""
-
-    def wait(self) -> None:
-        """Return when all windows show the state of the last update; none of it where it is encrypted."""
-
-    def look(self) -> None:
-        """Do what `wait` does, and show also what is encrypted, until it is written again."""
-
-
-class NoVisits:
-    """All state is in memory."""
-
-    def find(self, tensors: Iterable[torch.Tensor]) -> StateRecord | None:
-        """Return None."""
-        return None
-
-    def expect(self, records: Sequence[StateRecord]) -> None:
-        """Return at once."""
-
-    def visit(self, record: StateRecord) -> AbstractContextManager[Visit]:
-        """Refuse: there is no record."""
-        raise AssertionError("no state lies on SSD")
-
-    def touched(self, record: StateRecord) -> None:
-        """Return at once."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def look(self) -> None:
-        """Return at once."""
+_MAX_AHEAD = 2  # visits, besides the present one
 
 
 class _Fetched(NamedTuple):
     slot: Buffer
     read: StorageTransfer | None
     """None: nothing is on the drive yet."""
+    num_writes: int
+    """That had begun before the read; others than visits write weights, too."""
 
 
 class _Written(NamedTuple):
@@ -106,35 +67,47 @@ class StateVisits:
         before_write: called before a record is written, by any thread.
     """
 
-    def __init__(self, store: Store, slots: StateSlots, before_write: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, store: Store, slots: HostSlots, before_write: Callable[[], None] = lambda: None) -> None:
         self.num_late = 0
         """Reads that were not started before their visit."""
         self.num_visits = 0
+        """Of records, each by itself."""
         self._store = store
         self._slots = slots
         self._before_write = before_write
-        self._records: list[StateRecord] = []
-        self._fetched: dict[StateRecord, _Fetched] = {}  # in the order in which they are expected
-        self._visited: set[StateRecord] = set()
+        self._records: list[Visitor] = []  # in the order of their windows' addresses
+        self._own: list[StateRecord] = []
+        self._fetched: dict[Visitor, _Fetched] = {}  # in the order in which they are expected
+        self._visited: set[Visitor] = set()
         self._writing: deque[_Written] = deque()
-        self._next: dict[StateRecord, StateRecord] = {}  # what followed what
-        self._latest: StateRecord | None = None
-        self._touched: dict[StateRecord, None] = {}
+        self._next: dict[Visitor, tuple[Visitor, ...]] = {}  # by the first record of a visit: those of the visit after
+        self._latest: Visitor | None = None
+        self._touched: dict[Visitor, None] = {}
         self._changed = threading.Condition()  # guards all above
 
     def reserve(self, name: str, nbytes: int) -> StateRecord:
         """Return a new record; see `StateRecord`."""
         record = StateRecord(self._store, name, nbytes)
-        self._records.append(record)
+        self._own.append(record)
+        self.include(record)
         return record
 
-    def find(self, tensors: Iterable[torch.Tensor]) -> StateRecord | None:
+    def include(self, record: Visitor) -> None:
+        """Let a record be visited from now on."""
+        insort(self._records, record, key=_address)
+
+    def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
         """Return the record in which some of the tensors lie; None where all are in memory."""
-        found = {record for tensor in tensors for record in self._records if record.holds(tensor)}
+        found = {record for tensor in tensors if (record := self._at(tensor.data_ptr())) is not None}
         assert len(found) <= 1, "state of one parameter lies in several records"
         return next(iter(found), None)
 
-    def expect(self, records: Sequence[StateRecord]) -> None:
+    def _at(self, address: int) -> Visitor | None:
+        index = bisect_right(self._records, address, key=_address) - 1
+        record = self._records[index] if index >= 0 else None
+        return record if record is not None and is_in(record.window, address) else None
+
+    def expect(self, records: Sequence[Visitor]) -> None:
         """Start reading records that are visited next in this order, as far as there are slots."""
         with self._changed:
             while self._writing and self._writing[0].write.done():
@@ -146,68 +119,84 @@ class StateVisits:
                     return
 
     @contextmanager
-    def visit(self, record: StateRecord) -> Iterator[Visit]:
-        """Return a region in which a record is in a slot; the record is written behind it.
+    def visit(self, records: Sequence[Visitor]) -> Iterator[Visit]:
+        """Return a region in which records are in slots; they are written behind it.
 
         Raises:
             StorageError: a read, or a write before, has failed.
         """
-        with self._entering(record):
-            slot, read = self._read(record)
-            is_written = False
-            try:
-                with self._changed:
-                    self.num_visits += 1
-                    if self._latest is not None:
-                        self._next[self._latest] = record
-                    self._latest = record
-                if read is not None:
-                    read.wait_host()
-                self.expect(self._following(record))
-                yield record.fill(slot)
-                with self._changed:
-                    self._before_write()
+        with self._entering(records), self._in_slots(records) as fetched:
+            with self._changed:
+                self.num_visits += len(records)
+                if self._latest is not None:
+                    self._next[self._latest] = tuple(records)
+                self._latest = records[0]
+            self._wait_for(fetched)
+            self.expect(self._following(records[0]))
+            for record, each in fetched.items():
+                record.fill(each.slot)
+            yield Visit([(record.window, each.slot) for record, each in fetched.items()])
+            with self._changed:
+                self._before_write()
+                for record in records:
+                    slot = fetched[record].slot
                     self._writing.append(_Written(slot, self._store.write(record.record, slot)))
-                    is_written = True
+                    del fetched[record]  # the slot belongs to the write, also where the next write cannot begin
                     self._touched.pop(record, None)
                     record.clean()
-            finally:
-                if not is_written:
-                    self._leave_slot(slot, read)
 
     @contextmanager
-    def _entering(self, record: StateRecord) -> Iterator[None]:
+    def _entering(self, records: Sequence[Visitor]) -> Iterator[None]:
         """Return a region that one thread at a time is in for a record, and in which nobody reads it ahead."""
         with self._changed:
-            while record in self._visited:
+            while not self._visited.isdisjoint(records):
                 self._changed.wait()
-            self._visited.add(record)
+            self._visited.update(records)
         try:
             yield
         finally:
             with self._changed:
-                self._visited.remove(record)
+                self._visited.difference_update(records)
                 self._changed.notify_all()
 
-    def check(self) -> None:
+    @contextmanager
+    def _in_slots(self, records: Sequence[Visitor]) -> Iterator["dict[Visitor, _Fetched]"]:
+        """Yield slots, with reads that were started; what is still in the dictionary at the end is given back."""
+        with self._changed:
+            fetched = self._fetch_now(records)
+        try:
+            yield fetched
+        finally:
+            with self._changed:
+                for slot, read, _ in fetched.values():
+                    if read is None or read.done():
+                        self._slots.give_back(slot)
+                    else:
+                        self._writing.append(_Written(slot, read))
+
+    @staticmethod
+    def _wait_for(fetched: "dict[Visitor, _Fetched]") -> None:
+        for each in fetched.values():
+            if each.read is not None:
+                each.read.wait_host()
+
+    def check(self, records: Iterable[Visitor] | None = None) -> None:
         """Read what is written and compare checksums, before someone copies what windows show.
+
+        Args:
+            records: that are checked; None: all.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
-        if self._store.is_encrypted:  # what it shows has been checked, and lies in memory
+        if self._store.is_encrypted and records is None:  # what it shows has been checked, and lies in memory
             return self.look()
         self.wait()
-        for record in self._records:
-            with self._entering(record):
-                slot, read = self._read(record)
-                try:
-                    if read is not None:
-                        read.wait_host()
-                finally:
-                    self._leave_slot(slot, read)
+        for record in self._records if records is None else records:
+            with self._entering([record]), self._in_slots([record]) as fetched:
+                self._wait_for(fetched)
 
-    def touched(self, record: StateRecord) -> None:
+    def touched(self, record: Visitor) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""
         self._touched[record] = None
         if sum(each.record.padded_nbytes for each in self._touched) > self._slots.cap_bytes:
@@ -230,7 +219,7 @@ class StateVisits:
     def look(self) -> None:
         """Do what `wait` does, and show also what is encrypted, until it is written again; raises as `look_at`."""
         self.wait()
-        look_at(self._records)
+        look_at(self._own)
 
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.
@@ -241,7 +230,7 @@ class StateVisits:
         self.wait()
         with self._changed:
             while self._fetched:
-                self._drop_fetched()
+                self._drop_fetched(next(reversed(self._fetched)))
 
     def take_records_as_they_are(self) -> None:
         """Note that records have changed: what someone wrote to their windows is gone."""
@@ -256,7 +245,7 @@ class StateVisits:
         """
         with self._changed:
             while self._fetched:
-                self._drop_fetched()
+                self._drop_fetched(next(reversed(self._fetched)))
             errors = []
             while self._writing:
                 try:
@@ -269,36 +258,25 @@ class StateVisits:
 
     def _write_dirty(self) -> None:
         self._touched.clear()
-        for record in self._records:
-            if record.is_dirty:
-                with self.visit(record):
+        for record in self._own:
+            if record.is_dirty():
+                with self.visit([record]):
                     pass
 
-    def _following(self, record: StateRecord) -> list[StateRecord]:
-        """Return the records that came after one the last time."""
-        found: dict[StateRecord, None] = {}
-        following = self._next.get(record)
-        while following is not None and following not in (record, *found) and len(found) < _MAX_AHEAD:
-            found[following] = None
-            following = self._next.get(following)
+    def _following(self, first: Visitor) -> list[Visitor]:
+        """Return the records of the visits that came after one the last time, by its first record."""
+        found: dict[Visitor, None] = {}
+        following = self._next.get(first)
+        for _ in range(_MAX_AHEAD):
+            if following is None or following[0] is first or following[0] in found:
+                break
+            found |= dict.fromkeys(following)
+            following = self._next.get(following[0])
         return list(found)
-
-    def _read(self, record: StateRecord) -> _Fetched:
-        with self._changed:
-            return self._fetched.pop(record) if record in self._fetched else self._fetch_now(record)
-
-    def _leave_slot(self, slot: Buffer, read: StorageTransfer | None) -> None:
-        """Let go of a slot that is not written, now or when the read into it is done."""
-        with self._changed:
-            if read is None or read.done():
-                self._slots.give_back(slot)
-            else:
-                self._writing.append(_Written(slot, read))
-            self._changed.notify_all()
 
     # -- with the lock -----------------------------------------------------------------------------------------------
 
-    def _fetch(self, record: StateRecord) -> bool:
+    def _fetch(self, record: Visitor) -> bool:
         """Start reading a record if there is a slot for it; return whether there was."""
         slot = self._slots.take(record.record.padded_nbytes)
         if slot is not None:
@@ -306,30 +284,43 @@ class StateVisits:
             return True
         for index, (slot, write) in enumerate(self._writing if record.record.is_written else ()):
             if slot is not None and slot.nbytes == record.record.padded_nbytes:
-                self._fetched[record] = _Fetched(slot, self._store.read(record.record, slot, after=[write]))
                 self._writing[index] = _Written(None, write)
+                read = self._store.read(record.record, slot, after=[write])
+                self._fetched[record] = _Fetched(slot, read, record.record.num_begun)
                 return True
         return False
 
-    def _fetch_now(self, record: StateRecord) -> _Fetched:
-        """Start reading a record; get the slot from whoever has one."""
-        self.num_late += record.record.is_written
-        while (slot := self._slots.take(record.record.padded_nbytes)) is None:
-            if self._fetched:
-                self._drop_fetched()
+    def _fetch_now(self, records: Sequence[Visitor]) -> "dict[Visitor, _Fetched]":
+        """Return slots for all records, with reads that were started; get them from whoever has some."""
+        while True:
+            for record in records:
+                if record in self._fetched and self._fetched[record].num_writes != record.record.num_begun:
+                    self._drop_fetched(record)
+            missing = [record for record in records if record not in self._fetched]
+            slots = self._slots.take_all([record.record.padded_nbytes for record in missing])
+            if slots is not None:
+                break
+            others = [record for record in self._fetched if record not in records]
+            if others:
+                self._drop_fetched(others[-1])
             elif self._writing:
                 self._finish_write()
-            else:
+            elif self._visited.difference(records):
                 self._changed.wait()  # for another thread's visit
-        return self._start_read(record, slot)
+            else:  # slots of our own lie in the way
+                self._drop_fetched(next(reversed(self._fetched)))
+        for record, slot in zip(missing, slots, strict=True):
+            self.num_late += record.record.is_written
+            self._fetched[record] = self._start_read(record, slot)
+        return {record: self._fetched.pop(record) for record in records}
 
-    def _start_read(self, record: StateRecord, slot: Buffer) -> _Fetched:
-        return _Fetched(slot, self._store.read(record.record, slot) if record.record.is_written else None)
+    def _start_read(self, record: Visitor, slot: Buffer) -> _Fetched:
+        read = self._store.read(record.record, slot) if record.record.is_written else None
+        return _Fetched(slot, read, record.record.num_begun)
 
-    def _drop_fetched(self) -> None:
-        """Give up the record that is expected last."""
-        record = next(reversed(self._fetched))
-        slot, read = self._fetched[record]
+    def _drop_fetched(self, record: Visitor) -> None:
+        """Give up what was read ahead."""
+        slot, read, _ = self._fetched[record]
         if read is not None:
             with suppress(StorageError):  # nobody needs these bytes
                 read.wait_host()
@@ -346,3 +337,7 @@ class StateVisits:
                 self._writing.popleft()
                 if slot is not None:
                     self._slots.give_back(slot)
+
+
+def _address(record: Visitor) -> int:
+    return record.window.address

@@ -6,10 +6,10 @@ from lightning_cxl.placement.placement import TensorRole
 
 ROLES_ON_SSD = frozenset({TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS})
 """Of these, what is part of `CPUAdam`'s state; full master weights are not. See `HostTensor.in_state`."""
-_FIELDS = frozenset(filter(None, map(field_of_role, ROLES_ON_SSD)))
+_FIELDS = frozenset(filter(None, map(field_of_role, {*ROLES_ON_SSD, TensorRole.COMPUTE_WEIGHTS})))
 _WHAT = (
-    "Only optimizer state of `CPUAdam` can lie there: momentum, variance, and what master weights have beyond bfloat16 "
-    'weights. Ask for it alone: {"optimizer_state": "ssd"}'
+    "Only optimizer state of `CPUAdam` (momentum, variance, and what master weights have beyond bfloat16 weights) and "
+    'weights of units that stream can lie there. Ask for these alone: {"optimizer_state": "ssd", "weights": "ssd"}'
 )
 
 
@@ -28,7 +28,7 @@ def check_field_on_ssd(field: str, source: str) -> None:
 
 
 def check_role_on_ssd(role: TensorRole, source: str) -> None:
-    """Refuse a role whose tensors cannot lie on the tier `ssd`.
+    """Refuse a role whose tensors cannot be made on the tier `ssd`; weights move there when their run begins.
 
     Args:
         role: of the tensor.

@@ -74,15 +74,20 @@ class Placer:
         if tier is None and spec is not None:
             tier = spec.for_role(role)
             source = source or f"tier({spec})"
-        if tier is not None and self.topology.tier(tier).kind is TierKind.SSD:
+            if tier is not None and self._is_ssd(tier) and role is TensorRole.COMPUTE_WEIGHTS:
+                tier = None  # they move there when their run begins
+        if tier is not None and self._is_ssd(tier):
             check_role_on_ssd(role, source or "the request")
             return Placement((tier,), reason=source or "asked for explicitly")  # no policy is asked: nothing spills
         request = PlacementRequest(role, nbytes, module, tier, source if tier is not None else "")
         placement = self.policy.place(request, _Free(self.topology, self._free))
         for name in placement.tiers:
-            if self.topology.tier(name).kind is TierKind.SSD:
+            if self._is_ssd(name):
                 raise UnsupportedError(
                     f"policy {type(self.policy).__name__} places {role.value} on tier {name!r}, and policies place in "
                     f"memory ({', '.join(self.topology.names)}). Ask for it by a rule or decorator for optimizer_state"
                 )
         return placement
+
+    def _is_ssd(self, tier: str) -> bool:
+        return self.topology.tier(tier).kind is TierKind.SSD

@@ -8,6 +8,7 @@ from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.tensors import HostTensor
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.placement.placer import Placer
+from lightning_cxl.ssd_options import SSD
 
 
 class Placements:
@@ -36,7 +37,7 @@ class Placements:
             owner: a parameter of the model; for inputs of a unit, the name of the unit.
             role: of the tensor.
             nbytes: its size.
-            in_state: see `HostTensor`; only such a tensor may be placed on the tier `ssd`.
+            in_state: see `HostTensor`; only such a tensor, or weights, may be placed on the tier `ssd`.
         """
         key = (owner if isinstance(owner, str) else id(owner), role, in_state)
         if key not in self._decided:
@@ -45,6 +46,8 @@ class Placements:
 
     def _decide(self, owner: Tensor | str, role: TensorRole, nbytes: int, in_state: bool) -> Placement:
         tier, source = self.asked.lookup(owner, role, in_state=in_state)
+        if tier == SSD and role is TensorRole.COMPUTE_WEIGHTS:
+            return Placement((tier,), reason=source)
         name = owner if isinstance(owner, str) else self.asked.names.get(id(owner), "")
         placement = self.placer.place(role, nbytes, tier=tier, source=source, module=name)
         if tier is None and source:

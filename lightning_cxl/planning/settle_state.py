@@ -1,10 +1,11 @@
-"""`settle_state`: which optimizer state lies on the tier `ssd`, settled in the inventory before any policy decides.
+"""`settle_state`: which state and weights lie on the tier `ssd`, settled in the inventory before any policy decides.
 
 What decorators and rules ask for is there already. Where memory cannot hold the rest, more state goes there: that of as
 many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the units whose
 state is in memory; then that of parameters outside of units, the largest first, but those that are larger than the
-largest unit last of all, because each of the slots in memory must hold the largest. State that someone asks another
-tier for stays. All who read the inventory afterwards see the same: policies, the check whether a run fits, `plan`, and
+largest unit last of all, because each of the slots in memory must hold the largest. Where that does not do, weights of
+streamed units go, evenly spread again: they are read twice in every micro-batch. What someone asks another tier for
+stays. All who read the inventory afterwards see the same: policies, the check whether a run fits, `plan`, and
 the run.
 """
 
@@ -16,7 +17,8 @@ from typing import NamedTuple
 from lightning_cxl.config import OnTierFull
 from lightning_cxl.errors import SpillWarning
 from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.records import PlannedRecord, group_state, slot_bytes, with_slots
+from lightning_cxl.inventory.records import PlannedRecord, group_state, slot_bytes, weight_records, with_slots
+from lightning_cxl.inventory.tensors import HostTensor
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.ssd_room import SsdRoom
 from lightning_cxl.ssd_options import SSD
@@ -29,10 +31,11 @@ NO_ROOM = "does not fit in memory"
 class _Movable(NamedTuple):
     units: Sequence[PlannedRecord]  # in the order of the model
     others: Sequence[PlannedRecord]  # the largest first
+    weights: Sequence[PlannedRecord]  # in the order of the model
 
 
 def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_full: OnTierFull) -> Inventory:
-    """Return the inventory with state on the tier `ssd` as it will be in the run.
+    """Return the inventory with state and weights on the tier `ssd` as they will be in the run.
 
     Args:
         inventory: with what decorators and rules ask for.
@@ -72,13 +75,18 @@ def _as_ssd_can_hold(inventory: Inventory, ssd: SsdRoom) -> Inventory:
     if not refused:
         return inventory
     warnings.warn(
-        f"optimizer state of {len(refused)} of {len(inventory.ssd_records)} records stays in memory "
+        f"{_what(refused)} of {len(refused)} of {len(inventory.ssd_records)} records stays in memory "
         f"({format_bytes(sum(record.nbytes for record in refused))}): tier `ssd` has "
         f"{format_bytes(ssd.capacity_bytes)}. Raise its budget, or set on_tier_full='error' to refuse instead.",
         SpillWarning,
         stacklevel=2,
     )
     return _placed(inventory, refused, None, "tier ssd is full")
+
+
+def _what(records: Sequence[PlannedRecord]) -> str:
+    found = {"weights" if record.is_weights else "optimizer state" for record in records}
+    return " and ".join(sorted(found))
 
 
 def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequence[PlannedRecord]:
@@ -99,17 +107,33 @@ def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequ
         names = [record.name for record in chosen]
         if sum(on_drives[name] for name in names) > room:
             continue
-        largest = max(slots_now, *(slots[name] for name in names))
+        if any(record.is_weights for record in there):  # state of a unit is updated together with its weights
+            largest = slot_bytes([*there, *chosen]) * inventory.copies_of(TensorRole.STAGING)
+        else:
+            largest = max(slots_now, *(slots[name] for name in names))
         left = without_slots - sum(state[name] for name in names) + largest
         if left < needed:
             best, needed = chosen, left
         if left <= memory_bytes * (1 - ssd.memory_left_free):
             break
+    if needed <= memory_bytes:
+        return best
+    state_there, copies = best, inventory.copies_of(TensorRole.STAGING)
+    for count in range(1, len(movable.weights) + 1):
+        chosen = [*state_there, *(movable.weights[index] for index in evenly_spread(count, len(movable.weights)))]
+        if sum(map(ssd.bytes_of, chosen)) > room:
+            break
+        moved = sum(each.nbytes for record in chosen for each in record.tensors)
+        left = without_slots - moved + slot_bytes([*there, *chosen]) * copies
+        if left < needed:
+            best, needed = chosen, left
+        if left <= memory_bytes:
+            break
     return best
 
 
 def _movable(inventory: Inventory) -> _Movable:
-    """Return the state that nobody asks a tier for and of whose record nothing lies on the tier `ssd` yet."""
+    """Return state and weights that nobody asks a tier for and of whose record nothing lies on the tier `ssd` yet."""
     taken = {record.name for record in inventory.ssd_records}
     parameters = {*inventory.asked.names.values()}
     order = {name: index for index, name in enumerate(dict.fromkeys(inventory.record_of.values()))}
@@ -117,12 +141,13 @@ def _movable(inventory: Inventory) -> _Movable:
     found = [record for record in free if record.name in order and record.name not in taken]
     units = [record for record in found if record.name not in parameters]
     others = [record for record in found if record.name in parameters]
-    return _Movable(sorted(units, key=lambda r: order[r.name]), sorted(others, key=lambda r: -r.nbytes))
+    weights = weight_records(inventory.tensors, lambda each: each.tier is None and inventory.may_leave_memory(each))
+    return _Movable(sorted(units, key=lambda r: order[r.name]), sorted(others, key=lambda r: -r.nbytes), weights)
 
 
 def _choices(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
-    """Yield what could go to the tier `ssd`, more and more of it; what makes the slots larger comes last."""
-    units, others = movable
+    """Yield state that could go to the tier `ssd`, more and more of it; what makes the slots larger comes last."""
+    units, others, _ = movable
     for count in range(1, len(units) + 1):
         yield [units[index] for index in evenly_spread(count, len(units))]
     largest = max((record.nbytes for record in units), default=0)
@@ -132,11 +157,17 @@ def _choices(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
 
 
 def _placed(inventory: Inventory, records: Sequence[PlannedRecord], tier: str | None, source: str) -> Inventory:
-    """Return the inventory with all state of some records on a tier, and slots for what is on `ssd` now."""
-    moved = {id(each.parameter) for record in records for each in record.tensors}
-    inventory.asked.place_state((p for p in inventory.model.parameters() if id(p) in moved), tier, source)
-    tensors = (
-        each._replace(tier=tier) if each.in_state and id(each.parameter) in moved else each
-        for each in inventory.tensors
-    )
+    """Return the inventory with all of some records on a tier, and slots for what is on `ssd` now."""
+    state = {id(each.parameter) for record in records if not record.is_weights for each in record.tensors}
+    pieces = {id(each.parameter) for record in records if record.is_weights for each in record.tensors}
+    inventory.asked.place_state((p for p in inventory.model.parameters() if id(p) in state), tier, source)
+    groups = [group for unit in inventory.streamed for group in unit.groups if id(group[0]) in pieces]
+    inventory.asked.place_weights((parameter for group in groups for parameter in group), tier, source)
+
+    def is_moved(each: HostTensor) -> bool:
+        if each.role is TensorRole.COMPUTE_WEIGHTS:
+            return bool(each.unit) and id(each.parameter) in pieces
+        return each.in_state and id(each.parameter) in state
+
+    tensors = (each._replace(tier=tier) if is_moved(each) else each for each in inventory.tensors)
     return replace(inventory, tensors=with_slots(tensors, inventory.record_of))

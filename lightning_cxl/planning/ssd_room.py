@@ -21,7 +21,7 @@ class SsdRoom:
     capacity_bytes: int
     """On all drives together."""
     versions: int = 1
-    """How often each record is on the drives."""
+    """How often each record of state is on the drives."""
     num_drives: int = 1
     """Over which each record is cut."""
     memory_left_free: float = 0.0
@@ -35,7 +35,8 @@ class SsdRoom:
 
     def bytes_of(self, record: PlannedRecord) -> int:
         """Return what a record takes on the drives, all versions together."""
-        return self.versions * round_up(record.nbytes, RECORD_ALIGNMENT * self.num_drives)
+        versions = 1 if record.is_weights else self.versions  # checkpoints copy weights
+        return versions * round_up(record.nbytes, RECORD_ALIGNMENT * self.num_drives)
 
     def check(self, records: Iterable[PlannedRecord]) -> None:
         """Refuse records that the tier cannot hold; see `check_bytes`."""

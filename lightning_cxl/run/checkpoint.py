@@ -144,9 +144,9 @@ def refer_to_ssd(
     Raises:
         StorageError: the state on SSD cannot be committed.
     """
+    if on_ssd is not None:
+        on_ssd.check()
     if on_ssd is None or not on_ssd.refers:
-        if on_ssd is not None:
-            on_ssd.visits.check()
         yield {**checkpoint, KEY: own}
         return
     states = ssd_checkpoint.refer(checkpoint["optimizer_states"], on_ssd.visits)

@@ -21,6 +21,7 @@ from lightning_cxl.planning.planned import PlannedBytes
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
+from lightning_cxl.streaming.homes import Home, InMemory
 
 _TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -52,7 +53,7 @@ class PlacedMemory:
         self._units = units
         self._keeps_in_place = False
         self.on_ssd: StateOnSsd | None = None
-        """Optimizer state that does not lie in memory."""
+        """Optimizer state and weights that do not lie in memory."""
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
@@ -103,7 +104,7 @@ class PlacedMemory:
         return self.memory.tensor((numel,), dtype, placement, role)
 
     def slots(self, nbytes: int) -> Buffer:
-        """Return page-aligned memory that state on SSD visits."""
+        """Return page-aligned memory that records visit."""
         placement = self.placements.place(SLOTS_OWNER, TensorRole.STAGING, nbytes)
         return self.memory.allocate(nbytes, placement, TensorRole.STAGING, alignment=BLOCK_BYTES)
 
@@ -156,14 +157,17 @@ class PlacedMemory:
                     where = self.placements.place(other, TensorRole.ACTIVATIONS, nbytes)
                     self._planned.add(TensorRole.ACTIVATIONS, nbytes, where)
 
-    def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
-        """Return memory for the weights of several parameters that belong on the same tier.
+    def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Home:
+        """Return a home for the weights of several parameters that belong on the same tier.
 
         Memory that earlier moves of weights have left is given back first: its stack is no longer in use.
         """
         self.memory.trim()
         placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
-        return self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
+        if placement.tiers[0] == SSD:
+            assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
+            return self.on_ssd.home(parameters[0])
+        return InMemory(self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS))
 
     def weights(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return memory for the weights of a parameter; None if they are where they belong."""

@@ -31,7 +31,7 @@ from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.optim.state_visits import NoVisits
+from lightning_cxl.optim.visits import NoVisits
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
 from lightning_cxl.run.host import Host
@@ -94,11 +94,11 @@ class Run:
         self.optimizers: list[Optimizer] = []
         self._placed.count_planned(inventory)
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
+            self.on_ssd = self._open_ssd(inventory, cleanup)
+            """Optimizer state and weights that do not lie in memory; None where all of it does."""
             self._residence = Residence(model, self._placed, engine, inventory.streamed)
             decision.asked.read(model)  # some modules make new parameters when they move
             cleanup.callback(self._residence.close)
-            self.on_ssd = self._open_ssd(inventory, cleanup)
-            """Optimizer state that does not lie in memory; None where all of it does."""
             units = self._residence.units
             activations = ActivationOffload(
                 engine,
@@ -154,7 +154,7 @@ class Run:
         if options is None or not records:
             return None
         budget_bytes = self._host.topology.tier(SSD).capacity_bytes
-        on_ssd = StateOnSsd(options, budget_bytes, records, self._placed.slots)
+        on_ssd = StateOnSsd(options, budget_bytes, records, self._placed.slots, self._host.engine)
         cleanup.callback(self._end, on_ssd.close)
         self._placed.on_ssd = on_ssd
         return on_ssd

@@ -28,13 +28,13 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.state_records import StateRecord
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage.folder import MANIFEST
 from lightning_cxl.storage.key import read_key
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.visitor import Visitor
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def _converted(states: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any
     ]
 
 
-def _reference(tensor: torch.Tensor, record: StateRecord) -> dict[str, Any]:
+def _reference(tensor: torch.Tensor, record: Visitor) -> dict[str, Any]:
     return {
         _REFERENCE: record.record.name,
         "offset": tensor.data_ptr() - record.window.address,

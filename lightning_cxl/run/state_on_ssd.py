@@ -1,4 +1,4 @@
-"""`StateOnSsd`: the optimizer state of a run that lies on SSD: its store, its slots, and the record of each tensor."""
+"""`StateOnSsd`: the optimizer state and the weights of a run that lie on SSD: store, slots, and each one's record."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -9,19 +9,21 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.inventory.records import PlannedRecord, slot_bytes
+from lightning_cxl.inventory.records import PlannedRecord, hop_slot_bytes, update_slot_bytes
 from lightning_cxl.machine.limits import host_limit_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
-from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.key import read_key
+from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.window import files_shown_at
+from lightning_cxl.streaming.hop import Hop, WeightRecord
+from lightning_cxl.transfer.engine import TransferEngine
 from lightning_cxl.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -31,13 +33,14 @@ _MOST_BYTES = 10  # of an element: two moments in float32, and the remainder
 
 
 class StateOnSsd:
-    """Gives tensors of records, all state of one parameter in one record.
+    """Gives tensors of records, all state of one parameter in one record, and homes for weights.
 
     Args:
         options: the user's.
         budget_bytes: of the drives together.
         planned: all of these records are made now, so that a full drive shows before training.
         allocate: gives the memory that records visit, page-aligned.
+        engine: copies weights to the device.
 
     Raises:
         ConfigError: the folders cannot be used, or hold the state of another model.
@@ -50,6 +53,7 @@ class StateOnSsd:
         budget_bytes: int,
         planned: Sequence[PlannedRecord],
         allocate: Callable[[int], Buffer],
+        engine: TransferEngine,
     ) -> None:
         self.folders = [str(path) for path in options.paths]
         self.refers = options.checkpoint == "reference"
@@ -59,18 +63,28 @@ class StateOnSsd:
         self._to_settle: int | None = None  # the generation that stays, where letting go of the others has failed
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
+        self._homes: dict[int, WeightRecord] = {}  # by id of the first parameter
+        self._num_updated_weights = 0
         self._num_added = 0
         self._pace = Pace()
         with ExitStack() as cleanup:
             key = None if options.key is None else read_key(options.key, options.paths)
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers, key=key)
             cleanup.callback(self.store.close)
-            self.visits = StateVisits(self.store, StateSlots(allocate, slot_bytes(planned)), self.make_room)
+            slots = HostSlots(allocate, update_slot_bytes(planned))
+            self.visits = StateVisits(self.store, slots, self.make_room)
             cleanup.callback(self.visits.close)
-            self.store.check_found({each.name: each.nbytes for each in planned})
+            self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned)), engine)
+            cleanup.callback(self._hop.close)
+            self.store.check_found({each.name: each.nbytes for each in planned if not each.is_weights})
             for each in planned:
-                record = self.visits.reserve(each.name, each.nbytes)
-                self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
+                if each.is_weights:
+                    home = self._homes[id(each.tensors[0].parameter)] = self._hop.reserve(each.name, each.nbytes)
+                    self.visits.include(home)
+                    self._num_updated_weights += each.is_updated
+                else:
+                    record = self.visits.reserve(each.name, each.nbytes)
+                    self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
             if key is not None and not self.refers:
                 _say_what_copies_take(sum(each.nbytes for each in planned))
             self._cleanup = cleanup.pop_all()
@@ -97,6 +111,18 @@ class StateOnSsd:
             given.clear()
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)
+
+    def home(self, first: torch.Tensor) -> WeightRecord:
+        """Return the home of weights that were planned, by the first parameter of their piece."""
+        return self._homes[id(first)]
+
+    def check(self) -> None:
+        """Compare checksums of what a checkpoint copies: weights, and state unless the checkpoint refers to it.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged a record.
+        """
+        self.visits.check(self._homes.values() if self.refers else None)
 
     def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse optimizers whose state this run would overwrite while it copies that state.
@@ -167,7 +193,7 @@ class StateOnSsd:
     def note_pace(self) -> None:
         """Measure what steps move, from one call to the next."""
         counts = {**self.store.stats(), "num_visits": self.visits.num_visits}
-        self._pace.note(counts, len(set(self._record_of.values())))
+        self._pace.note(counts, len(set(self._record_of.values())) + self._num_updated_weights)
 
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""

@@ -1,8 +1,8 @@
 """The generations that a store keeps, and the manifest that names them.
 
 [Note: Generations]
-With ``keeps=True`` each record has two versions. A version that a generation of the manifest names is committed and is
-never written: a write goes to the other one.
+With ``keeps=True`` each record has two versions, but those that shall not be kept. A version that a generation of the
+manifest names is committed and is never written: a write goes to the other one.
 
 1. `Store.commit` waits for all writes, syncs every drive, and replaces the manifest as a whole: new file, fsync,
    rename, fsync of the folder. The manifest then has two generations, the one before and the new one, and the caller
@@ -105,7 +105,7 @@ class Generations:
             StorageError: all are committed.
         """
         protecting = (*self.kept, *self._unsure)
-        entries = [generation.records.get(record.name) for generation in protecting]
+        entries = [generation.records.get(record.name) for generation in protecting] if record.keeps else []
         committed = {entry.version for entry in entries if entry is not None}
         for version in range(len(record.versions)):
             if version not in committed:

@@ -23,10 +23,14 @@ class Record:
         nbytes: that the user has.
         num_drives: how many parts it has.
         versions: offset of each version, on every drive.
+        keeps: whether it is part of generations.
     """
 
-    def __init__(self, name: str, nbytes: int, num_drives: int, versions: tuple[int, ...]) -> None:
+    def __init__(
+        self, name: str, nbytes: int, num_drives: int, versions: tuple[int, ...], *, keeps: bool = True
+    ) -> None:
         self.name = name
+        self.keeps = keeps
         self.nbytes = nbytes
         self.part_nbytes = part_nbytes(nbytes, num_drives)
         self.padded_nbytes = self.part_nbytes * num_drives
@@ -56,6 +60,12 @@ class Record:
         """Return what generations keep of it; None: it was never written."""
         return None if self.present is None else self.entries[self.present]
 
+    def begins(self, version: int, seal: str, write: StorageTransfer) -> None:
+        """Say that a write has begun; what a window shows in plain of an encrypted record is old from now on."""
+        self.num_begun, self.target, self.last_write, self.reads = self.num_begun + 1, (version, seal), write, []
+        if seal:
+            self.show()
+
     def becomes(self, entry: Entry | None) -> None:
         """Say that its bytes are those of `entry` from now on; None: it was never written."""
         self.present = self.target = None
@@ -66,8 +76,12 @@ class Record:
         self.show()
 
     def not_whole(self) -> StorageError:
-        """Return the error of whoever needs the bytes after a write that failed."""
-        return StorageError(f"record `{self.name}` is not whole: its last write failed. Write it again, or restore it")
+        """Return the error of whoever needs the bytes after a write that failed; it says why that did."""
+        cause = self.last_write.error if self.last_write is not None else None
+        message = f"record `{self.name}` is not whole, because its last write failed. Write it again, or restore it"
+        if not isinstance(cause, StorageError):
+            return StorageError(message)
+        return StorageError(f"{message}. What failed: {cause}", cause.path, cause.offset, cause.errno)
 
     def damaged(self, version: int, checksum: int, path: Path) -> StorageError:
         """Return the error of whoever has read other bytes than were written.

@@ -53,7 +53,7 @@ class Store:
         if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
         self._sealer = None if key is None else Sealer(key)
-        self._veil = None if key is None else Veil(budget_bytes)
+        self._veil = Veil(budget_bytes)
         self.is_encrypted = key is not None
         self._budget_bytes = budget_bytes
         self._keeps = keeps
@@ -74,20 +74,21 @@ class Store:
             self._end = HEAD_BYTES
             for nbytes, versions in self._generations.found_records.values():
                 self._end = max(self._end, max(versions) + part_nbytes(nbytes, len(self._drives)))
-            if self._veil is not None:
-                stack.callback(self._veil.close)
+            stack.callback(self._veil.close)
             self._engine = Engine(self._drives, chunk_bytes)
             stack.callback(self._engine.close)
             self._opened = stack.pop_all()
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, nbytes: int) -> Record:
+    def reserve(self, name: str, nbytes: int, *, keeps: bool = True) -> Record:
         """Take space for all versions of a record.
 
         Args:
             name: unique in this store.
             nbytes: at least 1.
+            keeps: whether it is part of generations, in a store that keeps some. Else it has one version, and nothing
+                of it is there after a crash.
 
         Raises:
             TierFullError: the budget has not that much left.
@@ -100,19 +101,18 @@ class Store:
                 raise ConfigError(f"there is a record `{name}` already: names of records are unique")
             if nbytes < 1:
                 raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
-            num_versions = 2 if self._keeps else 1
             part = part_nbytes(nbytes, len(self._drives))
-            total = part * len(self._drives) * num_versions
+            found = self._generations.found_versions(name, nbytes) if keeps else ()
+            versions = found or tuple(self._end + index * part for index in range(1 + (self._keeps and keeps)))
+            total = part * len(self._drives) * len(versions)
             self._check_budget(name, total)
-            found = self._generations.found_versions(name, nbytes)
-            versions = found or tuple(self._end + index * part for index in range(num_versions))
             end = max(versions) + part
             for drive in self._drives:
                 drive.grow(end)
             self._end = max(self._end, end)
             self._reserved_bytes += total
-            record = self._records[name] = Record(name, nbytes, len(self._drives), versions)
-            if self._restored is not None and name in self._restored.records:
+            record = self._records[name] = Record(name, nbytes, len(self._drives), versions, keeps=keeps)
+            if keeps and self._restored is not None and name in self._restored.records:
                 record.becomes(self._restored.records[name])
             return record
 
@@ -125,8 +125,7 @@ class Store:
         self._generations.check_found(records)
 
     def _check_budget(self, name: str, nbytes: int) -> None:
-        left = self._budget_bytes - self._reserved_bytes
-        if nbytes > left:
+        if nbytes > (left := self._budget_bytes - self._reserved_bytes):
             raise TierFullError(
                 f"cannot place {format_bytes(nbytes)} for `{name}` in `{self._places.home.path}`: {format_bytes(left)} "
                 f"of {format_bytes(self._budget_bytes)} free. Raise the budget, or place less there."
@@ -136,6 +135,7 @@ class Store:
         """Return the address range that shows what was written last; zeros where nothing was.
 
         With a key every byte is 0xFF until `look`, and again from the next `write` on.
+
         It takes no memory but the page cache. What a user writes there is gone after the next `write` and never
         reaches a drive. It stays valid after `close`. A drive that fails while someone reads ends the process (SIGBUS).
         """
@@ -143,7 +143,7 @@ class Store:
             if record.window is None:
                 self._check_open()
                 try:
-                    record.window = Window(self._drives, record.part_nbytes, self._veil)
+                    record.window = Window(self._drives, record.part_nbytes, self._veil if self.is_encrypted else None)
                     record.show()
                 except BaseException:
                     record.window = None
@@ -151,9 +151,7 @@ class Store:
             return record.window.buffer
 
     def look(self, record: Record) -> Buffer:
-        """Return the window of a record, which shows its bytes also where they are encrypted, and takes memory for it.
-
-        What a user wrote there before may be gone.
+        """Let a window show its bytes in memory if they are encrypted, and return it; what a user wrote may be gone.
 
         Raises:
             StorageError: as of `read`.
@@ -221,9 +219,7 @@ class Store:
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
             transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after, seal=seal)
-            record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
-            if self.is_encrypted:
-                record.show()  # what it shows is old from now on
+            record.begins(version, name, transfer)
             return transfer
 
     def _seal(self, record: Record, version: int, name: str) -> Seal | None:
@@ -260,11 +256,14 @@ class Store:
             details = json.loads(json.dumps(details))  # what cannot be kept is refused before anything is done
             self._generations.check_room()
             self._engine.wait()
-            for record in self._records.values():
+            for record in self._kept():
                 if not record.is_whole:
                     raise record.not_whole()
             self._sync_drives()
-            return self._generations.add(details, self._records.values())
+            return self._generations.add(details, self._kept())
+
+    def _kept(self) -> list[Record]:
+        return [record for record in self._records.values() if record.keeps]
 
     def _sync_drives(self) -> None:
         for drive in self._drives:
@@ -289,11 +288,11 @@ class Store:
         """
         with self._changes:
             self._check_open()
-            self._generations.keep_only(self._generations.get(generation), self._records.values())
+            self._generations.keep_only(self._generations.get(generation), self._kept())
 
     @property
     def found(self) -> dict[str, int]:
-        """Bytes of the records that an earlier run left in the folder, by name."""
+        """Bytes of the records that an earlier run left, by name."""
         return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}
 
     def generations(self) -> list[Generation]:
@@ -301,7 +300,7 @@ class Store:
         return list(self._generations.kept)
 
     def restore(self, generation: int) -> None:
-        """Make all records what they were in a generation, also those that are reserved later.
+        """Make all records that are kept what they were in a generation, also those that are reserved later.
 
         Raises:
             CheckpointError: there is no such generation, or it does not have one of the records.
@@ -309,7 +308,8 @@ class Store:
         with self._changes:
             self._check_open()
             chosen = self._generations.get(generation)
-            missing = [name for name in self._records if name not in chosen.records]
+            kept = self._kept()
+            missing = [record.name for record in kept if record.name not in chosen.records]
             if missing:
                 raise CheckpointError(
                     f"generation {generation} in `{self._places.home.path}` has no record `{missing[0]}`"
@@ -317,8 +317,8 @@ class Store:
             with contextlib.suppress(StorageError):  # a write that failed does not matter any more
                 self._engine.wait()
             with self._lock:
-                for name, record in self._records.items():
-                    record.becomes(chosen.records[name])
+                for record in kept:
+                    record.becomes(chosen.records[record.name])
             self._restored = chosen
 
     # -- all together --------------------------------------------------------------------------------------------------

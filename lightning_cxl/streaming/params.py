@@ -97,10 +97,10 @@ class ParamStreamer:
             unit.attach(listener)
 
     def stats(self) -> dict[str, int]:
-        """Return ``num_units``, ``host_bytes`` of their weights, ``slot_bytes`` on the device, and copies so far."""
+        """Return ``num_units``, ``host_bytes`` of their weights in memory, ``slot_bytes`` on the device, and copies."""
         return {
             "num_units": len(self._units),
-            "host_bytes": sum(unit.nbytes for unit in self._units),
+            "host_bytes": sum(unit.memory_bytes for unit in self._units),
             "slot_bytes": self._ring.nbytes,
             "num_fetches": self.num_fetches,
             "num_late": self.num_late,
@@ -131,7 +131,13 @@ class ParamStreamer:
                 self._next[self._latest] = visit
             self._latest = visit
         if slot is not None:
-            slot.wait()
+            try:
+                slot.wait()
+            except BaseException:
+                with self._lock:
+                    del self._entered[id(unit)]
+                unit.watch()
+                raise
             unit.enter(slot.memory)
         self.fetch_ahead()
 

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 import torch
 
+from lightning_cxl.streaming.hop import Fetch
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
@@ -24,22 +25,40 @@ class Slot:
 
         The copy waits only for device work that uses this memory. Other device work runs at the same time.
         """
-        before = (self._users, *self._transfers)  # these, if they have brought what was not needed
+        before = [self._users, *self.drop()]  # these, if they have brought what was not needed
         self.unit, self._versions = unit, versions
         self._transfers = [
-            self._engine.h2d(flat, self.memory[offset : offset + flat.numel()], after=before)
-            for offset, flat in unit.pieces
+            home.fetch(self._engine, flat, self.memory[offset : offset + flat.numel()], before)
+            for offset, flat, home in unit.pieces
         ]
         unit.readers = self._transfers
+
+    def drop(self) -> list[Transfer]:
+        """Let no copy be started that has not been yet; return those of the engine's."""
+        copies = []
+        for transfer in self._transfers:
+            if isinstance(transfer, Fetch):
+                transfer.drop()
+            else:
+                copies.append(transfer)
+        return copies
 
     def leave(self) -> None:
         """Note that all readers of the weights have been queued: the next copy into this slot starts after them."""
         self._users = self._engine.mark()
 
     def wait(self) -> None:
-        """Let device work queued from here on read the weights."""
-        for transfer in self._transfers:
-            transfer.wait()
+        """Let device work queued from here on read the weights.
+
+        Raises:
+            StorageError: they could not be read.
+        """
+        try:
+            for transfer in self._transfers:
+                transfer.wait()
+        except BaseException:
+            self.unit = None  # it has to be fetched again
+            raise
 
     def is_image_of(self, unit: UnitWeights) -> bool:
         """Whether this has, or gets, the weights of `unit` as they are now."""
@@ -80,6 +99,8 @@ class SlotRing:
 
     def clear(self) -> None:
         """Let go of the memory."""
+        for slot in self._slots:
+            slot.drop()
         self._slots.clear()
 
     def touch(self, slot: Slot) -> None:

@@ -2,31 +2,28 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
-from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.errors import StorageError, UnsupportedError
+from lightning_cxl.memory.host_tensors import laid_out_as
 from lightning_cxl.streaming.awaited import guard, unguard
+from lightning_cxl.streaming.homes import Home, InMemory
 from lightning_cxl.streaming.listener import Nobody, UnitListener
-from lightning_cxl.streaming.quantised import DATA, companions, is_quantised_later, show, tensors_of
-from lightning_cxl.streaming.units import NamedUnits
-from lightning_cxl.torch_private import storage_key
+from lightning_cxl.streaming.quantised import DATA, companions, show, tensors_of
 from lightning_cxl.transfer.engine import Transfer
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 
 
 class AllocateWeights(Protocol):
-    """Gives host memory that the policy placed for the weights of one piece."""
+    """Gives a home where the policy places the weights of one piece."""
 
-    def __call__(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Buffer:
-        """Return `nbytes` bytes."""
+    def __call__(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Home:
+        """Return a home of at least `nbytes` bytes."""
 
 
 class Place(NamedTuple):
@@ -34,10 +31,10 @@ class Place(NamedTuple):
 
     parameter: nn.Parameter
     offset: int
-    home: torch.Tensor  # on the host; its storage is its own, so that saving one parameter saves just that
+    home: torch.Tensor  # its storage is its own, so that saving one parameter saves just that
 
 
-class Quantised(NamedTuple):
+class Placed(NamedTuple):
     """Where a parameter and the tensors beside it lie, by key. See [Note: Quantised parameters]."""
 
     module: nn.Module
@@ -47,10 +44,11 @@ class Quantised(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Host memory of parameters that belong on the same tier: what one transfer moves."""
+    """Parameters that belong on the same tier: what one transfer moves."""
 
     offset: int
     flat: torch.Tensor
+    home: Home
 
 
 class UnitWeights:
@@ -73,7 +71,7 @@ class UnitWeights:
         self.nbytes = 0
         self.pieces: list[Piece] = []
         self.places: list[Place] = []
-        self._quantised: list[Quantised] = []
+        self._quantised: list[Placed] = []
         self._slot: torch.Tensor | None = None  # the device memory that the parameters show
         self.num_forwards = 0
         """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
@@ -90,24 +88,35 @@ class UnitWeights:
     @torch.no_grad()
     def _move(self, parameters: Sequence[nn.Parameter], allocate: AllocateWeights) -> None:
         module_of = owners_in(self.module)
-        memory = allocate(piece_nbytes(self.module, parameters), parameters)
-        end = 0
-        for parameter in parameters:
-            module = module_of[id(parameter)]
-            offsets: dict[str, int] = {}
-            homes: dict[str, torch.Tensor] = {}
-            for key, tensor in tensors_of(module, parameter).items():
-                flat = memory.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype)
-                homes[key] = laid_out_as(flat, tensor)
-                homes[key].copy_(tensor.detach())
-                offsets[key] = self.nbytes + end
-                end += _aligned_nbytes(tensor)
-            show(module, parameter, homes)
-            self.places.append(Place(parameter, offsets[DATA], homes[DATA]))
-            if companions(module, parameter):
-                self._quantised.append(Quantised(module, parameter, offsets, homes))
-        self.pieces.append(Piece(self.nbytes, memory.tensor((end,), torch.uint8)))
+        home = allocate(piece_nbytes(self.module, parameters), parameters)
+        moved: list[Placed] = []
+        with home.filling() as memory:
+            end = 0
+            for parameter in parameters:
+                each = Placed(module_of[id(parameter)], parameter, {}, {})
+                for key, tensor in tensors_of(each.module, parameter).items():
+                    new, each.homes[key] = (
+                        laid_out_as(place.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype), tensor)
+                        for place in (memory, home.buffer)
+                    )
+                    new.copy_(tensor.detach())
+                    each.offsets[key] = self.nbytes + end
+                    end += _aligned_nbytes(tensor)
+                if memory is home.buffer:
+                    show(*each[:2], each.homes)  # at once: what it leaves goes back
+                moved.append(each)
+        for each in moved:
+            show(*each[:2], each.homes)
+            self.places.append(Place(each.parameter, each.offsets[DATA], each.homes[DATA]))
+            if companions(each.module, each.parameter):
+                self._quantised.append(each)
+        self.pieces.append(Piece(self.nbytes, home.buffer.tensor((end,), torch.uint8), home))
         self.nbytes += end
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the homes that are in memory."""
+        return sum(flat.numel() for _, flat, home in self.pieces if isinstance(home, InMemory))
 
     def attach(self, listener: UnitListener) -> None:
         """Tell `listener` from now on when someone looks at the parameters through their modules."""
@@ -120,6 +129,8 @@ class UnitWeights:
             update: ends when the homes have been written; its error is raised where it is waited for.
         """
         self.wait()
+        for piece in self.pieces:
+            piece.home.update_begins()
         self._update = update
         self.watch()
 
@@ -137,6 +148,16 @@ class UnitWeights:
         finally:  # not earlier: until then nobody may take the weights for new
             self._update = None
 
+    def settle(self) -> None:
+        """Return when the homes have their new values and show them.
+
+        Raises:
+            StorageError: they could not be written.
+        """
+        self.wait()
+        for piece in self.pieces:
+            piece.home.settle()
+
     def watch(self) -> None:
         """Notice from now on when someone looks at the parameters through their modules."""
         for module in self.module.modules():
@@ -149,18 +170,21 @@ class UnitWeights:
 
     def _see(self) -> None:
         try:
-            self.wait()
+            self.settle()
         finally:
             self.unwatch()
             self.is_seen = True
             self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
         self._listener.someone_looks()
         self.wait_for_readers()  # what the device has still to compute, it computes with the weights of now
+        for piece in self.pieces:
+            piece.home.looked_at()
 
     def wait_for_readers(self) -> None:
         """Return when no copy of the homes is under way."""
         for transfer in self.readers:
-            transfer.wait_host()
+            with suppress(StorageError):  # for whoever uses the copy
+                transfer.wait_host()
 
     def versions(self) -> tuple[int, ...]:
         """Return what changes whenever someone writes to a parameter, or looks it up and so can write unnoticed."""
@@ -171,6 +195,9 @@ class UnitWeights:
         if not self.is_seen:
             return
         self.take_in()
+        if not self.is_updating():
+            for piece in self.pieces:
+                piece.home.looks_are_over()
         self.is_seen = False
         self.watch()
 
@@ -192,6 +219,7 @@ class UnitWeights:
                     "before the run, or set `stream_weights=False`"
                 )
             self.wait_for_readers()  # one may have been fetched ahead, which is old now
+            self.settle()
             parameter.data = home
             parameter.copy_(data)
 
@@ -279,56 +307,3 @@ def _aligned_nbytes(tensor: torch.Tensor) -> int:
 def _in_slot(slot: torch.Tensor, offset: int, home: torch.Tensor) -> torch.Tensor:
     flat = slot[offset : offset + home.nbytes].view(home.dtype)
     return flat.as_strided(home.shape, home.stride())
-
-
-def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Yield every unit with the parameters that can stream: its alone, dense, in plain memory of this host.
-
-    Others (tied to a module outside of the unit, lazy, not quantised yet, data of a tensor subclass, views of shared
-    storage) stay where they are. On the meta device, for planning, memory counts as this host's.
-    """
-    owners = _owners(model, units)
-    storages = _shared_storages(model)
-    for name, unit in units:
-        module_of = owners_in(unit)
-        own = [p for p in unit.parameters() if owners[id(p)] == {name} and not is_lazy(p) and not is_quantised_later(p)]
-        own = [p for p in own if all(map(_is_plain, tensors_of(module_of[id(p)], p).values()))]
-        chosen = [p for p in own if _storage_of(p) not in storages]
-        if chosen:
-            yield name, unit, chosen
-
-
-def _owners(model: nn.Module, units: NamedUnits) -> dict[int, set[str]]:
-    """Return the names of the units that use each parameter, by its id; ``""`` stands for the rest of the model."""
-    unit_of = {id(module): name for name, unit in units for module in unit.modules()}
-    owners: dict[int, set[str]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), ""))
-    return owners
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    plain = type(tensor.data) is torch.Tensor and tensor.device.type in ("cpu", "meta")
-    return plain and tensor.numel() > 0 and tensor.layout is torch.strided and is_dense(tensor)
-
-
-def _shared_storages(model: nn.Module) -> set[int]:
-    """Return the storages, as `_storage_of` tells them, that several tensors of the model lie in."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for tensor in _distinct([*model.parameters(), *model.buffers()]):
-        if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel():
-            storage = _storage_of(tensor)
-            (shared if storage in seen else seen).add(storage)
-    return shared
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """Return what tells storages apart: where their bytes are, for those without bytes torch's own object."""
-    storage = tensor.untyped_storage()
-    return storage_key(storage) if tensor.is_meta else storage.data_ptr()
-
-
-def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return iter({id(tensor): tensor for tensor in tensors}.values())

@@ -28,7 +28,7 @@ from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.precisions import Precisions
-from lightning_cxl.optim.state_visits import Visits
+from lightning_cxl.optim.visits import Visits
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.host_step import HostStep, StateMemory, evaluates_first
 from lightning_cxl.updates.torch_names import class_in_place_of

@@ -183,8 +183,7 @@ class UnitUpdates(WholeUpdates):
 
     def wait(self) -> None:
         """Return when every update is done and written back, e.g. before an optimizer's state is read."""
-        for unit in self._units:
-            unit.wait()
+        self._settle()
         wait([update for _, update in self._residents])  # an error is raised by the step
         self._masters.wait()
 
@@ -205,7 +204,7 @@ class UnitUpdates(WholeUpdates):
                 waits.callback(self._masters.wait)
                 waits.callback(self._raise_of_residents)
                 for unit in self._units:
-                    waits.callback(unit.wait)
+                    waits.callback(unit.settle)
         except Exception as error:
             if not after_error:
                 raise

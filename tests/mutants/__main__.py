@@ -18,17 +18,19 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutants import of_all_folders, of_copies, of_encryption, of_state_on_ssd, of_storage, of_updates
+from tests.mutants import (
+    of_all_folders,
+    of_copies,
+    of_encryption,
+    of_state_on_ssd,
+    of_storage,
+    of_updates,
+    of_weights_on_ssd,
+)
 from tests.mutants.mutant import Mutant
 
-MUTANTS = (
-    *of_copies.MUTANTS,
-    *of_storage.MUTANTS,
-    *of_encryption.MUTANTS,
-    *of_state_on_ssd.MUTANTS,
-    *of_updates.MUTANTS,
-    *of_all_folders.MUTANTS,
-)
+ON_SSD = of_storage.MUTANTS + of_encryption.MUTANTS + of_state_on_ssd.MUTANTS + of_weights_on_ssd.MUTANTS
+MUTANTS = of_copies.MUTANTS + ON_SSD + of_updates.MUTANTS + of_all_folders.MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180  # a mutant that hangs has been noticed, too
 HEAVY = ("torch", "lightning.pytorch", "transformers", "torch.utils.cpp_extension")

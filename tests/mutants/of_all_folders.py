@@ -190,14 +190,14 @@ MUTANTS = (
     Mutant(
         "a version that a checkpoint refers to takes room, too",
         "lightning_cxl/planning/ssd_room.py",
-        "return self.versions * round_up",
+        "return versions * round_up",
         "return round_up",
         T_SETTLE,
     ),
     Mutant(
         "copies of weights do not lie on drives",
         "lightning_cxl/inventory/asked.py",
-        "if tier == SSD and not in_state:",
+        "if tier == SSD and not (in_state or self.weights_may_leave(owner, role)):",
         "if False:",
         T_SETTLE,
     ),
@@ -211,7 +211,7 @@ MUTANTS = (
     Mutant(
         "a policy puts nothing on drives",
         "lightning_cxl/placement/placer.py",
-        "            if self.topology.tier(name).kind is TierKind.SSD:\n",
+        "            if self._is_ssd(name):\n",
         "            if self.topology.tier(name) is None:\n",
         ("tests/unit/placement/test_placer.py",),
     ),

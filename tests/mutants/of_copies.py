@@ -109,8 +109,8 @@ MUTANTS = (
     Mutant(
         "a copy into a slot waits for who reads it",
         _SLOTS,
-        "before = (self._users, *self._transfers)",
-        "before = tuple(self._transfers)",
+        "before = [self._users, *self.drop()]",
+        "before = self.drop()",
         T_PARAMS,
     ),
     Mutant(
@@ -200,7 +200,7 @@ MUTANTS = (
     Mutant(
         "who looks waits for an update",
         _UNITS,
-        "        try:\n            self.wait()\n        finally:\n            self.unwatch()",
+        "        try:\n            self.settle()\n        finally:\n            self.unwatch()",
         "        try:\n            pass\n        finally:\n            self.unwatch()",
         T_STEP,
     ),

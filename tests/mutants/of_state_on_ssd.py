@@ -19,7 +19,11 @@ T_BESIDE = ("tests/unit/run/test_ssd_checkpoint.py",)
 
 MUTANTS = (
     Mutant(
-        "the kernel works on the slot", _TABLE, "self._rows[start + field] = address + visit.distance", "pass", T_VISITS
+        "the kernel works on the slot",
+        _TABLE,
+        "self._rows[start + field] = self._visit.moved(self._rows[start + field])",
+        "pass",
+        T_VISITS,
     ),
     Mutant(
         "what a user wrote to state counts",
@@ -29,7 +33,7 @@ MUTANTS = (
         T_VISITS,
     ),
     Mutant("what a kernel codes counts", _EIGHT, "    torch.autograd.graph.increment_version", "    str", T_VISITS),
-    Mutant("new state is zero", _RECORDS, "            blank(visit.at_slot)\n", "            pass\n", T_VISITS),
+    Mutant("new state is zero", _RECORDS, "            blank(at_slot)\n", "            pass\n", T_VISITS),
     Mutant("state is zero once", _RECORDS, "        self.blanks.clear()\n", "", T_VISITS),
     Mutant(
         "who looks at state waits for writes",
@@ -48,16 +52,16 @@ MUTANTS = (
     Mutant(
         "a visit that fails gives its slot back",
         _VISITS,
-        "self._leave_slot(slot, read)\n\n    @",
-        "pass\n\n    @",
+        "                        self._slots.give_back(slot)\n                    else:",
+        "                        pass\n                    else:",
         T_VISITS,
     ),
     Mutant("a slot that is read into is kept", _VISITS, "if read is None or read.done():", "if True:", T_VISITS),
-    Mutant("a read waits for the write in its slot", _VISITS, "slot, after=[write]))", "slot))", T_VISITS),
+    Mutant("a read waits for the write in its slot", _VISITS, "slot, after=[write])", "slot)", T_VISITS),
     Mutant(
         "a slot is taken from what was read ahead",
         _VISITS,
-        "            if self._fetched:\n",
+        "            if others:\n",
         "            if False:\n",
         T_VISITS,
     ),
@@ -71,7 +75,7 @@ MUTANTS = (
     Mutant(
         "a record is visited by one thread at a time",
         _VISITS,
-        "            while record in self._visited:\n                self._changed.wait()\n",
+        "            while not self._visited.isdisjoint(records):\n                self._changed.wait()\n",
         "",
         T_VISITS,
     ),
@@ -84,8 +88,8 @@ MUTANTS = (
     Mutant(
         "state is checked before it is copied",
         _FILE,
-        "            on_ssd.visits.check()\n",
-        "            pass\n",
+        "        on_ssd.check()\n",
+        "        pass\n",
         T_RUN,
     ),
     Mutant(

@@ -11,8 +11,10 @@ from simulation.links import HostTraffic, Links
 from lightning_cxl.memory.host_tensors import mirror
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.homes import InMemory
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
+from lightning_cxl.streaming.streamable import streamable
+from lightning_cxl.streaming.unit_weights import UnitWeights
 from schedule.memory import LabelledMemory
 from schedule.model import Net
 
@@ -84,7 +86,7 @@ class Rig:
         self.model.timeline.trace = None
 
     def _allocate_weights(self, nbytes: int, parameters: Sequence[torch.nn.Parameter]):
-        return self._memory.allocate(nbytes, TensorRole.COMPUTE_WEIGHTS, self.unit_of[id(parameters[0])])
+        return InMemory(self._memory.allocate(nbytes, TensorRole.COMPUTE_WEIGHTS, self.unit_of[id(parameters[0])]))
 
     def _allocate_activation(self, nbytes: int, unit: str):
         return self._memory.allocate(nbytes, TensorRole.ACTIVATIONS, unit)

@@ -44,7 +44,7 @@ class Job:
     num_units: int = 1
     """Blocks that come and go one after the other."""
     num_records: int = 0
-    """Of state on the tier `ssd`, which come and go one after the other."""
+    """Of state and weights on the tier `ssd`, which come and go one after the other."""
     num_tokens: int = 0
     """Of one optimizer step."""
     forward_flops: float = 0.0
@@ -63,6 +63,11 @@ class Job:
     def ssd_written_bytes(self) -> float:
         """Bytes that a step writes to the tier `ssd`."""
         return sum(move.nbytes for each in self.classes for move in each.moves if move.kind == "ssd_write")
+
+    @property
+    def ssd_read_bytes(self) -> float:
+        """Bytes that a step reads from the tier `ssd`."""
+        return sum(move.nbytes for each in self.classes for move in each.moves if move.kind == "ssd_read")
 
     def without_ssd_moves(self) -> "Job":
         """Return the job as if drives took no time."""

@@ -70,14 +70,17 @@ def _classes(inventory: Inventory) -> tuple[MemoryClass, ...]:
     traffic = _traffic(inventory)
     of_class: dict[tuple[TensorRole, str | None], int] = {}
     of_role: dict[TensorRole, int] = {}
+    updated: dict[tuple[TensorRole, str | None], int] = {}
     for each in inventory.tensors:
         of_class[each.role, each.tier] = of_class.get((each.role, each.tier), 0) + each.nbytes
         of_role[each.role] = of_role.get(each.role, 0) + each.nbytes
+        updated[each.role, each.tier] = updated.get((each.role, each.tier), 0) + each.is_trained * each.nbytes
     classes = []
     for (role, tier), nbytes in of_class.items():
         part = nbytes / max(1, of_role[role])
         moves = tuple(m._replace(nbytes=m.nbytes * part) for m in engine_moves(role, of_role[role], traffic))
-        moves += ssd_moves(nbytes) if tier == SSD else ()
+        if tier == SSD:
+            moves += ssd_moves(role, nbytes, updated[role, tier], traffic.num_micro_batches)
         classes.append(MemoryClass(role=role, nbytes=nbytes * inventory.copies_of(role), tier=tier, moves=moves))
     return tuple(classes)
 

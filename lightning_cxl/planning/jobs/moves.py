@@ -67,6 +67,18 @@ def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move,
     return moved
 
 
-def ssd_moves(nbytes: int) -> tuple[Move, ...]:
-    """Return what the update moves of state on the tier `ssd`, beside what the CPUs read and write of it in memory."""
-    return Move("update", "ssd_read", float(nbytes)), Move("update", "ssd_write", float(nbytes))
+def ssd_moves(role: TensorRole, nbytes: int, updated_bytes: int, num_micro_batches: int) -> tuple[Move, ...]:
+    """Return what a step moves of a role on the tier `ssd`, beside what the CPUs read and write of it in memory.
+
+    Args:
+        role: of the class: weights are read for every forward and every backward, too.
+        nbytes: that lie there.
+        updated_bytes: of those, what the update reads and writes.
+        num_micro_batches: of the step.
+    """
+    updates = Move("update", "ssd_read", float(updated_bytes)), Move("update", "ssd_write", float(updated_bytes))
+    if role is not TensorRole.COMPUTE_WEIGHTS:
+        return updates
+    read = float(num_micro_batches * nbytes)
+    moves = (Move("forward", "ssd_read", read), Move("backward", "ssd_read", read), *updates)
+    return tuple(move for move in moves if move.nbytes)

@@ -26,7 +26,8 @@ read and written, the update takes, as such a pipeline::
     update = (R + U + V) / records + (1 - 1 / records) * max(R, U, V)
 
 where U is what it takes without that. Behind a backward or forward, reads and writes are two more resources of it, and
-the phase takes no less than either. What memory gives and takes for these transfers is left out.
+the phase takes no less than either. So are reads of weights that lie there, in every forward and backward. What memory
+gives and takes for these transfers is left out.
 
 The update is a phase of its own (`Overlap` "none"), or it shares the resources of the backward or of the next forward,
 except for one unit's part: the last unit's gradients are there only when the backward ends, and the first unit's

@@ -17,10 +17,10 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
-from lightning_cxl.optim.state_slots import StateSlots
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
 from tests.faulty_system import FaultySystem
@@ -45,7 +45,7 @@ class OnSsd:
         self.largest_bytes = 0
         self.allocated = 0
         self.store = Store([folder], budget_bytes=1 << 30, system=system, key=key)
-        self.visits = StateVisits(self.store, StateSlots(self.allocate, int(num_slots * 120_000)))
+        self.visits = StateVisits(self.store, HostSlots(self.allocate, int(num_slots * 120_000)))
         self.records = [self.visits.reserve(f"unit {index}", 200_000) for index in range(NUM_RECORDS)]
         self.optimizer = CPUAdam(parameters, allocate_state=self.flat, visits=self.visits, **options)
 
@@ -280,14 +280,55 @@ def test_a_visit_that_fails_changes_nothing(tmp_path) -> None:
     own.optimizer.step()
     before = state_of(own.optimizer)
     for _ in range(3):  # more often than there are slots
-        with pytest.raises(RuntimeError, match="in the middle"), own.visits.visit(own.records[0]) as visit:
-            visit.slot.tensor((1000,), torch.uint8).fill_(77)
+        with pytest.raises(RuntimeError, match="in the middle"), own.visits.visit([own.records[0]]) as visit:
+            visit.places[0][1].tensor((1000,), torch.uint8).fill_(77)
             raise RuntimeError("in the middle")
     after = state_of(own.optimizer)
     assert all(torch.equal(after[index][key], before[index][key]) for index in before for key in before[index])
     give_gradients(own.parameters, 1)
     own.optimizer.step()
     assert state_of(own.optimizer)[0]["step"] == 2
+    own.close()
+
+
+def test_a_record_that_is_visited_is_not_read_ahead(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=6)
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    record = own.records[0]
+    with own.visits.visit([record]) as visit:
+        own.store.wait()
+        num_reads = own.store.stats()["num_reads"]
+        own.visits.expect([record])
+        own.store.wait()
+        assert own.store.stats()["num_reads"] == num_reads
+        visit.places[0][1].tensor((1000,), torch.uint8).fill_(77)
+    with own.visits.visit([record]) as visit:
+        assert bool((visit.places[0][1].tensor((1000,), torch.uint8) == 77).all())
+    own.close()
+
+
+def test_visits_of_several_records_get_their_slots_together(tmp_path) -> None:
+    """There are slots for one visit at a time: visits that each wait for a part of the other's would wait for ever."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=3.5)
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    first, second, third = own.records
+    counted = {record: record.take(torch.int64, 1) for record in own.records}
+    for value in counted.values():
+        value.zero_()
+
+    def visit_often(records: list[StateRecord]) -> None:
+        for _ in range(60):
+            with own.visits.visit(records) as visit:
+                for record in records:
+                    visit.at_slot(counted[record]).add_(1)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(visit_often, [first, second]), threads.submit(visit_often, [third])]:
+            done.result(60)
+    own.visits.wait()
+    assert [int(counted[record]) for record in own.records] == [60, 60, 60]
     own.close()
 
 
@@ -298,13 +339,13 @@ def test_a_visit_takes_the_slot_of_what_was_read_ahead(tmp_path) -> None:
     own.optimizer.step()
     own.visits.wait()
     own.visits.expect([own.records[1]])
-    with own.visits.visit(own.records[0]) as visit:
-        assert visit.slot.nbytes == own.records[0].record.padded_nbytes
+    with own.visits.visit([own.records[0]]) as visit:
+        assert visit.places[0][1].nbytes == own.records[0].record.padded_nbytes
     own.close()
 
 
 def visit_and_add(visits: StateVisits, record: StateRecord, tensor: torch.Tensor, inside=None) -> None:
-    with visits.visit(record) as visit:
+    with visits.visit([record]) as visit:
         if inside is not None:
             inside()
         visit.at_slot(tensor).add_(1)
@@ -317,7 +358,7 @@ def test_what_is_visited_is_not_read_ahead(tmp_path) -> None:
     tensors = [own.optimizer.kept.of(own.parameters[index]).momentum.flat for index in (0, 2)]
     for _ in range(2):
         for record, tensor in zip((first, second), tensors, strict=True):
-            with own.visits.visit(record) as visit:
+            with own.visits.visit([record]) as visit:
                 visit.at_slot(tensor).fill_(0)
 
     def other_thread():
@@ -335,7 +376,7 @@ def test_what_is_visited_is_not_read_ahead(tmp_path) -> None:
 def test_two_threads_visit_one_record_one_after_the_other(tmp_path) -> None:
     own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9)
     tensor = own.optimizer.kept.of(own.parameters[0]).momentum.flat
-    with own.visits.visit(own.records[0]) as visit:
+    with own.visits.visit([own.records[0]]) as visit:
         visit.at_slot(tensor).fill_(0)
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda _: visit_and_add(own.visits, own.records[0], tensor), range(40)))
@@ -362,10 +403,10 @@ def test_a_slot_is_not_given_away_while_it_is_read_into(tmp_path, monkeypatch) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StorageTransfer, "wait_host", interrupted)
-    with pytest.raises(KeyboardInterrupt), own.visits.visit(own.records[0]):
+    with pytest.raises(KeyboardInterrupt), own.visits.visit([own.records[0]]):
         pass
-    with own.visits.visit(own.visits.reserve("new", 200_000)) as visit:
-        memory = visit.slot.tensor((visit.slot.nbytes,), torch.uint8).fill_(9)
+    with own.visits.visit([own.visits.reserve("new", 200_000)]) as visit:
+        memory = visit.places[0][1].tensor((200_000,), torch.uint8).fill_(9)
         time.sleep(0.2)
         assert memory.unique().tolist() == [9]
     own.close()
@@ -426,7 +467,7 @@ def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) ->
     own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9, system=system)
     system.fails = True
     for record in own.records[:2]:
-        with own.visits.visit(record):
+        with own.visits.visit([record]):
             pass
     with pytest.raises(StorageError, match="EIO"):
         own.visits.close()

@@ -123,3 +123,10 @@ def test_a_policy_that_names_the_tier_ssd_is_refused():
     placer = Placer(WITH_SSD, RecordingPolicy(Placement(("dram", "ssd"))), dict)
     with pytest.raises(UnsupportedError, match=r"RecordingPolicy places momentum.*in memory \(dram, cxl\)"):
         placer.place(TensorRole.MOMENTUM, 1)
+
+
+def test_a_decorated_module_is_made_in_memory_and_moves_to_the_tier_ssd_later():
+    policy = RecordingPolicy(Placement(("dram",)))
+    placed = Placer(WITH_SSD, policy, dict).place(TensorRole.COMPUTE_WEIGHTS, 1, spec=TierSpec(weights="ssd"))
+    assert placed.tiers == ("dram",)
+    assert policy.asked[0][0].tier is None

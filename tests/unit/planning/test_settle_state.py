@@ -15,7 +15,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import list_tensors
-from lightning_cxl.inventory.records import NUM_STATE_SLOTS, SLOTS_OWNER
+from lightning_cxl.inventory.records import NUM_HOP_SLOTS, NUM_UPDATE_SLOTS, SLOTS_OWNER
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
@@ -48,10 +48,20 @@ class Model(nn.Module):
 
 
 def listed(
-    widths=(64,) * 8, *, rules=None, streams=True, optimizer=AdamW, dtype=torch.bfloat16, vocabulary=64, **options
+    widths=(64,) * 8,
+    *,
+    rules=None,
+    streams=True,
+    optimizer=AdamW,
+    dtype=torch.bfloat16,
+    vocabulary=64,
+    frozen=(),
+    **options,
 ):
     with torch.device("meta"):
         model = Model(widths, vocabulary).to(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
     config = OffloadConfig(tier_rules=rules or {}, stream_weights=streams, **options)
     asked = AskedTiers(model, resolve(model.named_modules(), config.tier_rules, TOPOLOGY))
     load = Workload(batch=1, sequence=0)
@@ -62,8 +72,18 @@ def settled(inventory, memory_bytes, ssd=LARGE, on_tier_full="spill"):
     return settle_state(inventory, memory_bytes, ssd, on_tier_full)
 
 
+def settled_state_alone():
+    """Return the inventory with all state on the tier, and all weights asked for in memory."""
+    return settled(listed(rules={"": {"weights": "dram"}}), 0)
+
+
 def on_ssd(inventory):
-    return [record.name for record in inventory.ssd_records]
+    """Return the names of the records of state."""
+    return [record.name for record in inventory.ssd_records if not record.is_weights]
+
+
+def weights_on_ssd(inventory):
+    return [record.name for record in inventory.ssd_records if record.is_weights]
 
 
 def placements(inventory):
@@ -103,7 +123,18 @@ def test_as_many_whole_units_go_as_needed(widths, part, vocabulary, streams):
     rest = [each._replace(tier=None) for each in after.tensors if each.owner != SLOTS_OWNER]
     assert [each[1:] for each in rest] == [each[1:] for each in before.tensors]
     slots = sum(each.nbytes for each in after.tensors if each.owner == SLOTS_OWNER)
-    assert slots == NUM_STATE_SLOTS * max((record.nbytes for record in after.ssd_records), default=0)
+    assert slots == slots_of(after)
+    if weights_on_ssd(after):  # state goes first
+        assert moved >= {f"layers.{i}" for i in range(len(widths))}
+
+
+def slots_of(inventory):
+    """Three for what one unit updates, of weights and state; two for weights on their way to the device."""
+    sizes = {record.name: record.nbytes for record in inventory.ssd_records}
+    owners = {name.removesuffix(" weights") for name in sizes}
+    updates = max((sizes.get(name, 0) + sizes.get(f"{name} weights", 0) for name in owners), default=0)
+    weights = max((sizes[name] for name in weights_on_ssd(inventory)), default=0)
+    return NUM_UPDATE_SLOTS * updates + NUM_HOP_SLOTS * weights
 
 
 @given(count=st.integers(1, 60), more=st.integers(0, 60))
@@ -147,9 +178,9 @@ def test_what_makes_the_slots_larger_than_it_brings_stays():
     assert on_ssd(settled(listed(rules=rules), 0)) == []
 
 
-def test_only_state_goes_and_every_reader_is_told_so():
+def test_only_state_and_weights_go_and_every_reader_is_told_so():
     inventory = settled(listed(), 0)
-    assert {each.role for each in inventory.tensors if each.tier == "ssd"} == STATE_ROLES
+    assert {each.role for each in inventory.tensors if each.tier == "ssd"} == {*STATE_ROLES, TensorRole.COMPUTE_WEIGHTS}
     decision = placements(inventory)
     for each in inventory.tensors:
         tiers = decision.of(each).tiers
@@ -235,7 +266,7 @@ def test_what_is_asked_for_and_does_not_fit_stays_in_memory_or_is_refused():
 
 
 def test_no_more_goes_there_than_the_tier_holds():
-    record = settled(listed(), 0).ssd_records[1]
+    record = next(each for each in settled(listed(), 0).ssd_records if each.name == "layers.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         inventory = settled(listed(), 0, SsdRoom(4 * record.nbytes))
@@ -247,3 +278,53 @@ def test_a_record_is_cut_into_whole_blocks_of_every_drive():
     record = settled(listed(), 0).ssd_records[-1]
     assert record.nbytes == 4096
     assert SsdRoom(0, versions=2, num_drives=3).bytes_of(record) == 2 * 3 * 4096
+
+
+def test_weights_go_when_all_state_is_there_and_memory_is_still_too_small():
+    least_with_state = memory_bytes_of(settled_state_alone())
+    assert weights_on_ssd(settled(listed(), least_with_state)) == []
+    found = weights_on_ssd(settled(listed(), least_with_state - 1))
+    assert 0 < len(found) < 8
+    assert len(on_ssd(settled(listed(), least_with_state - 1))) == 11
+    assert weights_on_ssd(settled(listed(), 0)) == [f"layers.{i} weights" for i in range(8)]
+
+
+@pytest.mark.parametrize(("options", "why"), [({"streams": False}, "stream"), ({"optimizer": SGD}, "CPUAdam")])
+def test_weights_that_do_not_stream_or_that_another_optimizer_writes_stay_with_a_reason(options, why):
+    rules = {"": {"weights": "ssd"}}
+    inventory = listed(rules=rules, **options)
+    assert inventory.ssd_records == ()
+    assert weights_on_ssd(settled(listed(**options), 0)) == []
+    for each in inventory.tensors:
+        if each.role is TensorRole.COMPUTE_WEIGHTS:
+            placement = placements(inventory).of(each)
+            assert placement.tiers[0] != "ssd"
+            assert "asks for ssd, and only weights of units that stream" in placement.reason
+            assert why in placement.reason
+
+
+def test_frozen_weights_have_a_record_of_their_own_which_no_update_visits():
+    ssd = {"ssd": {"path": "/nvme/run"}}
+    inventory = listed(rules={"": {"weights": "ssd"}}, tiers=ssd, frozen=("up",))
+    sizes = {record.name: (record.nbytes, record.is_updated) for record in inventory.ssd_records}
+    assert len(sizes) == 16
+    frozen, trained = sizes["layers.3 frozen weights"], sizes["layers.3 weights"]
+    assert (frozen[1], trained[1]) == (False, True)
+    slots = inventory.bytes_of(TensorRole.STAGING) - listed().bytes_of(TensorRole.STAGING)
+    assert slots == NUM_UPDATE_SLOTS * trained[0] + NUM_HOP_SLOTS * max(frozen[0], trained[0])
+
+
+def test_weights_have_one_version_on_the_drives():
+    weights, *_, state = settled(listed(), 0).ssd_records
+    room = SsdRoom(1 << 40, versions=2)
+    assert (room.bytes_of(weights), room.bytes_of(state)) == (weights.nbytes, 2 * state.nbytes)
+
+
+def test_state_that_goes_there_beside_weights_makes_their_slots_larger():
+    rules = {"layers.*": {"weights": "ssd"}}
+    least = memory_bytes_of(settled(listed(rules=rules), 0))
+    everything = memory_bytes_of(listed(rules=rules))
+    for memory in range(least, everything, (everything - least) // 20):
+        inventory = settled(listed(rules=rules), memory)
+        assert memory_bytes_of(inventory) <= memory
+        assert sum(e.nbytes for e in inventory.tensors if e.owner == SLOTS_OWNER) == slots_of(inventory)

@@ -4,12 +4,13 @@ import os
 import pickle
 from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
+from lightning_cxl.inventory.records import PlannedRecord
+from lightning_cxl.inventory.tensors import HostTensor
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.checkpoint import save_file
 from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
@@ -18,6 +19,7 @@ from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import read_ssd_options
 from lightning_cxl.storage.folder import Folder
 from lightning_cxl.storage.store import Store
+from lightning_cxl.transfer.engine import HostEngine
 from tests.storage_cases import memory_of
 
 NBYTES = 1 << 16
@@ -35,12 +37,12 @@ class Run:
 
     def __init__(self, folder, planned=()):
         options = read_ssd_options({"path": str(folder / "ssd"), "budget": "64MiB", "checkpoint": "reference"})
-        self.state = StateOnSsd(options, 64 << 20, planned, memory_of)
+        self.state = StateOnSsd(options, 64 << 20, planned, memory_of, HostEngine())
         self.record = self.state.visits.reserve("record", NBYTES)
 
     def step(self, value):
-        with self.state.visits.visit(self.record) as visit:
-            visit.slot.tensor((visit.slot.nbytes,), torch.uint8).fill_(value)
+        with self.state.visits.visit([self.record]) as visit:
+            visit.places[0][1].tensor((self.record.record.padded_nbytes,), torch.uint8).fill_(value)
         self.state.visits.wait()
 
     def save(self, path, error_before=None, error_after=None):
@@ -145,7 +147,8 @@ def test_the_state_of_another_model_is_refused(begins, tmp_path):
     run.save(tmp_path / "a.ckpt")
     run.state.close()
     with pytest.raises(ConfigError, match="which has no record `other`"):
-        begins(planned=[SimpleNamespace(name="other", nbytes=NBYTES, tensors=())])
+        other = HostTensor(torch.empty(0), TensorRole.MOMENTUM, NBYTES, in_state=True)
+        begins(planned=[PlannedRecord("other", "other", (other,))])
 
 
 @pytest.mark.parametrize("saves", [False, True])

@@ -16,9 +16,11 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.homes import InMemory
 from lightning_cxl.streaming.listener import Nobody
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.unit_weights import UnitWeights, streamable
+from lightning_cxl.streaming.streamable import streamable
+from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
 from tests.cases import every_value
@@ -63,7 +65,7 @@ class Held:
 def allocate(nbytes, parameters):
     held = Held(nbytes)
     start = held.memory.data_ptr()
-    return Buffer(start + -start % 64, nbytes, (Span("dram", 0, 0, nbytes),), None, held)
+    return InMemory(Buffer(start + -start % 64, nbytes, (Span("dram", 0, 0, nbytes),), None, held))
 
 
 def make(depth=5):

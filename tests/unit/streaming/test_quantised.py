@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.streaming.unit_weights import UnitWeights, piece_nbytes, streamable
+from lightning_cxl.streaming.streamable import streamable
+from lightning_cxl.streaming.unit_weights import UnitWeights, piece_nbytes
 from tests.unit.streaming.test_params import allocate
 
 

@@ -1,0 +1,346 @@
+"""`Hop` and `WeightRecord`: weights on SSD go to the device through host slots.
+
+[Note: Weights on SSD]
+Weights of one unit that lie on SSD are one record (`WeightRecord`). Between visits its parameters show the record's
+window, so they can be read at any time like weights in memory. To the device::
+
+    read     a host slot is taken, and the record is read into it; started at once if there is room
+    copy     one thread waits for the read and starts the copy to the device: in the order in which both were asked for
+    free     the slot is free when the copy is done
+
+* Order. Copies are started in the order of their requests, all by one thread. One whose device memory is wanted for
+  something else is dropped first (`Fetch.drop`): either its copy has been started, and those started later come after
+  it, or it never will be.
+* An update reads and writes the record in a slot of its own ([Note: State on SSD]), when no copy is under way. What is
+  read afterwards is read behind the write.
+* Who writes to the parameters writes to private pages of the window; the kernel knows which pages these are, also after
+  writes through ``.data``. Then the window is copied instead of the record, here and by an update. The record gets
+  these bytes when the code that has looked at the parameters is over, and earlier where all that was looked at would
+  take more memory than the slots have. Whoever looks waits for copies and for the record's write: the end of a write
+  drops the private pages.
+* Errors of a read are raised where the copy is waited for; those of a write where someone looks, or at the end.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import torch
+
+from lightning_cxl.errors import StorageError, UnsupportedError
+from lightning_cxl.memory.host_tensors import copy_bytes
+from lightning_cxl.memory.private_pages import has_private_pages
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.record import Record
+from lightning_cxl.storage.slots import HostSlots
+from lightning_cxl.storage.store import Store
+from lightning_cxl.transfer.engine import Transfer, TransferEngine
+
+
+class WeightRecord:
+    """The weights of one unit as one record; a `Home`, and a `Visitor` of the slots of updates.
+
+    Args:
+        hop: brings them to the device.
+        record: has exactly one window, in which the parameters lie.
+        window: of the record.
+    """
+
+    def __init__(self, hop: "Hop", record: Record, window: Buffer) -> None:
+        self.record = record
+        self.window = self.buffer = window
+        self._hop = hop
+
+    @contextmanager
+    def filling(self) -> Iterator[Buffer]:
+        """Yield a slot, which becomes the record's bytes."""
+        with self._hop.writing(self.record) as slot:
+            yield slot
+
+    def fetch(
+        self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
+    ) -> "Fetch":
+        """Start reading, and copying then; see `Home.fetch`."""
+        return self._hop.fetch(self, destination, after)
+
+    def settle(self) -> None:
+        """Return when the window shows what was written last; see `Home.settle`."""
+        write = self.record.last_write
+        if write is not None:
+            write.wait_host()
+
+    def looked_at(self) -> None:
+        """See `Home.looked_at`."""
+        self._hop.looked_at(self)
+
+    def looks_are_over(self) -> None:
+        """Write what someone has written to the window."""
+        self._hop.write_back(self)
+
+    def update_begins(self) -> None:
+        """See `Home.update_begins`."""
+        self._hop.forget_looks(self)
+
+    def is_dirty(self) -> bool:
+        """Return whether someone has written to the window."""
+        return has_private_pages(self.window.address, self.window.nbytes)
+
+    def fill(self, slot: Buffer) -> None:
+        """Bring what someone has written to the window into a slot; see `Visitor.fill`."""
+        if self.is_dirty():
+            copy_bytes(self.window, slot)
+
+    def clean(self) -> None:
+        """Return at once: the kernel knows what is private."""
+
+
+class Fetch:
+    """One copy of a record to the device. See [Note: Weights on SSD].
+
+    Args:
+        home: what is copied.
+        destination: on the device.
+        after: device work that uses the destination.
+    """
+
+    def __init__(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> None:
+        self.home = home
+        self.slot: Buffer | None = None
+        self.read: StorageTransfer | None = None
+        self._destination: torch.Tensor | None = destination
+        self._after = after
+        self._copy: Transfer | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()  # held while the copy is started
+        self._is_dropped = False
+        self._is_started = threading.Event()
+
+    def wait(self) -> None:
+        """Let device work queued from here on run after the copy; blocks the host until the copy has been started.
+
+        Raises:
+            StorageError: the record could not be read.
+        """
+        self._wait_until_started()
+        assert self._copy is not None, "what was dropped is waited for"
+        self._copy.wait()
+
+    def wait_host(self) -> None:
+        """Block until the copy is done, or where it was dropped, until it is known not to be started.
+
+        Raises:
+            StorageError: the record could not be read.
+        """
+        self._wait_until_started()
+        if self._copy is not None:
+            self._copy.wait_host()
+
+    def done(self) -> bool:
+        """Return whether the copy is done or has failed."""
+        return self._is_started.is_set() and (self._copy is None or self._copy.done())
+
+    def drop(self) -> None:
+        """Let no copy be started from now on; one that has been started goes on."""
+        with self._lock:
+            self._is_dropped = True
+
+    def start(self, engine: TransferEngine) -> Transfer | None:
+        """Bring the bytes to the slot and start the copy; None where it was dropped. For the hop's thread."""
+        assert self.slot is not None
+        assert self.read is not None
+        self.read.wait_host()
+        if not self._is_dropped:
+            self.home.fill(self.slot)
+        with self._lock:
+            if not self._is_dropped and self._destination is not None:
+                source = self.slot.tensor((self._destination.numel(),), torch.uint8)
+                self._copy = engine.h2d(source, self._destination, after=self._after)
+        return self._copy
+
+    def end(self, error: BaseException | None) -> None:
+        """Let those go on that wait for the start. For the hop's thread."""
+        self._error = None if error is None else error.with_traceback(None)
+        self._destination, self._after, self.read, self.slot = None, [], None, None
+        self._is_started.set()
+
+    def _wait_until_started(self) -> None:
+        self._is_started.wait()
+        if self._error is not None:
+            raise self._error.anew() if isinstance(self._error, StorageError) else self._error
+
+
+class Hop:
+    """Brings records to the device, and writes what was written to their windows. See [Note: Weights on SSD].
+
+    Args:
+        store: has the records.
+        slots: host memory that records pass through.
+        engine: copies to the device.
+    """
+
+    def __init__(self, store: Store, slots: HostSlots, engine: TransferEngine) -> None:
+        self._store = store
+        self._slots = slots
+        self._engine = engine
+        self._changed = threading.Condition()  # guards the slots, and all below
+        self._waiting: deque[Fetch] = deque()  # for a slot, in order
+        self._copying: deque[tuple[Buffer, Transfer]] = deque()  # what keeps slots, in order
+        self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._looked_at: dict[WeightRecord, None] = {}
+
+    def reserve(self, name: str, nbytes: int) -> WeightRecord:
+        """Return a home with a record of its own, to be filled before anything else.
+
+        Raises:
+            TierFullError: the store's budget is used up.
+            StorageError: the drive has no room for it, or fails.
+            UnsupportedError: the store is encrypted, so that windows do not show weights.
+        """
+        if self._store.is_encrypted:
+            raise UnsupportedError("weights on tier `ssd` cannot be encrypted yet: keep them in memory, or use no key")
+        record = self._store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
+        return WeightRecord(self, record, self._store.window(record))
+
+    def fetch(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
+        """Start bringing a record to the device."""
+        fetch = Fetch(home, destination, after)
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="lightning_cxl hop", daemon=True)
+                self._thread.start()
+            while self._copying and self._copying[0][1].done():
+                self._slots.give_back(self._copying.popleft()[0])
+            self._waiting.append(fetch)
+            self._start_reads()
+            self._queue.put(fetch)
+        return fetch
+
+    @contextmanager
+    def writing(self, record: Record) -> Iterator[Buffer]:
+        """Return a region in which a slot is filled; afterwards the record has its bytes and its window shows them.
+
+        Raises:
+            StorageError: the write has failed.
+        """
+        slot = self._take(record.padded_nbytes)
+        try:
+            yield slot
+            self._store.write(record, slot).wait_host()
+        finally:
+            with self._changed:
+                self._slots.give_back(slot)
+                self._changed.notify_all()
+
+    def write_back(self, home: WeightRecord) -> None:
+        """Write what someone has written to a window, and drop the private pages. No one else writes to it meanwhile.
+
+        Raises:
+            StorageError: the write has failed.
+        """
+        self._looked_at.pop(home, None)
+        home.settle()  # the end of a write drops the private pages that it has in it
+        if home.is_dirty():
+            with self.writing(home.record) as slot:
+                copy_bytes(home.window, slot)
+
+    def looked_at(self, home: WeightRecord) -> None:
+        """Learn that someone may write to a window; write those that were looked at before, when they are large.
+
+        Raises:
+            StorageError: a write has failed.
+        """
+        if sum(each.window.nbytes for each in self._looked_at) > self._slots.cap_bytes:
+            for each in list(self._looked_at):
+                self.write_back(each)
+        self._looked_at[home] = None
+
+    def close(self) -> None:
+        """End the thread, and let go of the slots. Nobody asks for copies any more. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+        with self._changed:
+            self._free_all()
+        self._slots.close()
+
+    def forget_looks(self, home: WeightRecord) -> None:
+        """Learn that an update brings what someone has written to a window."""
+        self._looked_at.pop(home, None)
+
+    def _take(self, nbytes: int) -> Buffer:
+        """Return a slot for the calling thread, which waits for it behind those that wait already."""
+        with self._changed:
+            while self._waiting or (slot := self._slots.take(nbytes)) is None:
+                if self._waiting or not self._copying:
+                    self._changed.wait()
+                else:
+                    self._free_oldest()
+            return slot
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        self._engine.use_in_this_thread()
+        while (fetch := self._queue.get()) is not None:
+            self._run(fetch)
+            del fetch  # it would keep the device's memory until the next one
+
+    def _run(self, fetch: Fetch) -> None:
+        slot: Buffer | None = None
+        copy: Transfer | None = None
+        error: BaseException | None = None
+        try:
+            slot = self._slot_of(fetch)
+            copy = fetch.start(self._engine)
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            if copy is not None and slot is not None:
+                self._copying.append((slot, copy))
+            elif slot is not None:
+                self._slots.give_back(slot)
+            self._start_reads()
+            self._changed.notify_all()
+        fetch.end(error)
+
+    def _slot_of(self, fetch: Fetch) -> Buffer:
+        """Return the slot of the oldest request; wait for copies until there is one."""
+        with self._changed:
+            while fetch.slot is None:
+                self._start_reads()
+                if fetch.slot is None and self._copying:
+                    self._free_oldest()
+                elif fetch.slot is None:
+                    self._changed.wait()
+            return fetch.slot
+
+    # -- with the lock -----------------------------------------------------------------------------------------------
+
+    def _start_reads(self) -> None:
+        while self._waiting:
+            fetch = self._waiting[0]
+            record = fetch.home.record
+            slot = self._slots.take(record.padded_nbytes)
+            if slot is None:
+                return
+            self._waiting.popleft()
+            fetch.slot = slot
+            fetch.read = self._store.read(record, slot)
+
+    def _free_oldest(self) -> None:
+        """Wait for the oldest copy."""
+        if self._copying:
+            slot, copy = self._copying.popleft()
+            try:
+                copy.wait_host()
+            finally:
+                self._slots.give_back(slot)
+
+    def _free_all(self) -> None:
+        while self._copying:
+            self._free_oldest()

@@ -1,0 +1,314 @@
+"""Weights on SSD go through host slots: right bytes, in order, with a hard cap, and nothing of a user's is lost."""
+
+import threading
+
+import pytest
+import torch
+
+from lightning_cxl.errors import StorageError, UnsupportedError
+from lightning_cxl.memory.private_pages import has_private_pages
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.native._numa import Mapping
+from lightning_cxl.storage.slots import HostSlots
+from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.system import System
+from lightning_cxl.streaming.homes import InMemory
+from lightning_cxl.streaming.hop import Hop
+from lightning_cxl.streaming.slots import Slot
+from lightning_cxl.streaming.unit_weights import Piece
+from lightning_cxl.transfer.engine import HostEngine
+
+SIZES = [8192, 20_000, 4096, 12_288, 20_000]
+LARGEST = 20_480
+
+
+class Gate(System):
+    """Lets reads and writes wait until they are let through, or fail."""
+
+    def __init__(self):
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.fails = False
+
+    def _pass(self):
+        assert self.is_open.wait(20)
+        if self.fails:
+            raise OSError(5, "Input/output error")
+
+    def preadv(self, fd, views, offset):
+        self._pass()
+        return super().preadv(fd, views, offset)
+
+    def pwritev(self, fd, views, offset):
+        self._pass()
+        return super().pwritev(fd, views, offset)
+
+
+class Weights:
+    """Homes with known bytes, and a device that is the host."""
+
+    def __init__(self, folder, num_slots=2.0):
+        self.gate = Gate()
+        self.allocated = []
+        self.store = Store([folder], budget_bytes=1 << 30, system=self.gate)
+        self.hop = Hop(self.store, HostSlots(self.allocate, int(num_slots * LARGEST)), HostEngine())
+        self.homes = [self.hop.reserve(f"unit {index}", nbytes) for index, nbytes in enumerate(SIZES)]
+        self.values = []
+        for index, (home, nbytes) in enumerate(zip(self.homes, SIZES, strict=True)):
+            value = torch.full((nbytes,), index + 1, dtype=torch.uint8)
+            with home.filling() as slot:
+                slot.tensor((nbytes,), torch.uint8).copy_(value)
+            self.values.append(value)
+
+    def allocate(self, nbytes):
+        self.allocated.append(nbytes)
+        mapping = Mapping(nbytes)
+        return Buffer(mapping.address, nbytes, (), None, mapping)
+
+    def shown(self, index):
+        return self.homes[index].buffer.tensor((SIZES[index],), torch.uint8)
+
+    def fetch(self, index):
+        into = torch.zeros(SIZES[index], dtype=torch.uint8)
+        return into, self.homes[index].fetch(HostEngine(), self.shown(index), into, [])
+
+    def is_private(self, index):
+        window = self.homes[index].window
+        return has_private_pages(window.address, window.nbytes)
+
+    def close(self):
+        self.gate.is_open.set()
+        self.hop.close()
+        self.store.close()
+
+
+@pytest.fixture(params=[0.3, 1.0, 2.0, 8.0], ids=lambda number: f"{number} slots")
+def weights(tmp_path, request):
+    made = Weights(tmp_path, request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def two(tmp_path):
+    made = Weights(tmp_path)
+    yield made
+    made.close()
+
+
+def test_homes_show_what_they_were_filled_with_and_copies_have_it(weights):
+    copies = [(index, *weights.fetch(index)) for _ in range(4) for index in range(len(SIZES))]
+    for index, into, fetch in copies:
+        fetch.wait()
+        assert torch.equal(into, weights.values[index])
+        assert fetch.done()
+    for index, value in enumerate(weights.values):
+        assert torch.equal(weights.shown(index), value)
+        assert not weights.is_private(index)
+
+
+def test_slots_never_take_more_than_their_cap(tmp_path):
+    made = Weights(tmp_path, 2)
+    copies = [made.fetch(index) for _ in range(5) for index in range(len(SIZES))]
+    for _, fetch in copies:
+        fetch.wait_host()
+    assert made.allocated == [2 * LARGEST]
+    made.close()
+
+
+def test_what_was_dropped_writes_to_nothing(two):
+    two.gate.is_open.clear()
+    into, fetch = two.fetch(1)
+    fetch.drop()
+    into.fill_(99)
+    two.gate.is_open.set()
+    fetch.wait_host()
+    assert bool((into == 99).all())
+    into, fetch = two.fetch(1)
+    fetch.wait_host()
+    assert torch.equal(into, two.values[1])
+
+
+def test_whoever_drops_waits_for_a_copy_that_is_being_started(two, monkeypatch):
+    begun, goes_on = threading.Event(), threading.Event()
+    h2d = HostEngine.h2d
+
+    def slow(engine, source, destination, *, after=None):
+        begun.set()
+        assert goes_on.wait(20)
+        return h2d(engine, source, destination, after=after)
+
+    monkeypatch.setattr(HostEngine, "h2d", slow)
+    into, fetch = two.fetch(0)
+    assert begun.wait(20)
+    thread = threading.Thread(target=lambda: (fetch.drop(), into.fill_(99)))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    goes_on.set()
+    thread.join()
+    assert bool((into == 99).all())
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_what_a_user_writes_is_copied_and_then_written(two, unseen):
+    shown = two.shown(1)
+    (shown.data if unseen else shown)[7_000] = 200
+    assert two.is_private(1)
+    into, fetch = two.fetch(1)
+    fetch.wait_host()
+    assert into[7_000] == 200
+    two.homes[1].looks_are_over()
+    assert not two.is_private(1)
+    assert shown[7_000] == 200 and shown[7_001] == 2
+    into, fetch = two.fetch(1)
+    fetch.wait_host()
+    assert into[7_000] == 200
+
+
+def test_a_window_that_nobody_wrote_to_is_not_written(two):
+    before = two.store.stats()["written_bytes"]
+    float(two.shown(1).sum())
+    two.homes[1].looked_at()
+    two.homes[1].looks_are_over()
+    assert two.store.stats()["written_bytes"] == before
+
+
+def test_windows_that_are_written_one_after_the_other_keep_little_in_memory(two):
+    """As a checkpoint is loaded."""
+    for index in range(len(SIZES)):
+        two.homes[index].looked_at()
+        two.shown(index).add_(10)
+    assert sum(two.homes[index].window.nbytes for index in range(len(SIZES)) if two.is_private(index)) <= 3 * LARGEST
+    assert not two.is_private(0)
+    for index, value in enumerate(two.values):
+        assert torch.equal(two.shown(index), value + 10)
+
+
+def test_what_an_update_brings_is_not_written_back(two):
+    """An update has begun since the look: what the window shows is about to be old."""
+    two.homes[0].looked_at()
+    two.shown(0).fill_(77)
+    two.homes[0].update_begins()
+    before = two.store.stats()["written_bytes"]
+    for index in (1, 3, 4):
+        two.homes[index].looked_at()
+    two.homes[2].looked_at()
+    assert two.store.stats()["written_bytes"] == before
+    assert two.is_private(0)
+
+
+def test_settled_is_what_was_written_last(two):
+    two.gate.is_open.clear()
+    slot = two.allocate(LARGEST)
+    slot.tensor((SIZES[0],), torch.uint8).fill_(55)
+    two.store.write(two.homes[0].record, slot)
+    into, fetch = two.fetch(0)
+    settled = threading.Thread(target=two.homes[0].settle)
+    settled.start()
+    settled.join(0.05)
+    assert settled.is_alive() and not fetch.done()
+    two.gate.is_open.set()
+    settled.join()
+    assert bool((two.shown(0) == 55).all())
+    fetch.wait_host()
+    assert bool((into == 55).all())
+
+
+def test_an_error_is_told_to_whoever_waits_each_time_and_the_next_read_is_another_one(two):
+    two.gate.fails = True
+    _, fetch = two.fetch(0)
+    for wait in (fetch.wait, fetch.wait_host, fetch.wait):
+        with pytest.raises(StorageError, match="cannot read") as caught:
+            wait()
+        assert caught.value.errno == 5
+    assert fetch.done()
+    two.gate.fails = False
+    for _ in range(6):  # more often than there are slots
+        into, fetch = two.fetch(0)
+        fetch.wait()
+        assert torch.equal(into, two.values[0])
+
+
+def test_a_write_that_fails_gives_its_slot_back(two):
+    for _ in range(6):
+        two.shown(0).fill_(9)
+        two.gate.fails = True
+        with pytest.raises(StorageError, match="cannot write"):
+            two.homes[0].looks_are_over()
+        two.gate.fails = False
+        with two.homes[0].filling() as slot:
+            slot.tensor((SIZES[0],), torch.uint8).fill_(8)
+    assert bool((two.shown(0) == 8).all())
+
+
+def test_windows_outlive_everything(tmp_path):
+    made = Weights(tmp_path)
+    made.close()
+    made.hop.close()
+    for index, value in enumerate(made.values):
+        assert torch.equal(made.shown(index), value)
+        made.shown(index).add_(1)
+        assert torch.equal(made.shown(index), value + 1)
+
+
+class Unit:
+    """What a slot wants of a unit of one piece."""
+
+    def __init__(self, flat, home):
+        self.pieces = [Piece(0, flat, home)]
+        self.readers = ()
+
+    def versions(self):
+        return ()
+
+
+def test_a_late_copy_does_not_overwrite_the_next_unit(two):
+    two.gate.is_open.clear()
+    slot = Slot(HostEngine(), SIZES[1])
+    slot.fetch(Unit(two.shown(1), two.homes[1]), ())
+    other = torch.full((SIZES[1],), 99, dtype=torch.uint8)
+    slot.fetch(Unit(other, InMemory(two.allocate(4096))), ())
+    two.gate.is_open.set()
+    two.hop.close()
+    slot.wait()
+    assert torch.equal(slot.memory, other)
+
+
+def test_a_unit_that_could_not_be_read_is_fetched_again(two):
+    unit = Unit(two.shown(1), two.homes[1])
+    slot = Slot(HostEngine(), SIZES[1])
+    two.gate.fails = True
+    slot.fetch(unit, ())
+    assert slot.is_image_of(unit)
+    with pytest.raises(StorageError):
+        slot.wait()
+    assert not slot.is_image_of(unit)
+    two.gate.fails = False
+    slot.fetch(unit, ())
+    slot.wait()
+    assert torch.equal(slot.memory, two.values[1])
+
+
+def test_weights_are_not_encrypted_yet(tmp_path):
+    store = Store([tmp_path], budget_bytes=1 << 20, key=b"k" * 32)
+    with pytest.raises(UnsupportedError, match="cannot be encrypted yet"):
+        Hop(store, HostSlots(lambda nbytes: None, 4096), HostEngine()).reserve("unit", 4096)
+    store.close()
+
+
+def test_what_is_written_back_is_not_older_than_an_update(two):
+    """The window shows what a user wrote until the update's write is done, and that has all of it."""
+    two.homes[0].looked_at()
+    two.shown(0).fill_(5)
+    two.gate.is_open.clear()
+    slot = two.allocate(LARGEST)
+    slot.tensor((SIZES[0],), torch.uint8).fill_(55)
+    two.store.write(two.homes[0].record, slot)
+    over = threading.Thread(target=two.homes[0].looks_are_over)
+    over.start()
+    over.join(0.05)
+    two.gate.is_open.set()
+    over.join()
+    two.store.wait()
+    assert bool((two.shown(0) == 55).all())
