@@ -279,3 +279,9 @@ def test_the_key_is_shown_nowhere(tmp_path, caplog, capfd):
     for part in (KEY, KEY[:16], KEY[32:48], repr(KEY)[2:30].encode(), KEY.hex()[:32].encode()):
         assert part not in everything and part.upper() not in everything
     assert b"$SSD_KEY" in everything  # where it lies is shown
+
+
+def test_weights_are_refused_with_a_key(tmp_path):
+    rule = {"*": {"weights": "ssd", "optimizer_state": "ssd"}}
+    with pytest.raises(UnsupportedError, match="weights on tier `ssd` cannot be encrypted yet"):
+        fit(encrypted(tmp_path, tier_rules=rule, stream_weights=True), 1)
