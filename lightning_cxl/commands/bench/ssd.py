@@ -157,6 +157,10 @@ def show(results: Results, title: str, nbytes: int, turns: Turns) -> None:
         results.add(f"{title}: {name}: CPU time", processor, "s/GiB")
     print_columns(rows)
     results.at_least(f"{title}: {OURS} / {best}", timings.ratio(best, OURS), "x", GOAL)
+    if ENCRYPTED in timings.seconds:
+        ratio = timings.ratio(OURS, ENCRYPTED)
+        results.add(f"{title}: {ENCRYPTED} / {OURS}", ratio, "x")
+        print(f"  {ENCRYPTED} / {OURS}: {ratio:.2f} x")
     results.add(f"{title}: CPU time of other processes", timings.others_fraction, "of all")
     if timings.others_fraction > QUIET_FRACTION:
         print(f"  doubtful: other processes took {timings.others_fraction:.0%} of the CPU time meanwhile")

@@ -248,6 +248,8 @@ def test_all_contenders_are_shown_and_ours_is_judged_against_the_fastest_other(t
             own = {OURS, ENCRYPTED, ALONE, LOOP}
             assert own < names
             assert sorted(name.split(",")[0] for name in names - own) == ["fio io_uring", "fio libaio"]
+            encrypted = rows[f"{direction}, {title}: {ENCRYPTED} / {OURS}"]
+            assert encrypted["value"] > 0 and encrypted["goal"] is None  # it is shown, and not judged
     judged = [row for row in rows.values() if row["goal"] is not None]
     assert len(judged) == 4 and all(row["goal"] == ssd.GOAL for row in judged)
     shown = capsys.readouterr().out
