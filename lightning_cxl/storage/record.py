@@ -60,9 +60,8 @@ class Record:
         """Return what generations keep of it; None: it was never written."""
         return None if self.present is None else self.entries[self.present]
 
-    def begins(self, version: int, seal: str, write: StorageTransfer) -> None:
-        """Say that a write has begun; what a window shows in plain of an encrypted record is old from now on."""
-        self.num_begun, self.target, self.last_write, self.reads = self.num_begun + 1, (version, seal), write, []
+    def hide_old(self, seal: str) -> None:
+        """Say that a write with a seal begins: what the window shows of encrypted bytes is old from now on."""
         if seal:
             self.show()
 

@@ -176,7 +176,6 @@ class Store:
             target, write = record.target, record.num_begun
             if target is None:
                 raise StorageError(f"record `{record.name}` cannot be read: nothing was written to it")
-
             version, name = target
 
             def check(checksum: int) -> None:
@@ -218,8 +217,9 @@ class Store:
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
+            record.hide_old(name)
             transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after, seal=seal)
-            record.begins(version, name, transfer)
+            record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
             return transfer
 
     def _seal(self, record: Record, version: int, name: str) -> Seal | None:

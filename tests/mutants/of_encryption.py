@@ -70,7 +70,7 @@ MUTANTS = (
         "what is old is covered when a write begins",
         _RECORD,
         "        if seal:\n            self.show()\n",
-        "",
+        "        pass\n",
         T_STATE,
     ),
     # -- the key
