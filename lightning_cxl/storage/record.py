@@ -56,6 +56,11 @@ class Record:
         """Return what generations keep of it; None: it was never written."""
         return None if self.present is None else self.entries[self.present]
 
+    def hide_old(self, seal: str) -> None:
+        """Say that a write with a seal begins: what the window shows of encrypted bytes is old from now on."""
+        if seal:
+            self.show()
+
     def becomes(self, entry: Entry | None) -> None:
         """Say that its bytes are those of `entry` from now on; None: it was never written."""
         self.present = self.target = None

@@ -220,10 +220,9 @@ class Store:
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
+            record.hide_old(name)
             transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after, seal=seal)
             record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
-            if self.is_encrypted:
-                record.show()  # what it shows is old from now on
             return transfer
 
     def _seal(self, record: Record, version: int, name: str) -> Seal | None:

@@ -2,7 +2,6 @@
 
 from tests.mutants.mutant import Mutant
 
-_STORE = "lightning_cxl/storage/store.py"
 _RECORD = "lightning_cxl/storage/record.py"
 _WINDOW = "lightning_cxl/storage/window.py"
 _VEIL = "lightning_cxl/storage/veil.py"
@@ -69,9 +68,9 @@ MUTANTS = (
     ),
     Mutant(
         "what is old is covered when a write begins",
-        _STORE,
-        "            if self.is_encrypted:\n                record.show()",
-        "            if False:\n                record.show()",
+        _RECORD,
+        "        if seal:\n            self.show()\n",
+        "        pass\n",
         T_STATE,
     ),
     # -- the key
