@@ -181,6 +181,25 @@ def test_a_window_covered_after_a_write_shows_the_new_bytes_when_someone_looks_a
     store.close()
 
 
+def test_where_a_window_cannot_be_covered_nothing_is_written(tmp_path, monkeypatch):
+    """Memory that is written must not be given back while the write goes on."""
+    store = opened(tmp_path, keeps=False)
+    record = store.reserve("state", BLOCK)
+    contents = put(store, record, 1)
+    store.look(record)
+
+    def fail(*_):
+        raise StorageError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Veil, "cover", fail)
+        with pytest.raises(StorageError, match="no memory"):
+            put(store, record, 2)
+    store.wait()
+    assert get(store, record) == contents
+    store.close()
+
+
 @pytest.mark.parametrize("most_bytes", [1, 1 << 40], ids=["many pieces", "one piece"])
 def test_a_veil_covers_windows_of_every_size(most_bytes, monkeypatch):
     monkeypatch.setattr("lightning_cxl.storage.veil._LEAST_BYTES", 2 * BLOCK)
