@@ -180,11 +180,8 @@ class StateVisits:
             if each.read is not None:
                 each.read.wait_host()
 
-    def check(self, records: Iterable[Visitor] | None = None) -> None:
-        """Read what is written and compare checksums, before someone copies what windows show.
-
-        Args:
-            records: that are checked; None: all.
+    def check(self) -> None:
+        """Read state and compare checksums, before someone copies what windows show.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.
@@ -192,7 +189,7 @@ class StateVisits:
         if self._store.is_encrypted and records is None:  # what it shows has been checked, and lies in memory
             return self.look()
         self.wait()
-        for record in self._records if records is None else records:
+        for record in self._own:
             with self._entering([record]), self._in_slots([record]) as fetched:
                 self._wait_for(fetched)
 

@@ -71,10 +71,10 @@ class StateOnSsd:
             key = None if options.key is None else read_key(options.key, options.paths)
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers, key=key)
             cleanup.callback(self.store.close)
-            slots = HostSlots(allocate, update_slot_bytes(planned))
+            slots = HostSlots(allocate, update_slot_bytes(planned, len(options.paths)))
             self.visits = StateVisits(self.store, slots, self.make_room)
             cleanup.callback(self.visits.close)
-            self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned)), engine)
+            self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned, len(options.paths))), engine)
             cleanup.callback(self._hop.close)
             self.store.check_found({each.name: each.nbytes for each in planned if not each.is_weights})
             for each in planned:
@@ -122,7 +122,10 @@ class StateOnSsd:
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
-        self.visits.check(self._homes.values() if self.refers else None)
+        for home in self._homes.values():
+            self._hop.check(home)
+        if not self.refers:
+            self.visits.check()
 
     def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse optimizers whose state this run would overwrite while it copies that state.

@@ -226,14 +226,18 @@ class Hop:
         Raises:
             StorageError: the write has failed.
         """
-        slot = self._take(record.padded_nbytes)
-        try:
+        with self._slot(record) as slot:
             yield slot
             self._store.write(record, slot).wait_host()
-        finally:
-            with self._changed:
-                self._slots.give_back(slot)
-                self._changed.notify_all()
+
+    def check(self, home: WeightRecord) -> None:
+        """Read a record and compare its checksum, before someone copies what the window shows.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged the record.
+        """
+        with self._slot(home.record) as slot:
+            self._store.read(home.record, slot).wait_host()
 
     def write_back(self, home: WeightRecord) -> None:
         """Write what someone has written to a window, and drop the private pages. No one else writes to it meanwhile.
@@ -271,6 +275,17 @@ class Hop:
     def forget_looks(self, home: WeightRecord) -> None:
         """Learn that an update brings what someone has written to a window."""
         self._looked_at.pop(home, None)
+
+    @contextmanager
+    def _slot(self, record: Record) -> Iterator[Buffer]:
+        """Return a region in which the calling thread has a slot."""
+        slot = self._take(record.padded_nbytes)
+        try:
+            yield slot
+        finally:
+            with self._changed:
+                self._slots.give_back(slot)
+                self._changed.notify_all()
 
     def _take(self, nbytes: int) -> Buffer:
         """Return a slot for the calling thread, which waits for it behind those that wait already."""
