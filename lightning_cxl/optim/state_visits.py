@@ -186,7 +186,7 @@ class StateVisits:
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
-        if self._store.is_encrypted and records is None:  # what it shows has been checked, and lies in memory
+        if self._store.is_encrypted:  # what it shows has been checked, and lies in memory
             return self.look()
         self.wait()
         for record in self._own:
