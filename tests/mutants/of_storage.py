@@ -175,7 +175,13 @@ MUTANTS = (
         "False",
         T_STORE,
     ),
-    Mutant("restored records show in their windows", _RECORD, "        self.show()\n\n", "\n", T_STORE),
+    Mutant(
+        "restored records show in their windows",
+        _RECORD,
+        "self.num_begun\n        self.show()\n",
+        "self.num_begun\n",
+        T_STORE,
+    ),
     # -- whose what is
     Mutant("a folder is locked", _FOLDER, "            self._system.lock(self._lock_fd)\n", "", T_STORE),
     Mutant(
