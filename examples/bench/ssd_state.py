@@ -41,10 +41,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from own_memory import Growth
+from simulated_drive import SimulatedDrive
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_cxl
 from lightning_cxl.commands.measuring.results import Results, machine, print_columns
+from lightning_cxl.storage import store as storage
 
 WARM_UP = 2
 LENGTH = 64
@@ -80,13 +82,16 @@ def batches() -> Iterator[torch.Tensor]:
 
 
 class Job(LightningModule):
-    """Next-token loss of a model."""
+    """Next-token loss of a model; or, where only updates are measured, half the sum of its squared weights."""
 
-    def __init__(self, size: str) -> None:
+    def __init__(self, size: str, *, computes: bool = True) -> None:
         super().__init__()
         self.model = make_model(size)
+        self.computes = computes
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if not self.computes:
+            return torch.stack([each.square().sum() for each in self.model.parameters()]).float().sum() / 2
         return self.model(input_ids=batch, labels=batch).loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -119,7 +124,9 @@ def tell(**message: Any) -> None:
     print(json.dumps(message), flush=True)
 
 
-def fit(kind: str, state: str, size: str, steps: int, folder: Path, callbacks: Sequence[Callback]) -> dict[str, Any]:
+def fit(
+    kind: str, state: str, size: str, steps: int, folder: Path, callbacks: Sequence[Callback], *, computes: bool
+) -> dict[str, Any]:
     """Train; returns the strategy's report and the number of parameters."""
     options: dict[str, Any] = {"state": state}
     if kind == "ssd":
@@ -131,16 +138,16 @@ def fit(kind: str, state: str, size: str, steps: int, folder: Path, callbacks: S
         callbacks=[*callbacks], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    job = Job(size)
+    job = Job(size, computes=computes)
     trainer.fit(job)
     return {"report": strategy.report(), "num_parameters": sum(each.numel() for each in job.parameters())}
 
 
-def train(kind: str, state: str, size: str, steps: int, folder: Path) -> None:
-    fit(kind, state, "tiny", 2, folder, [])
+def train(kind: str, state: str, size: str, steps: int, folder: Path, *, computes: bool) -> None:
+    fit(kind, state, "tiny", 2, folder, [], computes=computes)
     growth = Growth()
     growth.start()
-    found = fit(kind, state, size, steps, folder, [Turns()])
+    found = fit(kind, state, size, steps, folder, [Turns()], computes=computes)
     tell(grown=growth.stop(), **found)
 
 
@@ -190,10 +197,14 @@ def move(state: str, size: str, steps: int, folder: Path) -> None:
 def child(options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     state = options.state[0]
+    if options.speed is not None:
+        drive = SimulatedDrive(options.speed * 1e9, keeps_bytes=options.child != "disk")
+        vars(storage)["System"] = lambda: drive
     if options.child == "disk":
         move(state, options.size, options.rounds + WARM_UP, options.folder)
     else:
-        train(options.child, state, options.size, options.rounds + WARM_UP, options.folder)
+        steps = options.rounds + WARM_UP
+        train(options.child, state, options.size, steps, options.folder, computes=options.speed is None)
 
 
 # -- the parent --------------------------------------------------------------------------------------------------------
@@ -204,6 +215,7 @@ class Process:
 
     def __init__(self, kind: str, state: str, options: argparse.Namespace, folder: Path) -> None:
         command = [sys.executable, "-W", "ignore", __file__, "--child", kind, "--state", state, "--size", options.size]
+        command += [] if options.speed is None else ["--speed", str(options.speed)]
         self.rounds: list[Row] = []
         self._errors = folder / f"{kind}.txt"
         with open(self._errors, "w") as errors:
@@ -321,6 +333,7 @@ def main() -> None:
     parser.add_argument("--state", nargs="+", choices=["fp32", "bf16", "8bit"], default=["fp32", "bf16", "8bit"])
     parser.add_argument("--rounds", type=int, default=7, help=f"that count, besides {WARM_UP} before them")
     parser.add_argument("--size", choices=list(SHAPES), default="200M")
+    parser.add_argument("--speed", type=float, help="GB/s of a simulated drive; FOLDER is then on a tmpfs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()

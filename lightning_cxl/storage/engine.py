@@ -34,7 +34,7 @@ from lightning_cxl.storage.cipher import Seal
 from lightning_cxl.storage.drive import Drive
 
 CHUNK_BYTES = 4 * 2**20
-_THREADS_PER_DRIVE = 8  # where others use the cores, up to 5 % faster than 4 with 8 MiB; see examples/bench/README.md
+_THREADS = 8  # of a drive for reads, and as many for writes; where others use the cores, up to 5 % faster than 4 with 8 MiB; see examples/bench/README.md
 _MAX_VIEWS = 1024  # IOV_MAX: most parts of memory in one system call
 
 Finish = Callable[[int], None]
@@ -116,7 +116,9 @@ class Engine:
         self._drives = drives
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
-        self._queues: list[SimpleQueue[tuple[StorageTransfer, _Chunk] | None]] = [SimpleQueue() for _ in drives]
+        self._queues: dict[tuple[int, bool], SimpleQueue[tuple[StorageTransfer, _Chunk] | None]] = {
+            (drive, writes): SimpleQueue() for drive in range(len(drives)) for writes in (False, True)
+        }
         self._threads: list[threading.Thread] = []
         self._open: dict[StorageTransfer, None] = {}  # in flight, or failed and nobody was told; in order
         self._closed = False
@@ -184,10 +186,10 @@ class Engine:
         return transfer
 
     def _start_threads(self) -> None:
-        for index in range(len(self._drives)):
-            for number in range(_THREADS_PER_DRIVE):
-                name = f"lightning_cxl storage {index}.{number}"
-                thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
+        for (drive, writes), queue in self._queues.items():
+            for number in range(_THREADS):
+                name = f"lightning_cxl storage {drive} {'writes' if writes else 'reads'} {number}"
+                thread = threading.Thread(target=self._work, args=(queue,), name=name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # with fewer threads a drive could have none, and its reads no end
@@ -222,10 +224,9 @@ class Engine:
             self._end(transfer)
         chunks, transfer._chunks = transfer._chunks, []
         for chunk in chunks:
-            self._queues[chunk.drive].put((transfer, chunk))
+            self._queues[chunk.drive, transfer._writes].put((transfer, chunk))
 
-    def _work(self, drive: int) -> None:
-        queue = self._queues[drive]
+    def _work(self, queue: "SimpleQueue[tuple[StorageTransfer, _Chunk] | None]") -> None:
         while (job := queue.get()) is not None:
             self._run(*job)
             del job  # it would keep a transfer until the next one
@@ -335,8 +336,8 @@ class Engine:
             for transfer in started:  # also where Ctrl-C has ended the wait: what follows others needs the threads
                 transfer._event.wait()
             threads, self._threads = self._threads, []
-            for queue in self._queues:
-                for _ in range(_THREADS_PER_DRIVE):
+            for queue in self._queues.values():
+                for _ in range(_THREADS):
                     queue.put(None)
             for thread in threads:
                 thread.join()
