@@ -1,9 +1,9 @@
 """Reads and writes that run beside the caller, several at a time on every drive.
 
 [Note: Transfers of storage]
-A transfer is many chunks: contiguous parts of one drive, each read or written by one call. Threads of the drive take
-chunks from its queue, so chunks of all drives and of several transfers are in flight together; Python runs meanwhile,
-because the system calls and the checksum release the GIL.
+A transfer is many chunks: contiguous parts of one drive, each read or written by one call. Each drive has a queue and
+threads for reads, and a queue and threads for writes: drives do both at once, so neither waits for the other. Python
+runs meanwhile, because the system calls and the checksum release the GIL.
 
 * Order. A transfer begins when those in its `after` are done, with or without an error. Others have no order.
 * Alive. The transfer holds the memory until it is done, and not longer: the thread that ends the last chunk drops all
@@ -34,10 +34,11 @@ from lightning_cxl.storage.cipher import Seal
 from lightning_cxl.storage.drive import Drive
 
 CHUNK_BYTES = 4 * 2**20
-_THREADS = 8  # of a drive for reads, and as many for writes; where others use the cores, up to 5 % faster than 4 with 8 MiB; see examples/bench/README.md
+_THREADS = 8  # where others use the cores, up to 5 % faster than 4 with 8 MiB; see examples/bench/README.md
 _MAX_VIEWS = 1024  # IOV_MAX: most parts of memory in one system call
 
 Finish = Callable[[int], None]
+_Queue = SimpleQueue["tuple[StorageTransfer, _Chunk] | None"]
 
 
 class Piece(NamedTuple):
@@ -116,9 +117,8 @@ class Engine:
         self._drives = drives
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
-        self._queues: dict[tuple[int, bool], SimpleQueue[tuple[StorageTransfer, _Chunk] | None]] = {
-            (drive, writes): SimpleQueue() for drive in range(len(drives)) for writes in (False, True)
-        }
+        self._queues: dict[tuple[int, bool], _Queue] = {(drive, False): SimpleQueue() for drive in range(len(drives))}
+        self._queues |= {(drive, True): SimpleQueue() for drive in range(len(drives))}  # of writes
         self._threads: list[threading.Thread] = []
         self._open: dict[StorageTransfer, None] = {}  # in flight, or failed and nobody was told; in order
         self._closed = False
@@ -226,7 +226,7 @@ class Engine:
         for chunk in chunks:
             self._queues[chunk.drive, transfer._writes].put((transfer, chunk))
 
-    def _work(self, queue: "SimpleQueue[tuple[StorageTransfer, _Chunk] | None]") -> None:
+    def _work(self, queue: _Queue) -> None:
         while (job := queue.get()) is not None:
             self._run(*job)
             del job  # it would keep a transfer until the next one
