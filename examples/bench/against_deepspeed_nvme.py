@@ -4,8 +4,8 @@ The job of `examples/bench/ssd_state.py` (a Llama of 206 M parameters in bfloat1
 sequence of 64, the CPU as accelerator). Every contender is a process of its own; they run one after the other, in a new
 random order each round. A tiny run comes first in each, so that what libraries take at their first use does not count.
 
-*Grown* is what the process grew by at the peak: anonymous memory (`RssAnon`, sampled every 2 ms) in bytes per parameter.
-*High water* is the kernel's own peak of all resident memory (`VmHWM`), less what was resident before.
+*Grown* is what the process grew by at the peak: anonymous memory (`RssAnon`, sampled every 2 ms), in bytes per
+parameter. *High water* is the kernel's own peak of all resident memory (`VmHWM`), less what was resident before.
 
 * in memory: all state in memory; in every mode of ours the losses must be equal bit for bit.
 * ssd: optimizer state on the drive.
@@ -15,14 +15,14 @@ random order each round. A tiny run comes first in each, so that what libraries 
 * zero-3 cpu: DeepSpeed's ZeRO-3 with optimizer and parameters in memory.
 * zero-3 nvme: the optimizer on the drive, with DeepSpeed's defaults.
 * zero-3 nvme, small: the same, with buckets and groups as small as a block or a matrix of this model.
-* zero-infinity, small: the same, and the parameters on the drive. Its default, five buffers of 1e8 elements, does not run:
-  a block has nine parameters.
+* zero-infinity, small: the same, and the parameters on the drive. DeepSpeed's default, five buffers of 1e8 elements
+  each, does not run with this model: "Not enough buffers 0 for swapping 1".
 
 DeepSpeed compiles two extensions at their first use: it needs a C++ compiler, `ninja` and libaio with its headers.
 Install it in an environment of its own, with this package: `DS_ACCELERATOR=cpu pip install --no-build-isolation
 deepspeed ninja`.
 
-    python examples/bench/against_deepspeed_nvme.py --folder DIR [--rounds 3] [--steps 4] [--only NAME ...] [--json FILE]
+    python examples/bench/against_deepspeed_nvme.py --folder DIR [--rounds 3] [--steps 4] [--only NAME ...]
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A drive of a chosen speed: reads and writes of storage end when such a drive would end them, and take no CPU time.
 
-The drive reads and writes at the same time, each at its speed, which all requests of one direction share: a request ends
-when all bytes that were asked for before it, and its own, have passed. Its file lies on a tmpfs (``/dev/shm``), so it
-takes as much memory as it has bytes.
+The drive reads and writes at the same time, each at its speed, which all requests of one direction share: a request
+ends when all bytes that were asked for before it, and its own, have passed. Its file lies on a tmpfs (``/dev/shm``), so
+it takes as much memory as it has bytes.
 
 No byte is copied. A read shows the file's own pages at the addresses that it was asked to fill, so that an update works
 on them, and the write that follows finds its bytes where they belong. What the run computes is real: records,

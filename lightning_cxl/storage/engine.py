@@ -2,8 +2,7 @@
 
 [Note: Transfers of storage]
 A transfer is many chunks: contiguous parts of one drive, each read or written by one call. Each drive has a queue and
-threads for reads, and a queue and threads for writes: drives do both at once, so neither waits for the other. Python
-runs meanwhile, because the system calls and the checksum release the GIL.
+threads for reads, and others for writes: drives do both at once. System calls and checksums release the GIL.
 
 * Order. A transfer begins when those in its `after` are done, with or without an error. Others have no order.
 * Alive. The transfer holds the memory until it is done, and not longer: the thread that ends the last chunk drops all
@@ -117,8 +116,8 @@ class Engine:
         self._drives = drives
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
-        self._queues: dict[tuple[int, bool], _Queue] = {(drive, False): SimpleQueue() for drive in range(len(drives))}
-        self._queues |= {(drive, True): SimpleQueue() for drive in range(len(drives))}  # of writes
+        kinds = [(drive, writes) for drive in range(len(drives)) for writes in (False, True)]
+        self._queues: dict[tuple[int, bool], _Queue] = {kind: SimpleQueue() for kind in kinds}
         self._threads: list[threading.Thread] = []
         self._open: dict[StorageTransfer, None] = {}  # in flight, or failed and nobody was told; in order
         self._closed = False
