@@ -89,6 +89,13 @@ MUTANTS = (
         "or False",
         T_ENGINE,
     ),
+    Mutant(
+        "reads do not wait for writes of a drive",
+        _ENGINE,
+        "self._queues[chunk.drive, transfer._writes]",
+        "self._queues[chunk.drive, False]",
+        (f"{T_ENGINE[0]}::test_a_read_does_not_wait_for_writes_of_the_same_drive",),
+    ),
     Mutant("one call takes at most 1024 parts", _ENGINE, "or len(last.views) == _MAX_VIEWS", "or False", T_ENGINE),
     Mutant(
         "a short transfer goes on where it stopped",
