@@ -183,7 +183,7 @@ class StateVisits:
                 each.read.wait_host()
 
     def check(self) -> None:
-        """Read state that is written and compare checksums, before someone copies what windows show.
+        """Read state and compare checksums, before someone copies what windows show.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.

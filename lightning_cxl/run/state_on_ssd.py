@@ -66,10 +66,10 @@ class StateOnSsd:
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-            slots = HostSlots(allocate, update_slot_bytes(planned))
+            slots = HostSlots(allocate, update_slot_bytes(planned, len(options.paths)))
             self.visits = StateVisits(self.store, slots, self.make_room)
             cleanup.callback(self.visits.close)
-            self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned)), engine)
+            self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned, len(options.paths))), engine)
             cleanup.callback(self._hop.close)
             self.store.check_found({each.name: each.nbytes for each in planned if not each.is_weights})
             for each in planned:
@@ -116,7 +116,7 @@ class StateOnSsd:
             StorageError: a drive has failed, or has damaged a record.
         """
         for home in self._homes.values():
-            self._hop.check(home.record)
+            self._hop.check(home)
         if not self.refers:
             self.visits.check()
 

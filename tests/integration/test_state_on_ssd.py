@@ -66,6 +66,7 @@ def test_training_is_that_of_state_in_memory(tmp_path, state, dtype, overlap):
 # -- checkpoints that refer to the state ------------------------------------------------------------------------------
 
 REFERENCE = {"ssd": {"checkpoint": "reference"}}
+WEIGHTS = {"tier_rules": {"*": {"weights": "ssd"}}, "stream_weights": True}
 
 
 class Sequential(LlamaTask):
@@ -403,10 +404,15 @@ class DamagesTheDrive(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def test_damaged_state_is_not_copied_into_a_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{}, WEIGHTS, {**WEIGHTS, **REFERENCE}],
+    ids=["state", "weights", "weights beside state that is referred to"],
+)
+def test_what_is_damaged_is_not_copied_into_a_checkpoint(tmp_path, options):
     callback = DamagesTheDrive(tmp_path / "ssd", tmp_path / "it.ckpt")
     with pytest.raises(StorageError, match="is damaged"):
-        fit(on_ssd(tmp_path / "ssd"), 2, callbacks=[callback])
+        fit(on_ssd(tmp_path / "ssd", **options), 2, callbacks=[callback])
     assert not (tmp_path / "it.ckpt").exists()
 
 

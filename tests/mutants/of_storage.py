@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "a transfer that failed is kept until someone is told",
         _ENGINE,
-        "            if transfer._error is None:\n                del self._open[transfer]\n",
+        "            if transfer.error is None:\n                del self._open[transfer]\n",
         "            del self._open[transfer]\n",
         (*T_FAULTS, *T_ENGINE),
     ),
@@ -208,7 +208,13 @@ MUTANTS = (
         "        if True:\n",
         T_STORE,
     ),
-    Mutant("the budget holds", _STORE, "        if nbytes > left:\n", "        if False:\n", T_STORE),
+    Mutant(
+        "the budget holds",
+        _STORE,
+        "        if nbytes > (left := self._budget_bytes - self._reserved_bytes):\n",
+        "        if left := 0:\n",
+        T_STORE,
+    ),
     # -- encryption
     Mutant("each write has its own tweak", _CIPHER, "        self._num_writes += 1\n", "", T_CIPHER),
     Mutant("each place has its own tweak", _CIPHER, "drive << 48 | block", "block", T_CIPHER),

@@ -10,11 +10,10 @@ _UNIT = "lightning_cxl/streaming/unit_weights.py"
 _VISITS = "lightning_cxl/optim/state_visits.py"
 _ADAM = "lightning_cxl/optim/adam_step.py"
 _STORE = "lightning_cxl/storage/store.py"
-_ON_SSD = "lightning_cxl/run/state_on_ssd.py"
 _CPU_ADAM = "lightning_cxl/optim/cpu_adam.py"
+_ENGINE = "lightning_cxl/storage/engine.py"
 _RECORDS = "lightning_cxl/inventory/records.py"
 T_HOP = ("tests/unit/streaming/test_hop.py",)
-T_VISITS = ("tests/unit/optim/test_state_visits.py",)
 _RUN = "tests/integration/test_weights_on_ssd.py"
 T_WAYS = (f"{_RUN}::test_every_way_to_train_gives_the_same",)
 T_FAULTS = (f"{_RUN}::test_a_drive_that_fails_ends_the_run_with_its_error",)
@@ -22,12 +21,13 @@ T_LOOKS = (f"{_RUN}::test_whoever_looks_between_steps_sees_the_weights_of_now",)
 T_WRITES = (f"{_RUN}::test_what_a_user_writes_between_steps_counts",)
 T_FROZEN = (f"{_RUN}::test_what_a_user_wrote_to_frozen_weights_is_written_once",)
 T_MOVED = (f"{_RUN}::test_weights_are_read_for_forward_backward_and_update_and_written_once",)
-T_RESUMED = (f"{_RUN}::test_a_run_resumes_exactly",)
 T_HOOKS = (f"{_RUN}::test_what_hooks_of_a_step_see_and_write_counts",)
 T_OPTIMIZER = (f"{_RUN}::test_whoever_looks_through_the_optimizer_sees_the_weights_of_now",)
 T_EARLIER = (f"{_RUN}::test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved",)
-T_CHECKED = (f"{_RUN}::test_damaged_weights_are_not_saved",)
 T_STORE = ("tests/unit/storage/test_store.py",)
+T_PLANNED = (f"{_RUN}::test_a_run_takes_the_bytes_that_were_planned",)
+T_EVALUATED = (f"{_RUN}::test_a_model_is_evaluated_without_an_optimizer",)
+T_DAMAGED = ("tests/integration/test_state_on_ssd.py::test_what_is_damaged_is_not_copied_into_a_checkpoint",)
 T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 
 MUTANTS = (
@@ -67,7 +67,6 @@ MUTANTS = (
         T_HOP,
     ),
     Mutant("a forked child is told", _HOP, "if os.getpid() != self._pid:", "if False:", T_HOP),
-    Mutant("weights are checked before they are copied", _ON_SSD, "self._hop.check(home.record)", "pass", T_CHECKED),
     Mutant(
         "hooks of a step find what it has made of weights",
         _CPU_ADAM,
@@ -95,13 +94,6 @@ MUTANTS = (
         "self._end = next_unseen(self._drives, self._end, count * part)",
         "pass",
         (*T_STORE, *T_EARLIER),
-    ),
-    Mutant(
-        "slots have no padding",
-        "lightning_cxl/storage/record.py",
-        "-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES\n        self.v",
-        "self.part_nbytes * num_drives\n        self.v",
-        T_STORE,
     ),
     Mutant(
         "a unit that could not come is watched again",
@@ -148,9 +140,9 @@ MUTANTS = (
     ),
     Mutant(
         "what an error came through is let go of",
-        _FETCH,
-        "raise self._error.anew() if isinstance(self._error, StorageError) else self._error",
-        "raise self._error",
+        _ENGINE,
+        "raise self.error.anew() if isinstance(self.error, StorageError) else self.error",
+        "raise self.error",
         T_FAULTS,
     ),
     Mutant(
@@ -190,13 +182,6 @@ MUTANTS = (
         T_WRITES,
     ),
     Mutant(
-        "a record that is visited is not read ahead",
-        _VISITS,
-        "if record not in self._fetched and record not in self._visited and not",
-        "if record not in self._fetched and not",
-        T_VISITS,
-    ),
-    Mutant(
         "a part has all records that it needs",
         _ADAM,
         "                records.append(record)\n        if not",
@@ -208,13 +193,13 @@ MUTANTS = (
         _HOP,
         "self._store.reserve(name, nbytes, keeps=False)",
         "self._store.reserve(name, nbytes)",
-        T_RESUMED,
+        T_PLANNED,
     ),
     Mutant(
         "frozen weights have a record of their own",
         "lightning_cxl/inventory/inventory.py",
-        "has_ssd and parameter.requires_grad",
-        "has_ssd",
+        "ssd is not None and is_updated(parameter)",
+        "ssd is not None",
         T_SETTLE,
     ),
     Mutant(
@@ -226,5 +211,68 @@ MUTANTS = (
         'self.names.get(id(owner), "") in self._may_leave',
         "True",
         T_SETTLE,
+    ),
+    Mutant(
+        "no update visits weights that no optimizer has",
+        "lightning_cxl/inventory/inventory.py",
+        "return parameter.requires_grad and id(parameter) in trained",
+        "return parameter.requires_grad",
+        T_SETTLE,
+    ),
+    Mutant(
+        "slots hold records that are cut over several drives",
+        _RECORDS,
+        "of_owner.get(record.owner, 0) + record.nbytes_on(num_drives)",
+        "of_owner.get(record.owner, 0) + record.nbytes",
+        T_SETTLE,
+    ),
+    Mutant(
+        "frozen weights go first",
+        "lightning_cxl/planning/settle_state.py",
+        "frozen = [record for record in movable.weights if not record.is_updated]",
+        "frozen = list(movable.weights)",
+        T_SETTLE,
+    ),
+    Mutant(
+        "what is updated together is one visit",
+        "lightning_cxl/planning/jobs/model_job.py",
+        "len({each.owner for each in inventory.ssd_records if each.is_updated})",
+        "len(inventory.ssd_records)",
+        T_SETTLE,
+    ),
+    Mutant(
+        "a plan counts weights once",
+        "lightning_cxl/planning/jobs/job.py",
+        "(1 if each.role is TensorRole.COMPUTE_WEIGHTS else versions)",
+        "versions",
+        T_SETTLE,
+    ),
+    Mutant(
+        "what is only read does not wear",
+        "lightning_cxl/planning/wear.py",
+        "    if not job.ssd_written_bytes:\n",
+        "    if False:\n",
+        T_EVALUATED,
+    ),
+    Mutant(
+        "weights are checked before they are copied",
+        "lightning_cxl/run/state_on_ssd.py",
+        "            self._hop.check(home)\n",
+        "            pass\n",
+        T_DAMAGED,
+    ),
+    Mutant(
+        "a checkpoint checks weights in the slots that were planned",
+        "lightning_cxl/optim/state_visits.py",
+        "        for record in self._own:\n            with self._entering",
+        "        for record in self._records:\n            with self._entering",
+        T_PLANNED,
+    ),
+    Mutant(
+        "a rule that puts no weights there is not silent",
+        "lightning_cxl/run/host.py",
+        "            _warn_of_weights_that_stay(inventory)\n",
+        "            pass\n",
+        T_WAYS,
     ),
 )

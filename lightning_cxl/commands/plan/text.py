@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from lightning_cxl.commands.plan.findings import Findings
 from lightning_cxl.machine.machine import Machine
+from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.compare import PolicyPlan, fits_device
 from lightning_cxl.planning.jobs.step import StepTime
 from lightning_cxl.planning.wear import wear_advice
@@ -92,10 +93,13 @@ def _ssd(found: Findings) -> list[str]:
     if machine.ssd is None or wear is None:
         return []
     left = max(0, machine.memory_bytes - found.host_bytes)
-    twice = " in two versions" if machine.ssd.versions > 1 else ""
+    twice = ", optimizer state in two versions" if machine.ssd.versions > 1 else ""
+    has_weights = any(each.role is TensorRole.COMPUTE_WEIGHTS and each.tier == SSD for each in job.classes)
+    what = "optimizer state and weights" if has_weights else "optimizer state"
+    used = format_bytes(job.ssd_bytes_in(machine.ssd.versions))
     lines = wrapped(
-        f"tier ssd: optimizer state in {job.num_records} records does not fit in memory, "
-        f"{format_bytes(job.ssd_bytes * machine.ssd.versions)} of {format_bytes(machine.ssd.capacity_bytes)}{twice}; "
+        f"tier ssd: memory cannot hold {what} in {job.num_records} records, "
+        f"{used} of {format_bytes(machine.ssd.capacity_bytes)}{twice}; "
         f"memory left over: {format_bytes(left)} of {format_bytes(machine.memory_bytes)}"
     )
     if found.chosen.time is not None:
@@ -106,7 +110,7 @@ def _ssd(found: Findings) -> list[str]:
             f"  a step reads for {busy['ssd read']:.2f} s and writes for {busy['ssd write']:.2f} s, at the same time; "
             f"that adds {found.chosen.ssd_seconds or 0.0:.2f} s to the {found.chosen.time.seconds:.2f} s predicted"
         )
-    elif machine.has_speeds:
+    elif machine.has_speeds and not machine.ssd.has_speeds:
         lines += wrapped(
             "  the speeds of its drives are not known, so no seconds are predicted: `python -m lightning_cxl calibrate "
             "--ssd DIR` measures them"
