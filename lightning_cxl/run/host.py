@@ -119,7 +119,9 @@ class Host:
             room = free_for(model, self.memory).usable_bytes
             inventory = settle_state(inventory, room, self.ssd, self.config.on_tier_full)
             if inventory.ssd_records and inventory.units and not self.config.batch_tokens:
-                log.info("no memory is kept for activations: with `batch_tokens`, more goes to the tier ssd instead")
+                log.info(
+                    "no memory is kept for activations: with `batch_tokens`, more goes to the tier ssd instead"
+                )
         return inventory
 
     def decide(self, inventory: Inventory) -> Placements:

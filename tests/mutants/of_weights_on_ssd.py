@@ -95,13 +95,6 @@ MUTANTS = (
         "pass",
         (*T_STORE, *T_EARLIER),
     ),
-    Mutant(
-        "a unit that could not come is watched again",
-        _PARAMS,
-        "            unit.watch()\n            raise\n",
-        "            raise\n",
-        ("tests/unit/streaming/test_looks.py",),
-    ),
     Mutant("a copy waits for its read", _FETCH, "        self.read.wait_host()\n", "        pass\n", T_HOP),
     Mutant(
         "what a user wrote is copied",
@@ -148,8 +141,8 @@ MUTANTS = (
     Mutant(
         "a slot that failed is fetched again",
         _PARAMS,
-        "                self._entered.pop(id(unit), None)\n",
-        "                pass\n",
+        "                    del self._entered[id(unit)]\n",
+        "                    pass\n",
         T_FAULTS,
     ),
     Mutant(
