@@ -54,8 +54,16 @@ MUTANTS = (
     Mutant(
         "who asks for a copy does not wait for another one",
         _HOP,
-        "        self._changed.release()\n",
-        "        pass\n",
+        "        self._changed.release()\n"
+        "        try:\n"
+        "            with suppress(Exception):  # for whoever waits for that copy\n"
+        "                copy.wait_host()\n"
+        "        finally:\n"
+        "            self._changed.acquire()\n",
+        "        try:\n"
+        "            with suppress(Exception):  # for whoever waits for that copy\n"
+        "                copy.wait_host()\n"
+        "        finally:\n",
         T_HOP,
     ),
     Mutant("a copy that fails is another one's trouble", _HOP, "with suppress(Exception):", "if True:", T_HOP),
