@@ -183,15 +183,26 @@ class StateVisits:
                 each.read.wait_host()
 
     def check(self) -> None:
-        """Read state and compare checksums, before someone copies what windows show.
+        """Read state that is written and compare checksums, before someone copies what windows show.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
         self.wait()
         for record in self._own:
-            with self._entering([record]), self._in_slots([record]) as fetched:
-                self._wait_for(fetched)
+            with self.checked(record):
+                pass
+
+    @contextmanager
+    def checked(self, record: StateRecord) -> Iterator[Buffer]:
+        """Return a region in which what was written of a record is in a slot; its checksum has been compared.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged the record.
+        """
+        with self._entering([record]), self._in_slots([record]) as fetched:
+            self._wait_for(fetched)
+            yield fetched[record].slot
 
     def touched(self, record: Visitor) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""

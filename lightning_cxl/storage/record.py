@@ -1,10 +1,11 @@
 """`Record`: what is read and written as one, and what is known of its versions."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.drive import BLOCK_BYTES
+from lightning_cxl.storage.drive import BLOCK_BYTES, Drive
 from lightning_cxl.storage.engine import Piece, StorageTransfer
 from lightning_cxl.storage.manifest import Entry
 from lightning_cxl.storage.window import Window
@@ -55,6 +56,20 @@ class Record:
     def entry(self) -> Entry | None:
         """Return what generations keep of it; None: it was never written."""
         return None if self.present is None else self.entries[self.present]
+
+    def extents(self, start: int, nbytes: int) -> Iterator[tuple[Drive | None, int, int]]:
+        """Yield where a part of the present bytes lies: drive, offset there, and bytes, in the order of the part.
+
+        The drive is None where its bytes are encrypted, or where no window says which drives there are.
+        """
+        entry, end = self.entry(), start + nbytes
+        plain = entry is not None and not entry.seal and self.window is not None
+        while start < end:
+            index, position = divmod(start, self.part_nbytes)
+            length = min(end - start, self.part_nbytes - position)
+            drive = self.window.drives[index] if plain and self.window is not None else None
+            yield drive, position + (self.versions[entry.version] if entry is not None else 0), length
+            start += length
 
     def becomes(self, entry: Entry | None) -> None:
         """Say that its bytes are those of `entry` from now on; None: it was never written."""

@@ -61,8 +61,8 @@ class Window:
         part_nbytes: of each part, whole blocks.
     """
 
-    def __init__(self, drives: Sequence[Drive], part_nbytes: int) -> None:
-        self._drives = drives
+    def __init__(self, drives: Sequence[Drive], part_nbytes: int, nbytes: int) -> None:
+        self.drives = drives
         self._part_nbytes = part_nbytes
         self._mapping = Mapping(len(drives) * part_nbytes)
         self.buffer = Buffer(self._mapping.address, self._mapping.nbytes, (), None, self._mapping)
@@ -76,7 +76,7 @@ class Window:
             StorageError: the kernel refuses; a part then reads as zeros.
         """
         _shown[self.buffer] = _Shown(self._paths, offset, offset + self._part_nbytes)
-        for index, drive in enumerate(self._drives):
+        for index, drive in enumerate(self.drives):
             try:
                 self._mapping.show(index * self._part_nbytes, self._part_nbytes, drive.fd, offset)
             except OSError as error:

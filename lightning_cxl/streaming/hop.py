@@ -167,14 +167,14 @@ class Hop:
             uses.append(self._store.write(record, slot))
             uses[0].wait_host()
 
-    def check(self, home: WeightRecord) -> None:
-        """Read a record and compare its checksum, before someone copies what the window shows.
+    def check(self, record: Record) -> None:
+        """Read a record and compare its checksum.
 
         Raises:
             StorageError: a drive has failed, or has damaged the record.
         """
-        with self._lent(home.record) as (slot, uses):
-            uses.append(self._store.read(home.record, slot))
+        with self._lent(record) as (slot, uses):
+            uses.append(self._store.read(record, slot))
             uses[0].wait_host()
 
     def write_back(self, home: WeightRecord) -> None:

@@ -9,9 +9,9 @@ _PARAMS = "lightning_cxl/streaming/params.py"
 _UNIT = "lightning_cxl/streaming/unit_weights.py"
 _VISITS = "lightning_cxl/optim/state_visits.py"
 _ADAM = "lightning_cxl/optim/adam_step.py"
+_ENGINE = "lightning_cxl/storage/engine.py"
 _STORE = "lightning_cxl/storage/store.py"
 _CPU_ADAM = "lightning_cxl/optim/cpu_adam.py"
-_ENGINE = "lightning_cxl/storage/engine.py"
 _RECORDS = "lightning_cxl/inventory/records.py"
 T_HOP = ("tests/unit/streaming/test_hop.py",)
 _RUN = "tests/integration/test_weights_on_ssd.py"
@@ -21,13 +21,13 @@ T_LOOKS = (f"{_RUN}::test_whoever_looks_between_steps_sees_the_weights_of_now",)
 T_WRITES = (f"{_RUN}::test_what_a_user_writes_between_steps_counts",)
 T_FROZEN = (f"{_RUN}::test_what_a_user_wrote_to_frozen_weights_is_written_once",)
 T_MOVED = (f"{_RUN}::test_weights_are_read_for_forward_backward_and_update_and_written_once",)
+T_PLANNED = (f"{_RUN}::test_a_run_takes_the_bytes_that_were_planned",)
+T_EVALUATED = (f"{_RUN}::test_a_model_is_evaluated_without_an_optimizer",)
+T_RESUMED = (f"{_RUN}::test_a_run_resumes_exactly",)
 T_HOOKS = (f"{_RUN}::test_what_hooks_of_a_step_see_and_write_counts",)
 T_OPTIMIZER = (f"{_RUN}::test_whoever_looks_through_the_optimizer_sees_the_weights_of_now",)
 T_EARLIER = (f"{_RUN}::test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved",)
 T_STORE = ("tests/unit/storage/test_store.py",)
-T_PLANNED = (f"{_RUN}::test_a_run_takes_the_bytes_that_were_planned",)
-T_EVALUATED = (f"{_RUN}::test_a_model_is_evaluated_without_an_optimizer",)
-T_DAMAGED = ("tests/integration/test_state_on_ssd.py::test_what_is_damaged_is_not_copied_into_a_checkpoint",)
 T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 
 MUTANTS = (
@@ -141,6 +141,13 @@ MUTANTS = (
     ),
     Mutant(
         "what an error came through is let go of",
+        _FETCH,
+        "raise self._error.anew() if isinstance(self._error, StorageError) else self._error",
+        "raise self._error",
+        T_FAULTS,
+    ),
+    Mutant(
+        "what an error of a transfer came through is let go of",
         _ENGINE,
         "raise self.error.anew() if isinstance(self.error, StorageError) else self.error",
         "raise self.error",
@@ -254,13 +261,6 @@ MUTANTS = (
         "    if not job.ssd_written_bytes:\n",
         "    if False:\n",
         T_EVALUATED,
-    ),
-    Mutant(
-        "weights are checked before they are copied",
-        "lightning_cxl/run/state_on_ssd.py",
-        "            self._hop.check(home)\n",
-        "            pass\n",
-        T_DAMAGED,
     ),
     Mutant(
         "a checkpoint checks weights in the slots that were planned",

@@ -456,6 +456,26 @@ def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path)
             os.close(end)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_no_file_of_a_store_open(opened, tmp_path):
+    """A worker that outlives a killed run would keep a block device from the next one (EBUSY)."""
+    opened(2)
+
+    def open_files():
+        links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+        return [link for link in map(os.path.realpath, links) if link.startswith(str(tmp_path))]
+
+    assert len(open_files()) == 4, "a lock and a data file for each drive"
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(len(open_files()))
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(open_files()) == 4, "the parent keeps its own"
+
+
 def test_files_of_runs_that_are_gone_are_removed_and_others_are_not(opened, tmp_path):
     (folder,) = folders(tmp_path)
     folder.mkdir()
