@@ -12,7 +12,7 @@ from lightning_cxl.storage.window import Window
 
 
 class Record:
-    """A named range of bytes on all drives: each drive holds an equally large part of it.
+    """A named range of bytes on all drives: each drive has as much room for a part of it, the first ones fill theirs.
 
     A version is one place for these bytes: the same offset on every drive. The fields below `versions` belong to the
     store and change under its lock.
@@ -32,7 +32,7 @@ class Record:
         self.keeps = keeps
         self.nbytes = nbytes
         self.part_nbytes = part_nbytes(nbytes, num_drives)
-        self.padded_nbytes = self.part_nbytes * num_drives
+        self.padded_nbytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         self.versions = versions
         self.entries: list[Entry | None] = [None] * len(versions)  # what was last written to each version
         self.present: int | None = None  # the version that was written last; None: none was
@@ -91,9 +91,9 @@ class Record:
                 f"record `{self.name}` needs {self.padded_nbytes} bytes of page-aligned memory, got "
                 f"{memory.nbytes} bytes at {memory.address:#x}"
             )
-        part, offset = self.part_nbytes, self.versions[version]
-        num_drives = self.padded_nbytes // part
-        return [Piece(drive, offset, memory.slice(drive * part, part)) for drive in range(num_drives)]
+        part, nbytes, offset = self.part_nbytes, self.padded_nbytes, self.versions[version]
+        starts = range(0, nbytes, part)
+        return [Piece(drive, offset, memory.slice(at, min(part, nbytes - at))) for drive, at in enumerate(starts)]
 
     def not_whole(self) -> StorageError:
         """Return the error of whoever needs the bytes after a write that failed; it says why that did."""
@@ -132,5 +132,5 @@ class Record:
 
 
 def part_nbytes(nbytes: int, num_drives: int) -> int:
-    """Return how many bytes of a record each drive holds: whole blocks, the same on every drive."""
+    """Return how many bytes each drive has for a record: whole blocks, the same on every drive."""
     return -(-nbytes // (num_drives * BLOCK_BYTES)) * BLOCK_BYTES

@@ -142,7 +142,7 @@ class Store:
         with self._lock:
             if record.window is None:
                 self._check_open()
-                window = Window(self._drives, record.part_nbytes)
+                window = Window(self._drives, record.part_nbytes, record.padded_nbytes)
                 record.window = window
                 try:
                     record.show()

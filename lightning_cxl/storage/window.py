@@ -59,13 +59,14 @@ class Window:
     Args:
         drives: in the order of the parts.
         part_nbytes: of each part, whole blocks.
+        nbytes: of all of them that are used.
     """
 
     def __init__(self, drives: Sequence[Drive], part_nbytes: int, nbytes: int) -> None:
         self.drives = drives
         self._part_nbytes = part_nbytes
         self._mapping = Mapping(len(drives) * part_nbytes)
-        self.buffer = Buffer(self._mapping.address, self._mapping.nbytes, (), None, self._mapping)
+        self.buffer = Buffer(self._mapping.address, nbytes, (), None, self._mapping)
         self._paths = _paths(drives)
         _shown[self.buffer] = _Shown(self._paths, 0, 0)
 

@@ -432,3 +432,17 @@ def test_a_checkpoint_takes_no_more_memory_for_slots_than_planned(tmp_path):
     train(lambda: tiny_llama(hidden_size=64), strategy, steps=1, task=LargeFrozen, trainer_args=args)
     report = strategy.report()
     assert report["peak_roles"]["staging"] == report["planned_roles"]["staging"]
+
+
+def test_damaged_weights_are_not_saved(tmp_path):
+    class Damaged(LlamaTask):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                (file,) = (tmp_path / "ssd").glob("*.data")
+                contents = file.read_bytes()
+                file.write_bytes(bytes(byte ^ 1 for byte in contents))
+                self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    with pytest.raises(StorageError, match="is damaged"):
+        train(tiny_llama, on_ssd(tmp_path / "ssd", WEIGHTS), steps=3, task=Damaged)
+    assert not (tmp_path / "saved.ckpt").exists()

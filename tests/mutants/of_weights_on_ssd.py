@@ -11,6 +11,7 @@ _VISITS = "lightning_cxl/optim/state_visits.py"
 _ADAM = "lightning_cxl/optim/adam_step.py"
 _ENGINE = "lightning_cxl/storage/engine.py"
 _STORE = "lightning_cxl/storage/store.py"
+_ON_SSD = "lightning_cxl/run/state_on_ssd.py"
 _CPU_ADAM = "lightning_cxl/optim/cpu_adam.py"
 _RECORDS = "lightning_cxl/inventory/records.py"
 T_HOP = ("tests/unit/streaming/test_hop.py",)
@@ -27,6 +28,7 @@ T_RESUMED = (f"{_RUN}::test_a_run_resumes_exactly",)
 T_HOOKS = (f"{_RUN}::test_what_hooks_of_a_step_see_and_write_counts",)
 T_OPTIMIZER = (f"{_RUN}::test_whoever_looks_through_the_optimizer_sees_the_weights_of_now",)
 T_EARLIER = (f"{_RUN}::test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved",)
+T_CHECKED = (f"{_RUN}::test_damaged_weights_are_not_saved",)
 T_STORE = ("tests/unit/storage/test_store.py",)
 T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 
@@ -75,6 +77,7 @@ MUTANTS = (
         T_HOP,
     ),
     Mutant("a forked child is told", _HOP, "if os.getpid() != self._pid:", "if False:", T_HOP),
+    Mutant("weights are checked before they are copied", _ON_SSD, "self._hop.check(home.record)", "pass", T_CHECKED),
     Mutant(
         "hooks of a step find what it has made of weights",
         _CPU_ADAM,
@@ -102,6 +105,13 @@ MUTANTS = (
         "self._end = next_unseen(self._drives, self._end, count * part)",
         "pass",
         (*T_STORE, *T_EARLIER),
+    ),
+    Mutant(
+        "slots have no padding",
+        "lightning_cxl/storage/record.py",
+        "-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES\n        self.v",
+        "self.part_nbytes * num_drives\n        self.v",
+        T_STORE,
     ),
     Mutant("a copy waits for its read", _FETCH, "        self.read.wait_host()\n", "        pass\n", T_HOP),
     Mutant(
@@ -265,8 +275,8 @@ MUTANTS = (
     Mutant(
         "a checkpoint checks weights in the slots that were planned",
         "lightning_cxl/optim/state_visits.py",
-        "        for record in self._own:\n            with self._entering",
-        "        for record in self._records:\n            with self._entering",
+        "        for record in self._own:\n            with self.checked",
+        "        for record in self._records:\n            with self.checked",
         T_PLANNED,
     ),
     Mutant(
