@@ -25,7 +25,6 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 """
 
 import threading
-from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,11 +34,12 @@ import torch
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.optim.record_index import RecordIndex
 from lightning_cxl.optim.state_records import StateRecord, Visit
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.visitor import Visitor, is_in
+from lightning_cxl.storage.visitor import Visitor
 
 _MAX_AHEAD = 2  # visits, besides the present one
 
@@ -75,7 +75,7 @@ class StateVisits:
         self._store = store
         self._slots = slots
         self._before_write = before_write
-        self._records: list[Visitor] = []  # in the order of their windows' addresses
+        self._records = RecordIndex()
         self._own: list[StateRecord] = []
         self._weights: list[Visitor] = []
         self._fetched: dict[Visitor, _Fetched] = {}  # in the order in which they are expected
@@ -90,24 +90,17 @@ class StateVisits:
         """Return a new record; see `StateRecord`."""
         record = StateRecord(self._store, name, nbytes)
         self._own.append(record)
-        insort(self._records, record, key=_address)
+        self._records.add(record)
         return record
 
     def include(self, record: Visitor) -> None:
         """Let a record of weights be visited from now on."""
         self._weights.append(record)
-        insort(self._records, record, key=_address)
+        self._records.add(record)
 
     def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
         """Return the record in which some of the tensors lie; None where all are in memory."""
-        found = {record for tensor in tensors if (record := self._at(tensor.data_ptr())) is not None}
-        assert len(found) <= 1, "state of one parameter lies in several records"
-        return next(iter(found), None)
-
-    def _at(self, address: int) -> Visitor | None:
-        index = bisect_right(self._records, address, key=_address) - 1
-        record = self._records[index] if index >= 0 else None
-        return record if record is not None and is_in(record.window, address) else None
+        return self._records.find(tensors)
 
     def expect(self, records: Sequence[Visitor]) -> None:
         """Start reading records that are visited next in this order, as far as there are slots."""
@@ -351,7 +344,3 @@ class StateVisits:
                 self._writing.popleft()
                 if slot is not None:
                     self._slots.give_back(slot)
-
-
-def _address(record: Visitor) -> int:
-    return record.window.address

@@ -151,7 +151,7 @@ def test_what_someone_wrote_before_is_in_the_file(state, tmp_path):
     run.checkpoint["optimizer_states"][0]["state"][1]["s1"].fill_(6)
     run.expected[1]["s1"].fill_(6)
     run.save(tmp_path / "x.ckpt")
-    assert not run.records[1].is_dirty, "it was written to the drive first"
+    assert not run.records[1].is_dirty(), "it was written to the drive first"
     run.check(torch.load(tmp_path / "x.ckpt", weights_only=True))
 
 
