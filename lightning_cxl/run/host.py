@@ -119,9 +119,7 @@ class Host:
             room = free_for(model, self.memory).usable_bytes
             inventory = settle_state(inventory, room, self.ssd, self.config.on_tier_full)
             if inventory.ssd_records and inventory.units and not self.config.batch_tokens:
-                log.info(
-                    "no memory is kept for activations: with `batch_tokens`, more goes to the tier ssd instead"
-                )
+                log.info("no memory is kept for activations: with `batch_tokens`, more goes to the tier ssd instead")
         return inventory
 
     def decide(self, inventory: Inventory) -> Placements:
@@ -180,8 +178,8 @@ def _warn_of_weights_that_stay(inventory: Inventory) -> None:
     why = next((why for tier, why in wishes if tier is None and why), None)
     if why is not None:
         warnings.warn(
-            f"no weights lie on tier `ssd`: {why}. Set stream_weights=True, train with torch's Adam or AdamW, or ask for "
-            f"other modules",
+            f"no weights lie on tier `ssd`: {why}. Set stream_weights=True, train with torch's Adam or AdamW, or ask "
+            f"for weights inside of units",
             LightningCXLWarning,
             stacklevel=2,
         )

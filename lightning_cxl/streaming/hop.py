@@ -231,11 +231,7 @@ class Hop:
             self._store.write(record, slot).wait_host()
 
     def check(self, home: WeightRecord) -> None:
-        """Read a record and compare its checksum, before someone copies what the window shows.
-
-        Raises:
-            StorageError: a drive has failed, or has damaged the record.
-        """
+        """Read a record and compare its checksum, before someone copies what the window shows."""
         with self._slot(home.record) as slot:
             self._store.read(home.record, slot).wait_host()
 
@@ -278,24 +274,19 @@ class Hop:
 
     @contextmanager
     def _slot(self, record: Record) -> Iterator[Buffer]:
-        """Return a region in which the calling thread has a slot."""
-        slot = self._take(record.padded_nbytes)
+        """Return a region with a slot for the calling thread, which waits for it behind those that wait already."""
+        with self._changed:
+            while self._waiting or (slot := self._slots.take(record.padded_nbytes)) is None:
+                if self._waiting or not self._copying:
+                    self._changed.wait()
+                else:
+                    self._free_oldest()
         try:
             yield slot
         finally:
             with self._changed:
                 self._slots.give_back(slot)
                 self._changed.notify_all()
-
-    def _take(self, nbytes: int) -> Buffer:
-        """Return a slot for the calling thread, which waits for it behind those that wait already."""
-        with self._changed:
-            while self._waiting or (slot := self._slots.take(nbytes)) is None:
-                if self._waiting or not self._copying:
-                    self._changed.wait()
-                else:
-                    self._free_oldest()
-            return slot
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

@@ -405,7 +405,7 @@ class DamagesTheDrive(Callback):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, WEIGHTS, {**WEIGHTS, **REFERENCE}], ids=["state", "weights", "weights beside state that is referred to"]
+    "options", [{}, WEIGHTS, {**WEIGHTS, **REFERENCE}], ids=["state", "weights", "weights and a reference"]
 )
 def test_what_is_damaged_is_not_copied_into_a_checkpoint(tmp_path, options):
     callback = DamagesTheDrive(tmp_path / "ssd", tmp_path / "it.ckpt")

@@ -107,7 +107,9 @@ def test_a_run_takes_the_bytes_that_were_planned(tmp_path, monkeypatch, num_driv
     paths = [str(tmp_path / f"ssd{drive}") for drive in range(num_drives)]
     strategy = on_ssd(paths[0], ssd={"path": paths, "checkpoint": checkpoint})
     seed_everything(11, verbose=False)
-    make_trainer(strategy, max_steps=3, default_root_dir=str(tmp_path)).fit(SmallPartTrained(tiny_llama(4)), token_data())
+    make_trainer(strategy, max_steps=3, default_root_dir=str(tmp_path)).fit(
+        SmallPartTrained(tiny_llama(4)), token_data()
+    )
     report, room = strategy.report(), SsdRoom(0, versions=2 if checkpoint == "reference" else 1, num_drives=num_drives)
     assert report["tiers"]["ssd"]["peak_bytes"] == sum(map(room.bytes_of, records))
     staging = report["planned_roles"]["staging"]

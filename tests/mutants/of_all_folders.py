@@ -169,8 +169,8 @@ MUTANTS = (
     Mutant(
         "each of the slots holds the largest record",
         _SETTLE,
-        "largest = max(slots_now, *(slots[name] for name in names))",
-        "largest = slots_now",
+        "slots = slot_bytes([*there, *chosen], ssd.num_drives) * copies",
+        "slots = slot_bytes(there, ssd.num_drives) * copies",
         T_SETTLE,
     ),
     Mutant(
@@ -183,15 +183,15 @@ MUTANTS = (
     Mutant(
         "no more goes to drives than they hold",
         _SETTLE,
-        "if sum(on_drives[name] for name in names) > room:",
+        "if sum(map(ssd.bytes_of, chosen)) > room:",
         "if False:",
         T_SETTLE,
     ),
     Mutant(
         "a version that a checkpoint refers to takes room, too",
         "lightning_cxl/planning/ssd_room.py",
-        "return versions * round_up",
-        "return round_up",
+        "return versions * record",
+        "return record",
         T_SETTLE,
     ),
     Mutant(

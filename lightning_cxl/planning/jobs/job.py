@@ -90,7 +90,9 @@ class Job:
     def in_memory(self) -> "Job":
         """Return the job as if memory were large enough: nothing has a tier, and nothing moves from or to drives."""
         job = self.without_ssd_moves()
-        return replace(job, classes=tuple(replace(each, tier=None) for each in job.classes), num_records=0, num_visits=0)
+        return replace(
+            job, classes=tuple(replace(each, tier=None) for each in job.classes), num_records=0, num_visits=0
+        )
 
     def free_classes(self) -> dict[TensorRole, MemoryClass]:
         """Return the classes that the policy decides about, by role."""
