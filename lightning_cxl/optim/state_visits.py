@@ -25,7 +25,6 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 """
 
 import threading
-from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,11 +34,12 @@ import torch
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.optim.record_index import RecordIndex
 from lightning_cxl.optim.state_records import StateRecord, Visit
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.visitor import Visitor, is_in
+from lightning_cxl.storage.visitor import Visitor
 
 _MAX_AHEAD = 2  # visits, besides the present one
 
@@ -75,8 +75,9 @@ class StateVisits:
         self._store = store
         self._slots = slots
         self._before_write = before_write
-        self._records: list[Visitor] = []  # in the order of their windows' addresses
+        self._records = RecordIndex()
         self._own: list[StateRecord] = []
+        self._weights: list[Visitor] = []
         self._fetched: dict[Visitor, _Fetched] = {}  # in the order in which they are expected
         self._visited: set[Visitor] = set()
         self._writing: deque[_Written] = deque()
@@ -89,23 +90,17 @@ class StateVisits:
         """Return a new record; see `StateRecord`."""
         record = StateRecord(self._store, name, nbytes)
         self._own.append(record)
-        self.include(record)
+        self._records.add(record)
         return record
 
     def include(self, record: Visitor) -> None:
-        """Let a record be visited from now on."""
-        insort(self._records, record, key=_address)
+        """Let a record of weights be visited from now on."""
+        self._weights.append(record)
+        self._records.add(record)
 
     def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
         """Return the record in which some of the tensors lie; None where all are in memory."""
-        found = {record for tensor in tensors if (record := self._at(tensor.data_ptr())) is not None}
-        assert len(found) <= 1, "state of one parameter lies in several records"
-        return next(iter(found), None)
-
-    def _at(self, address: int) -> Visitor | None:
-        index = bisect_right(self._records, address, key=_address) - 1
-        record = self._records[index] if index >= 0 else None
-        return record if record is not None and is_in(record.window, address) else None
+        return self._records.find(tensors)
 
     def expect(self, records: Sequence[Visitor]) -> None:
         """Start reading records that are visited next in this order, as far as there are slots."""
@@ -181,15 +176,26 @@ class StateVisits:
                 each.read.wait_host()
 
     def check(self) -> None:
-        """Read state and compare checksums, before someone copies what windows show.
+        """Read state that is written and compare checksums, before someone copies what windows show.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
         self.wait()
         for record in self._own:
-            with self._entering([record]), self._in_slots([record]) as fetched:
-                self._wait_for(fetched)
+            with self.checked(record):
+                pass
+
+    @contextmanager
+    def checked(self, record: StateRecord) -> Iterator[Buffer]:
+        """Return a region in which what was written of a record is in a slot; its checksum has been compared.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged the record.
+        """
+        with self._entering([record]), self._in_slots([record]) as fetched:
+            self._wait_for(fetched)
+            yield fetched[record].slot
 
     def touched(self, record: Visitor) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""
@@ -210,6 +216,17 @@ class StateVisits:
             for record in self._records:
                 if not record.record.is_whole:
                     raise record.record.not_whole()
+
+    def show_weights(self) -> None:
+        """Return when parameters show what visits have made of them.
+
+        Raises:
+            StorageError: a write has failed.
+        """
+        for record in self._weights:
+            write = record.record.last_write
+            if write is not None:
+                write.wait_host()
 
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.
@@ -327,7 +344,3 @@ class StateVisits:
                 self._writing.popleft()
                 if slot is not None:
                     self._slots.give_back(slot)
-
-
-def _address(record: Visitor) -> int:
-    return record.window.address

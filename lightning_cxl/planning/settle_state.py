@@ -3,10 +3,10 @@
 What decorators and rules ask for is there already. Where memory cannot hold the rest, more state goes there: that of as
 many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the units whose
 state is in memory; then that of parameters outside of units, the largest first, but those that are larger than the
-largest unit last of all, because each of the slots in memory must hold the largest. Weights of streamed units go where
-that is not enough, because they are read twice in every micro-batch: evenly spread again, and first those that no step
-writes. What someone asks another tier for stays. All who read the inventory afterwards see the same: policies, the
-check whether a run fits, `plan`, and the run.
+largest unit last of all, because each of the slots in memory must hold the largest. Where that is not enough, weights
+of streamed units go, evenly spread again: they come last, because they are read twice in every micro-batch. Those that
+no step writes go first. What someone asks another tier for stays. All who read the inventory afterwards see the same:
+policies, the check whether a run fits, `plan`, and the run.
 """
 
 import warnings

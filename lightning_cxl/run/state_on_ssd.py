@@ -109,16 +109,14 @@ class StateOnSsd:
         """Return the home of weights that were planned, by the first parameter of their piece."""
         return self._homes[id(first)]
 
-    def check(self) -> None:
-        """Compare checksums of what a checkpoint copies: weights, and state unless the checkpoint refers to it.
+    def check_weights(self) -> None:
+        """Read weights and compare checksums, before a checkpoint copies what windows show.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
         for home in self._homes.values():
-            self._hop.check(home)
-        if not self.refers:
-            self.visits.check()
+            self._hop.check(home.record)
 
     def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse optimizers whose state this run would overwrite while it copies that state.

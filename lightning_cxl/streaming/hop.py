@@ -18,13 +18,16 @@ window, so they can be read at any time like weights in memory. To the device::
   these bytes when the code that has looked at the parameters is over, and earlier where all that was looked at would
   take more memory than the slots have. Whoever looks waits for copies and for the record's write: the end of a write
   drops the private pages.
+* Who asks for a copy never waits for another one. A slot is given back when nothing reads or writes it any more, also
+  where someone is interrupted.
 * Errors of a read are raised where the copy is waited for; those of a write where someone looks, or at the end.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import torch
@@ -37,6 +40,7 @@ from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.streaming.fetch import Fetch
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
@@ -62,7 +66,7 @@ class WeightRecord:
 
     def fetch(
         self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
-    ) -> "Fetch":
+    ) -> Fetch:
         """Start reading, and copying then; see `Home.fetch`."""
         return self._hop.fetch(self, destination, after)
 
@@ -97,81 +101,6 @@ class WeightRecord:
         """Return at once: the kernel knows what is private."""
 
 
-class Fetch:
-    """One copy of a record to the device. See [Note: Weights on SSD].
-
-    Args:
-        home: what is copied.
-        destination: on the device.
-        after: device work that uses the destination.
-    """
-
-    def __init__(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> None:
-        self.home = home
-        self.slot: Buffer | None = None
-        self.read: StorageTransfer | None = None
-        self._destination: torch.Tensor | None = destination
-        self._after = after
-        self._copy: Transfer | None = None
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()  # held while the copy is started
-        self._is_dropped = False
-        self._is_started = threading.Event()
-
-    def wait(self) -> None:
-        """Let device work queued from here on run after the copy; blocks the host until the copy has been started.
-
-        Raises:
-            StorageError: the record could not be read.
-        """
-        self._wait_until_started()
-        assert self._copy is not None, "what was dropped is waited for"
-        self._copy.wait()
-
-    def wait_host(self) -> None:
-        """Block until the copy is done, or where it was dropped, until it is known not to be started.
-
-        Raises:
-            StorageError: the record could not be read.
-        """
-        self._wait_until_started()
-        if self._copy is not None:
-            self._copy.wait_host()
-
-    def done(self) -> bool:
-        """Return whether the copy is done or has failed."""
-        return self._is_started.is_set() and (self._copy is None or self._copy.done())
-
-    def drop(self) -> None:
-        """Let no copy be started from now on; one that has been started goes on."""
-        with self._lock:
-            self._is_dropped = True
-
-    def start(self, engine: TransferEngine) -> Transfer | None:
-        """Bring the bytes to the slot and start the copy; None where it was dropped. For the hop's thread."""
-        assert self.slot is not None
-        assert self.read is not None
-        self.read.wait_host()
-        if not self._is_dropped:
-            self.home.fill(self.slot)
-        with self._lock:
-            if not self._is_dropped and self._destination is not None:
-                source = self.slot.tensor((self._destination.numel(),), torch.uint8)
-                self._copy = engine.h2d(source, self._destination, after=self._after)
-        return self._copy
-
-    def end(self, error: BaseException | None) -> None:
-        """Let those go on that wait for the start. For the hop's thread."""
-        self._error = None if error is None else error.with_traceback(None)
-        self._destination, self._after, self.read, self.slot = None, [], None, None
-        self._is_started.set()
-
-    def _wait_until_started(self) -> None:
-        self._is_started.wait()
-        if self._error is not None:
-            raise self._error.anew() if isinstance(self._error, StorageError) else self._error
-
-
 class Hop:
     """Brings records to the device, and writes what was written to their windows. See [Note: Weights on SSD].
 
@@ -191,6 +120,7 @@ class Hop:
         self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._looked_at: dict[WeightRecord, None] = {}
+        self._pid = os.getpid()
 
     def reserve(self, name: str, nbytes: int) -> WeightRecord:
         """Return a home with a record of its own, to be filled before anything else.
@@ -206,14 +136,20 @@ class Hop:
         return WeightRecord(self, record, self._store.window(record))
 
     def fetch(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
-        """Start bringing a record to the device."""
+        """Start bringing a record to the device.
+
+        Raises:
+            StorageError: in a forked child, which has no thread for it.
+        """
+        if os.getpid() != self._pid:
+            raise StorageError("a forked child cannot fetch weights on SSD: only its parent has the thread for it")
         fetch = Fetch(home, destination, after)
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="lightning_cxl hop", daemon=True)
-                self._thread.start()
-            while self._copying and self._copying[0][1].done():
-                self._slots.give_back(self._copying.popleft()[0])
+                thread = threading.Thread(target=self._work, name="lightning_cxl hop", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._free_done()
             self._waiting.append(fetch)
             self._start_reads()
             self._queue.put(fetch)
@@ -226,14 +162,20 @@ class Hop:
         Raises:
             StorageError: the write has failed.
         """
-        with self._slot(record) as slot:
+        with self._lent(record) as (slot, uses):
             yield slot
-            self._store.write(record, slot).wait_host()
+            uses.append(self._store.write(record, slot))
+            uses[0].wait_host()
 
-    def check(self, home: WeightRecord) -> None:
-        """Read a record and compare its checksum, before someone copies what the window shows."""
-        with self._slot(home.record) as slot:
-            self._store.read(home.record, slot).wait_host()
+    def check(self, record: Record) -> None:
+        """Read a record and compare its checksum.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged the record.
+        """
+        with self._lent(record) as (slot, uses):
+            uses.append(self._store.read(record, slot))
+            uses[0].wait_host()
 
     def write_back(self, home: WeightRecord) -> None:
         """Write what someone has written to a window, and drop the private pages. No one else writes to it meanwhile.
@@ -253,10 +195,10 @@ class Hop:
         Raises:
             StorageError: a write has failed.
         """
-        if sum(each.window.nbytes for each in self._looked_at) > self._slots.cap_bytes:
-            for each in list(self._looked_at):
-                self.write_back(each)
         self._looked_at[home] = None
+        if sum(each.window.nbytes for each in self._looked_at) > self._slots.cap_bytes:
+            for each in [each for each in self._looked_at if each is not home]:
+                self.write_back(each)
 
     def close(self) -> None:
         """End the thread, and let go of the slots. Nobody asks for copies any more. Idempotent."""
@@ -265,7 +207,8 @@ class Hop:
             self._queue.put(None)
             thread.join()
         with self._changed:
-            self._free_all()
+            while self._copying:
+                self._wait_for_oldest()
         self._slots.close()
 
     def forget_looks(self, home: WeightRecord) -> None:
@@ -273,20 +216,29 @@ class Hop:
         self._looked_at.pop(home, None)
 
     @contextmanager
-    def _slot(self, record: Record) -> Iterator[Buffer]:
-        """Return a region with a slot for the calling thread, which waits for it behind those that wait already."""
+    def _lent(self, record: Record) -> Iterator[tuple[Buffer, list[StorageTransfer]]]:
+        """Yield a slot for a record, and a list for what then reads or writes the slot."""
+        uses: list[StorageTransfer] = []
+        slot = self._take(record.padded_nbytes)
+        try:
+            yield slot, uses
+        finally:
+            with self._changed:
+                if all(use.done() for use in uses):
+                    self._slots.give_back(slot)
+                else:  # interrupted
+                    self._copying.append((slot, uses[0]))
+                self._changed.notify_all()
+
+    def _take(self, nbytes: int) -> Buffer:
+        """Return a slot for the calling thread, which waits for it behind those that wait already."""
         with self._changed:
-            while self._waiting or (slot := self._slots.take(record.padded_nbytes)) is None:
+            while self._waiting or (slot := self._slots.take(nbytes)) is None:
                 if self._waiting or not self._copying:
                     self._changed.wait()
                 else:
-                    self._free_oldest()
-        try:
-            yield slot
-        finally:
-            with self._changed:
-                self._slots.give_back(slot)
-                self._changed.notify_all()
+                    self._wait_for_oldest()
+            return slot
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -297,33 +249,32 @@ class Hop:
             del fetch  # it would keep the device's memory until the next one
 
     def _run(self, fetch: Fetch) -> None:
-        slot: Buffer | None = None
         copy: Transfer | None = None
         error: BaseException | None = None
         try:
-            slot = self._slot_of(fetch)
+            self._wait_for_slot(fetch)
             copy = fetch.start(self._engine)
         except BaseException as caught:
             error = caught
         with self._changed:
-            if copy is not None and slot is not None:
-                self._copying.append((slot, copy))
-            elif slot is not None:
-                self._slots.give_back(slot)
+            if copy is not None and fetch.slot is not None:
+                self._copying.append((fetch.slot, copy))
+            elif fetch.slot is not None:
+                self._slots.give_back(fetch.slot)
             self._start_reads()
             self._changed.notify_all()
         fetch.end(error)
 
-    def _slot_of(self, fetch: Fetch) -> Buffer:
-        """Return the slot of the oldest request; wait for copies until there is one."""
+    def _wait_for_slot(self, fetch: Fetch) -> None:
+        """Wait for copies until the oldest request has a slot, or was refused."""
         with self._changed:
-            while fetch.slot is None:
-                self._start_reads()
-                if fetch.slot is None and self._copying:
-                    self._free_oldest()
-                elif fetch.slot is None:
+            self._start_reads()
+            while fetch in self._waiting:
+                if self._copying:
+                    self._wait_for_oldest()
+                else:
                     self._changed.wait()
-            return fetch.slot
+                self._start_reads()
 
     # -- with the lock -----------------------------------------------------------------------------------------------
 
@@ -331,22 +282,26 @@ class Hop:
         while self._waiting:
             fetch = self._waiting[0]
             record = fetch.home.record
-            slot = self._slots.take(record.padded_nbytes)
-            if slot is None:
-                return
-            self._waiting.popleft()
-            fetch.slot = slot
-            fetch.read = self._store.read(record, slot)
-
-    def _free_oldest(self) -> None:
-        """Wait for the oldest copy."""
-        if self._copying:
-            slot, copy = self._copying.popleft()
             try:
-                copy.wait_host()
-            finally:
-                self._slots.give_back(slot)
+                fetch.slot = self._slots.take(record.padded_nbytes)
+                if fetch.slot is None:
+                    return
+                fetch.read = self._store.read(record, fetch.slot)
+            except Exception as error:  # for whoever waits for this copy
+                fetch.refused = error
+            self._waiting.popleft()
 
-    def _free_all(self) -> None:
-        while self._copying:
-            self._free_oldest()
+    def _wait_for_oldest(self) -> None:
+        """Wait for the oldest copy, without the lock."""
+        copy = self._copying[0][1]
+        self._changed.release()
+        try:
+            with suppress(Exception):  # for whoever waits for that copy
+                copy.wait_host()
+        finally:
+            self._changed.acquire()
+            self._free_done()
+
+    def _free_done(self) -> None:
+        while self._copying and self._copying[0][1].done():
+            self._slots.give_back(self._copying.popleft()[0])

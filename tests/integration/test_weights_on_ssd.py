@@ -179,7 +179,7 @@ def written_records(monkeypatch):
 
 class Evaluated(LlamaTask):
     def validation_step(self, batch, batch_idx):
-        self.losses.append(float(self.loss(batch)))
+        self.record(self.loss(batch))
 
     def val_dataloader(self):
         return token_data(2)
@@ -214,7 +214,7 @@ def test_whoever_looks_between_steps_sees_the_weights_of_now(tmp_path, monkeypat
 
     class Summed(LlamaTask):
         def on_train_batch_end(self, *args):
-            self.losses.extend(float(parameter.detach().double().sum()) for parameter in self.parameters())
+            self.record_sums(self.parameters())
 
     both(tmp_path, task=Summed, **OVERLAPS[overlap])
 
@@ -342,7 +342,7 @@ def test_what_a_user_wrote_to_frozen_weights_is_written_once(tmp_path, monkeypat
 
 class SlowWrites(System):
     def pwritev(self, fd, views, offset):
-        time.sleep(0.01)
+        time.sleep(0.03)
         return super().pwritev(fd, views, offset)
 
 
@@ -352,7 +352,97 @@ def test_without_overlap_parameters_that_someone_holds_are_new_after_a_step(tmp_
             self.held = list(self.parameters())
 
         def on_train_batch_end(self, *args):
-            self.losses.extend(float(parameter.detach().double().sum()) for parameter in self.held)
+            self.record_sums(self.held)
 
     monkeypatch.setattr(store, "System", SlowWrites)
     both(tmp_path, task=Holding, overlap_step=False)
+
+
+@pytest.mark.parametrize("overlap", list(OVERLAPS))
+def test_what_hooks_of_a_step_see_and_write_counts(tmp_path, monkeypatch, overlap):
+    """Who has looked before the step looks again after it, while weights are still written."""
+
+    class Hooked(LlamaTask):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            made["optimizer"].register_step_pre_hook(lambda *args: self.record_sums(self.parameters()))
+            made["optimizer"].register_step_post_hook(self.after)
+            return made
+
+        @torch.no_grad()
+        def after(self, *args):
+            self.record_sums(self.parameters())
+            for parameter in self.parameters():
+                parameter.mul_(0.99)
+
+    monkeypatch.setattr(store, "System", SlowWrites)
+    both(tmp_path, lambda: tiny_llama(5), task=Hooked, **OVERLAPS[overlap])
+
+
+@pytest.mark.parametrize("overlap", list(OVERLAPS))
+def test_whoever_looks_through_the_optimizer_sees_the_weights_of_now(tmp_path, monkeypatch, overlap):
+    class Held(LlamaTask):
+        def on_train_batch_end(self, *args):
+            (optimizer,) = self.trainer.optimizers
+            self.record_sums(reversed([p for group in optimizer.param_groups for p in group["params"]]))
+
+    monkeypatch.setattr(store, "System", SlowWrites)
+    both(tmp_path, lambda: tiny_llama(5), task=Held, **OVERLAPS[overlap])
+
+
+def test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved(tmp_path):
+    """They lie in the file of the new run where that keeps a generation, and at other places there."""
+
+    class Saved(LlamaTask):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if not (tmp_path / "saved.ckpt").exists():
+                self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    state = {"*": {"optimizer_state": "ssd"}}
+    fewer = {**state, "*layers.1": {"weights": "ssd"}, "*layers.2": {"weights": "ssd"}}
+    tasks = []
+    for make in (
+        lambda rules: on_ssd(tmp_path / "ssd", rules, ssd={"checkpoint": "reference"}),
+        lambda rules: offload(stream_weights=True),
+    ):
+        seed_everything(11, verbose=False)
+        task = Saved(tiny_llama())
+        for rules in (ALL, fewer, ALL):
+            make_trainer(make(rules), max_steps=2).fit(task, token_data())
+        tasks.append(task)
+    ours, theirs = tasks
+    assert_same((ours.losses, ours.state_dict()), (theirs.losses, theirs.state_dict()))
+
+
+class LargeFrozen(LlamaTask):
+    """Trains what lies outside of units: no update needs memory for weights of units."""
+
+    def __init__(self, model, *args, **options):
+        super().__init__(model, *args, **options)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers" not in name)
+
+    def on_train_batch_end(self, *args):
+        self.trainer.save_checkpoint(self.trainer.default_root_dir + "/saved.ckpt")
+
+
+def test_a_checkpoint_takes_no_more_memory_for_slots_than_planned(tmp_path):
+    strategy = on_ssd(tmp_path / "ssd")
+    args = {"default_root_dir": str(tmp_path)}
+    train(lambda: tiny_llama(hidden_size=64), strategy, steps=1, task=LargeFrozen, trainer_args=args)
+    report = strategy.report()
+    assert report["peak_roles"]["staging"] == report["planned_roles"]["staging"]
+
+
+def test_damaged_weights_are_not_saved(tmp_path):
+    class Damaged(LlamaTask):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                (file,) = (tmp_path / "ssd").glob("*.data")
+                contents = file.read_bytes()
+                file.write_bytes(bytes(byte ^ 1 for byte in contents))
+                self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    with pytest.raises(StorageError, match="is damaged"):
+        train(tiny_llama, on_ssd(tmp_path / "ssd", WEIGHTS), steps=3, task=Damaged)
+    assert not (tmp_path / "saved.ckpt").exists()

@@ -139,9 +139,9 @@ MUTANTS = (
     ),
     Mutant(
         "a checkpoint that could not be written leaves nothing",
-        _CHECKPOINT,
-        "        partial.unlink(missing_ok=True)\n",
-        "        pass\n",
+        "lightning_cxl/run/checkpoint_file.py",
+        "            partial.unlink(missing_ok=True)\n",
+        "            pass\n",
         (f"{T_CHECKPOINT}::test_a_full_disk_leaves_no_partial_file",),
     ),
     Mutant(

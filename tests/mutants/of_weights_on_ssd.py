@@ -3,12 +3,16 @@
 from tests.mutants.mutant import Mutant
 
 _HOP = "lightning_cxl/streaming/hop.py"
+_FETCH = "lightning_cxl/streaming/fetch.py"
 _SLOTS = "lightning_cxl/streaming/slots.py"
 _PARAMS = "lightning_cxl/streaming/params.py"
 _UNIT = "lightning_cxl/streaming/unit_weights.py"
 _VISITS = "lightning_cxl/optim/state_visits.py"
 _ADAM = "lightning_cxl/optim/adam_step.py"
 _ENGINE = "lightning_cxl/storage/engine.py"
+_STORE = "lightning_cxl/storage/store.py"
+_ON_SSD = "lightning_cxl/run/state_on_ssd.py"
+_CPU_ADAM = "lightning_cxl/optim/cpu_adam.py"
 _RECORDS = "lightning_cxl/inventory/records.py"
 T_HOP = ("tests/unit/streaming/test_hop.py",)
 _RUN = "tests/integration/test_weights_on_ssd.py"
@@ -20,16 +24,21 @@ T_FROZEN = (f"{_RUN}::test_what_a_user_wrote_to_frozen_weights_is_written_once",
 T_MOVED = (f"{_RUN}::test_weights_are_read_for_forward_backward_and_update_and_written_once",)
 T_PLANNED = (f"{_RUN}::test_a_run_takes_the_bytes_that_were_planned",)
 T_EVALUATED = (f"{_RUN}::test_a_model_is_evaluated_without_an_optimizer",)
-T_DAMAGED = ("tests/integration/test_state_on_ssd.py::test_what_is_damaged_is_not_copied_into_a_checkpoint",)
+T_RESUMED = (f"{_RUN}::test_a_run_resumes_exactly",)
+T_HOOKS = (f"{_RUN}::test_what_hooks_of_a_step_see_and_write_counts",)
+T_OPTIMIZER = (f"{_RUN}::test_whoever_looks_through_the_optimizer_sees_the_weights_of_now",)
+T_EARLIER = (f"{_RUN}::test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved",)
+T_CHECKED = (f"{_RUN}::test_damaged_weights_are_not_saved",)
+T_STORE = ("tests/unit/storage/test_store.py",)
 T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 
 MUTANTS = (
     Mutant(
-        "what was dropped is not copied", _HOP, "            self._is_dropped = True\n", "            pass\n", T_HOP
+        "what was dropped is not copied", _FETCH, "            self._is_dropped = True\n", "            pass\n", T_HOP
     ),
     Mutant(
         "a copy that is being started ends first",
-        _HOP,
+        _FETCH,
         "        with self._lock:\n            self._is_dropped = True\n",
         "        self._is_dropped = True\n",
         T_HOP,
@@ -37,11 +46,73 @@ MUTANTS = (
     Mutant(
         "a slot is free when its copy is done",
         _HOP,
-        "                copy.wait_host()\n",
-        "                pass\n",
-        T_WAYS,
+        "while self._copying and self._copying[0][1].done():",
+        "while self._copying:",
+        T_HOP,
     ),
-    Mutant("a copy waits for its read", _HOP, "        self.read.wait_host()\n", "        pass\n", T_HOP),
+    Mutant(
+        "a slot that is still written is not given away", _HOP, "if all(use.done() for use in uses):", "if True:", T_HOP
+    ),
+    Mutant(
+        "who asks for a copy does not wait for another one",
+        _HOP,
+        "        self._changed.release()\n",
+        "        pass\n",
+        T_HOP,
+    ),
+    Mutant("a copy that fails is another one's trouble", _HOP, "with suppress(Exception):", "if True:", T_HOP),
+    Mutant(
+        "a read that cannot begin ends its copy alone",
+        _HOP,
+        "except Exception as error:",
+        "except ZeroDivisionError as error:",
+        T_HOP,
+    ),
+    Mutant("a forked child is told", _HOP, "if os.getpid() != self._pid:", "if False:", T_HOP),
+    Mutant("weights are checked before they are copied", _ON_SSD, "self._hop.check(home.record)", "pass", T_CHECKED),
+    Mutant(
+        "hooks of a step find what it has made of weights",
+        _CPU_ADAM,
+        "        self.kept.visits.show_weights()  # step",
+        "        pass  # step",
+        T_HOOKS,
+    ),
+    Mutant(
+        "who looks through the optimizer waits for writes",
+        "lightning_cxl/updates/unit_updates.py",
+        "            unit.settle()\n        wait(",
+        "            pass\n        wait(",
+        T_OPTIMIZER,
+    ),
+    Mutant(
+        "a slot has no unit until all copies are asked for",
+        _SLOTS,
+        "        self.unit, self._transfers = None, []\n",
+        "        self.unit, self._versions, self._transfers = unit, versions, []\n",
+        T_HOP,
+    ),
+    Mutant(
+        "weights of an earlier run are not overwritten",
+        _STORE,
+        "self._end = next_unseen(self._drives, self._end, count * part)",
+        "pass",
+        (*T_STORE, *T_EARLIER),
+    ),
+    Mutant(
+        "slots have no padding",
+        "lightning_cxl/storage/record.py",
+        "-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES\n        self.v",
+        "self.part_nbytes * num_drives\n        self.v",
+        T_STORE,
+    ),
+    Mutant(
+        "a unit that could not come is watched again",
+        _PARAMS,
+        "            unit.watch()\n            raise\n",
+        "            raise\n",
+        ("tests/unit/streaming/test_looks.py",),
+    ),
+    Mutant("a copy waits for its read", _FETCH, "        self.read.wait_host()\n", "        pass\n", T_HOP),
     Mutant(
         "what a user wrote is copied",
         _HOP,
@@ -66,7 +137,7 @@ MUTANTS = (
     Mutant(
         "an error gives the slot back",
         _HOP,
-        "                self._slots.give_back(slot)\n            self._start",
+        "                self._slots.give_back(fetch.slot)\n            self._start",
         "                pass\n            self._start",
         T_HOP,
     ),
@@ -79,6 +150,13 @@ MUTANTS = (
     ),
     Mutant(
         "what an error came through is let go of",
+        _FETCH,
+        "raise self._error.anew() if isinstance(self._error, StorageError) else self._error",
+        "raise self._error",
+        T_FAULTS,
+    ),
+    Mutant(
+        "what an error of a transfer came through is let go of",
         _ENGINE,
         "raise self.error.anew() if isinstance(self.error, StorageError) else self.error",
         "raise self.error",
@@ -87,8 +165,8 @@ MUTANTS = (
     Mutant(
         "a slot that failed is fetched again",
         _PARAMS,
-        "                    del self._entered[id(unit)]\n",
-        "                    pass\n",
+        "                self._entered.pop(id(unit), None)\n",
+        "                pass\n",
         T_FAULTS,
     ),
     Mutant(
@@ -194,17 +272,10 @@ MUTANTS = (
         T_EVALUATED,
     ),
     Mutant(
-        "weights are checked before they are copied",
-        "lightning_cxl/run/state_on_ssd.py",
-        "            self._hop.check(home)\n",
-        "            pass\n",
-        T_DAMAGED,
-    ),
-    Mutant(
         "a checkpoint checks weights in the slots that were planned",
         "lightning_cxl/optim/state_visits.py",
-        "        for record in self._own:\n            with self._entering",
-        "        for record in self._records:\n            with self._entering",
+        "        for record in self._own:\n            with self.checked",
+        "        for record in self._records:\n            with self.checked",
         T_PLANNED,
     ),
     Mutant(
