@@ -26,7 +26,12 @@ class Growth(threading.Thread):
 
 def anonymous_bytes() -> int:
     """Return what this process has of memory that no file backs."""
+    return status_bytes("RssAnon")
+
+
+def status_bytes(field: str) -> int:
+    """Return what the kernel says of this process's memory, in `/proc/self/status`."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon: this needs Linux 4.5 or newer")
+    raise OSError(f"/proc/self/status has no {field}: this needs Linux 4.5 or newer")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.native import _cpu
 from lightning_cxl.optim.adam_step import AdamStep, written_by
 from lightning_cxl.optim.clipping import GradScale, Meter, ReadingMeter
@@ -148,9 +148,13 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """State by parameter, as of the last step: waits for updates that run behind."""
+        """State by parameter, as of the last step: waits for updates that run behind, and decrypts what is on SSD.
+
+        Raises:
+            TierFullError: there is no memory for what is decrypted.
+        """
         self.wait()
-        self.kept.visits.wait()
+        self.kept.settle()
         self.kept.check_not_lost()
         return self.plain_state
 
@@ -187,13 +191,10 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
             StorageError: a write of state on SSD has failed.
         """
         try:
-            self.kept.visits.wait()
-        except StorageError as error:
-            self.kept.lost = f"the state of this optimizer was lost with its run: {error}"
-            self.plain_state.clear()
-            raise
-        finally:
             self.kept.leave_run()
+        finally:
+            if self.kept.lost:
+                self.plain_state.clear()
             self.wait = _nothing_runs
             self.meter = ReadingMeter(self.num_threads, self.isa)
 

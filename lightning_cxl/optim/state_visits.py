@@ -15,8 +15,8 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
   what the largest visit takes. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit
   that finds no slots takes those of records which are expected last, or waits for a write.
 * Who writes to the tensors with torch (a loaded checkpoint, a user) writes to private pages of the window. Versions
-  tell that it happened: the next visit then takes the window's bytes, and the write drops the private pages. Writes
-  through ``.data`` leave no trace and are lost.
+  tell that it happened: the next visit then takes these tensors from the window, and the write drops the private pages.
+  Writes through ``.data`` leave no trace and are lost.
 * A record that was never written is not read. State that starts at zero is made zero in the slot.
 * Several threads may visit different records at a time: the worker of overlapped updates, and the step itself. A
   record that is visited is not read ahead, and not visited a second time: what was read would be old.
@@ -35,7 +35,7 @@ import torch
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.record_index import RecordIndex
-from lightning_cxl.optim.state_records import StateRecord, Visit
+from lightning_cxl.optim.state_records import StateRecord, Visit, look_at
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
@@ -68,10 +68,8 @@ class StateVisits:
     """
 
     def __init__(self, store: Store, slots: HostSlots, before_write: Callable[[], None] = lambda: None) -> None:
-        self.num_late = 0
-        """Reads that were not started before their visit."""
-        self.num_visits = 0
-        """Of records, each by itself."""
+        self.num_late = 0  # reads that were not started before their visit
+        self.num_visits = 0  # of records, each by itself
         self._store = store
         self._slots = slots
         self._before_write = before_write
@@ -181,6 +179,8 @@ class StateVisits:
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
+        if self._store.is_encrypted:  # what it shows has been checked, and lies in memory
+            return self.look()
         self.wait()
         for record in self._own:
             with self.checked(record):
@@ -224,9 +224,13 @@ class StateVisits:
             StorageError: a write has failed.
         """
         for record in self._weights:
-            write = record.record.last_write
-            if write is not None:
+            if (write := record.record.last_write) is not None:
                 write.wait_host()
+
+    def look(self) -> None:
+        """Do what `wait` does, and show also what is encrypted, until it is written again; raises as `look_at`."""
+        self.wait()
+        look_at(self._own)
 
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.

@@ -204,7 +204,7 @@ def load_plain(optimizer: Optimizer, state: Mapping[str, Any], names: list[list[
     optimizer.load_state_dict({**state, "state": entries})
 
 
-def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def plain_checkpoint(checkpoint: Mapping[str, Any], *, key: str | None = None) -> dict[str, Any]:
     """Return a checkpoint that needs nothing of this package, for plain Lightning with torch's optimizers.
 
     Momentum and variance become float32, also where they were 8 bit, which torch's Adam cannot read; weights whose
@@ -218,6 +218,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         checkpoint: as `torch.load` returns it; is left as it is.
+        key: of state on SSD that is encrypted, as in the options of the tier: ``"$NAME"`` or a path.
 
     Raises:
         CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one; or state on SSD, to which the
@@ -229,7 +230,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     weights.update((name, value) for name, value in (own.get("master_weights") or {}).items() if name in weights)
     states = checkpoint.get("optimizer_states", [])
     if SSD in own:
-        states = ssd_checkpoint.whole(states, own[SSD])
+        states = ssd_checkpoint.whole(states, own[SSD], key)
     all_names = own.get("optimizer_param_names") or [None] * len(states)
     plain_states = []
     for state, names in zip(states, all_names, strict=True):
@@ -265,8 +266,8 @@ def restore_masters(
     """
     masters.absorb_changes()
     optimizers = list(optimizers)
-    states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
-    owners = {id(p): optimizer for optimizer in optimizers for p in optimizer.state}
+    with ssd_checkpoint.unseen(optimizers):
+        states = {id(p): (state, optimizer) for optimizer in optimizers for p, state in optimizer.state.items()}
     for pair in masters:
         value = (saved or {}).get(pair.name)
         if value is None:
@@ -277,12 +278,12 @@ def restore_masters(
                 f"the model's {tuple(pair.master.shape)}"
             )
         with torch.no_grad():
-            remainder = states.get(id(pair.master), {}).get(REMAINDER)
+            state, owner = states.get(id(pair.master), (None, None))
+            remainder = (state or {}).get(REMAINDER)
             if remainder is not None:
                 upper, lower = split(value.float().contiguous())
                 pair.master.copy_(upper)
                 remainder.copy_(lower)
-                owner = owners[id(pair.master)]
                 if isinstance(owner, CPUAdam):
                     owner.note_written(pair.master)
             elif not pair.is_shared:

@@ -34,6 +34,8 @@ from lightning_cxl.planning.ssd_room import SsdRoom
 from lightning_cxl.planning.wear import say_wear
 from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
 from lightning_cxl.ssd_options import SSD
+from lightning_cxl.storage.cipher import Sealer
+from lightning_cxl.storage.key import read_key
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
 from lightning_cxl.updates.unit_updates import why_after_backward
 
@@ -51,8 +53,8 @@ class Host:
         engine: copies between host and device; the device's own when None. Closed with the host.
 
     Raises:
-        ConfigError: there is no such policy, it needs speeds that are not known, or a path of the tier `ssd` is no
-            folder.
+        ConfigError: there is no such policy, it needs speeds that are not known, a path of the tier `ssd` is no
+            folder, or its key is missing or unfit.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Host:
         self.device = device
         found = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
         options = config.ssd()
+        if options is not None and options.key is not None:
+            Sealer(read_key(options.key, options.paths))  # refuses now, before a model is made, what a run would refuse
         self.topology = found if options is None else found.with_ssd(options)
         self.ssd = None if options is None else SsdRoom.of(self.topology, options)
         """How much the tier `ssd` may hold; None where there is none."""

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.records import PlannedRecord, hop_slot_bytes, update_slot_bytes
+from lightning_cxl.machine.limits import host_limit_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_visits import StateVisits
@@ -16,11 +18,13 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
+from lightning_cxl.storage.key import read_key
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.window import files_shown_at
 from lightning_cxl.streaming.hop import Hop, WeightRecord
 from lightning_cxl.transfer.engine import TransferEngine
+from lightning_cxl.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +68,8 @@ class StateOnSsd:
         self._num_added = 0
         self._pace = Pace()
         with ExitStack() as cleanup:
-            self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
+            key = None if options.key is None else read_key(options.key, options.paths)
+            self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers, key=key)
             cleanup.callback(self.store.close)
             slots = HostSlots(allocate, update_slot_bytes(planned, len(options.paths)))
             self.visits = StateVisits(self.store, slots, self.make_room)
@@ -80,6 +85,8 @@ class StateOnSsd:
                 else:
                     record = self.visits.reserve(each.name, each.nbytes)
                     self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
+            if key is not None and not self.refers:
+                _say_what_copies_take(sum(each.nbytes for each in planned))
             self._cleanup = cleanup.pop_all()
 
     def flat(
@@ -192,3 +199,14 @@ class StateOnSsd:
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""
         self._cleanup.close()
+
+
+def _say_what_copies_take(nbytes: int) -> None:
+    """Warn before a run whose encrypted state no memory can hold: a checkpoint that copies it would fail."""
+    limit = host_limit_bytes(Path("/"))
+    if nbytes > limit:
+        log.warning(
+            f"the optimizer state on tier `ssd` is encrypted, so a checkpoint that copies it needs "
+            f"{format_bytes(nbytes)} of memory, and this process can have {format_bytes(limit)}: saving one will fail. "
+            f"Use checkpoint='reference'"
+        )

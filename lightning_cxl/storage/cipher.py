@@ -7,6 +7,19 @@ numbers its writes: the tweak of a unit of a chunk is the number of the write, t
 part. Nothing about this has to be written down before it is used, also when a run is killed: the next one has another
 salt. A generation keeps salt and number of each record that it names.
 
+Windows cannot show what is encrypted, and zeros would pass for state. So every byte of a window is 0xFF: floating point
+numbers then are not numbers, and 8-bit codes have scales that are none. All windows show one small file in memory
+(`Veil`), so this takes no memory either. Who needs values looks (`Store.look`): they are decrypted into private pages
+of the window, until the next write of the record begins. Who asks an optimizer for its state, in Python or for a
+checkpoint that copies it, looks at all of it, if there is memory for that, and gets an error if not. Updates do not
+look, they decrypt into slots; neither does a checkpoint that refers to the state, nor who resumes from one. At the end
+of a run its state is decrypted to memory, where the user has it; where there is no memory for it the optimizer's state
+is empty, a warning says so, and who asks for it gets an error. Who has kept a tensor of state from before a step reads
+0xFF from it, and whatever is written to a tensor counts as a whole.
+
+Not hidden: what records are called, their sizes and when they change, in the manifest; the weights, and in
+`checkpoint="copy"` the state, in checkpoint files; memory, which the kernel may swap to a disk.
+
 XTS hides contents and does not prove who wrote them. The checksum is over encrypted bytes, so it tells nothing about
 contents; it finds damage, not somebody who changes drive and manifest on purpose.
 """
@@ -104,6 +117,7 @@ class Sealer:
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
         except ImportError as error:
             raise UnsupportedError(
-                "encrypting storage needs the package `cryptography`: install it with `pip install cryptography`"
+                "encrypting storage needs the package `cryptography`: `pip install cryptography`, or as a part of "
+                "this one `pip install 'lightning_cxl[encryption]'`"
             ) from error
         return HKDF(SHA256(), len(self._key), salt, b"lightning_cxl storage: " + use).derive(self._key)

@@ -1,9 +1,8 @@
 """Reads and writes that run beside the caller, several at a time on every drive.
 
 [Note: Transfers of storage]
-A transfer is many chunks: contiguous parts of one drive, each read or written by one call. Threads of the drive take
-chunks from its queue, so chunks of all drives and of several transfers are in flight together; Python runs meanwhile,
-because the system calls and the checksum release the GIL.
+A transfer is many chunks: contiguous parts of one drive, each read or written by one call. Each drive has a queue and
+threads for reads, and others for writes: drives do both at once. System calls and checksums release the GIL.
 
 * Order. A transfer begins when those in its `after` are done, with or without an error. Others have no order.
 * Alive. The transfer holds the memory until it is done, and not longer: the thread that ends the last chunk drops all
@@ -34,10 +33,11 @@ from lightning_cxl.storage.cipher import Seal
 from lightning_cxl.storage.drive import Drive
 
 CHUNK_BYTES = 4 * 2**20
-_THREADS_PER_DRIVE = 8  # where others use the cores, up to 5 % faster than 4 with 8 MiB; see examples/bench/README.md
+_THREADS = 8  # where others use the cores, up to 5 % faster than 4 with 8 MiB; see examples/bench/README.md
 _MAX_VIEWS = 1024  # IOV_MAX: most parts of memory in one system call
 
 Finish = Callable[[int], None]
+_Queue = SimpleQueue["tuple[StorageTransfer, _Chunk] | None"]
 
 
 class Piece(NamedTuple):
@@ -116,7 +116,8 @@ class Engine:
         self._drives = drives
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
-        self._queues: list[SimpleQueue[tuple[StorageTransfer, _Chunk] | None]] = [SimpleQueue() for _ in drives]
+        kinds = [(drive, writes) for drive in range(len(drives)) for writes in (False, True)]
+        self._queues: dict[tuple[int, bool], _Queue] = {kind: SimpleQueue() for kind in kinds}
         self._threads: list[threading.Thread] = []
         self._open: dict[StorageTransfer, None] = {}  # in flight, or failed and nobody was told; in order
         self._closed = False
@@ -184,10 +185,10 @@ class Engine:
         return transfer
 
     def _start_threads(self) -> None:
-        for index in range(len(self._drives)):
-            for number in range(_THREADS_PER_DRIVE):
-                name = f"lightning_cxl storage {index}.{number}"
-                thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
+        for (drive, writes), queue in self._queues.items():
+            for number in range(_THREADS):
+                name = f"lightning_cxl storage {drive} {'writes' if writes else 'reads'} {number}"
+                thread = threading.Thread(target=self._work, args=(queue,), name=name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # with fewer threads a drive could have none, and its reads no end
@@ -222,10 +223,9 @@ class Engine:
             self._end(transfer)
         chunks, transfer._chunks = transfer._chunks, []
         for chunk in chunks:
-            self._queues[chunk.drive].put((transfer, chunk))
+            self._queues[chunk.drive, transfer._writes].put((transfer, chunk))
 
-    def _work(self, drive: int) -> None:
-        queue = self._queues[drive]
+    def _work(self, queue: _Queue) -> None:
         while (job := queue.get()) is not None:
             self._run(*job)
             del job  # it would keep a transfer until the next one
@@ -335,8 +335,8 @@ class Engine:
             for transfer in started:  # also where Ctrl-C has ended the wait: what follows others needs the threads
                 transfer._event.wait()
             threads, self._threads = self._threads, []
-            for queue in self._queues:
-                for _ in range(_THREADS_PER_DRIVE):
+            for queue in self._queues.values():
+                for _ in range(_THREADS):
                     queue.put(None)
             for thread in threads:
                 thread.join()

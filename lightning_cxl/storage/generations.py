@@ -43,7 +43,8 @@ class Generations:
         if found is not None and found.key_check != key_check:
             given = "this run has another key" if key_check else "this run has no key"
             is_so = f"is encrypted, and {given}" if found.key_check else "is not encrypted, and this run has a key"
-            raise ConfigError(f"`{places.home.path}` holds {found.said()}, which {is_so}. {WHAT_TO_DO}")
+            advice = "Give the key that it was written with." if found.key_check else "Leave the key out."
+            raise ConfigError(f"`{places.home.path}` holds {found.said()}, which {is_so}. {advice} Or: {WHAT_TO_DO}")
         self._key_check = key_check
         self._places = places
         self._chunk_bytes = chunk_bytes

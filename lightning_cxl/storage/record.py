@@ -1,6 +1,8 @@
 """`Record`: what is read and written as one, and what is known of its versions."""
 
-from collections.abc import Iterator
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lightning_cxl.errors import StorageError
@@ -42,6 +44,8 @@ class Record:
         self.last_write: StorageTransfer | None = None
         self.reads: list[StorageTransfer] = []
         self.window: Window | None = None
+        self.is_seen = False  # whether the window shows encrypted bytes in plain
+        self._num_shown = 0  # how often the window was changed
 
     @property
     def is_written(self) -> bool:
@@ -70,6 +74,11 @@ class Record:
             drive = self.window.drives[index] if plain and self.window is not None else None
             yield drive, position + (self.versions[entry.version] if entry is not None else 0), length
             start += length
+
+    def hide_old(self, seal: str) -> None:
+        """Say that a write with a seal begins: what the window shows of encrypted bytes is old from now on."""
+        if seal:
+            self.show()
 
     def becomes(self, entry: Entry | None) -> None:
         """Say that its bytes are those of `entry` from now on; None: it was never written."""
@@ -121,7 +130,9 @@ class Record:
         )
 
     def show(self) -> None:
-        """Let the window show the present version, or zeros where that is encrypted; private pages are dropped."""
+        """Let the window show the present version, or the veil where that is encrypted; private pages are dropped."""
+        self.is_seen = False
+        self._num_shown += 1
         if self.window is None:
             return
         entry = self.entry()
@@ -129,6 +140,32 @@ class Record:
             self.window.hide()
         else:
             self.window.show(self.versions[entry.version])
+
+    def look(self, read: Callable[[], StorageTransfer], lock: threading.Lock) -> None:
+        """Let the window show encrypted bytes in plain, until the next `show`.
+
+        Args:
+            read: starts reading them into the window.
+            lock: the store's.
+
+        Raises:
+            StorageError: as of the read; the window shows none of what it has brought.
+        """
+        with lock:
+            if self.is_seen:
+                return
+            before = self._num_shown
+        transfer = read()
+        try:
+            transfer.wait_host()
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                transfer.wait_host()  # where Ctrl-C has ended the wait, the read goes on
+            with lock:
+                self.show()
+            raise
+        with lock:
+            self.is_seen = self._num_shown == before  # else a write has ended meanwhile
 
 
 def part_nbytes(nbytes: int, num_drives: int) -> int:

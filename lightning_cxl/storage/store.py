@@ -17,6 +17,7 @@ from lightning_cxl.storage.manifest import Entry, Generation
 from lightning_cxl.storage.places import Places
 from lightning_cxl.storage.record import Record, part_nbytes
 from lightning_cxl.storage.system import System
+from lightning_cxl.storage.veil import Veil
 from lightning_cxl.storage.window import Window, next_unseen
 from lightning_cxl.units import format_bytes
 
@@ -52,6 +53,7 @@ class Store:
         if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
         self._sealer = None if key is None else Sealer(key)
+        self._veil = Veil(budget_bytes)
         self.is_encrypted = key is not None
         self._budget_bytes = budget_bytes
         self._keeps = keeps
@@ -72,6 +74,7 @@ class Store:
             self._end = HEAD_BYTES
             for nbytes, versions in self._generations.found_records.values():
                 self._end = max(self._end, max(versions) + part_nbytes(nbytes, len(self._drives)))
+            stack.callback(self._veil.close)
             self._engine = Engine(self._drives, chunk_bytes)
             stack.callback(self._engine.close)
             self._opened = stack.pop_all()
@@ -134,17 +137,17 @@ class Store:
     def window(self, record: Record) -> Buffer:
         """Return the address range that shows what was written last; zeros where nothing was.
 
-        With a key it shows zeros until `look`, and from then on what was written until the next `write`.
+        With a key every byte is 0xFF until `look`, and again from the next `write` on.
 
         It takes no memory but the page cache. What a user writes there is gone after the next `write` and never
-        reaches a drive. It stays valid after `close`. A drive that fails while someone looks ends the process (SIGBUS).
+        reaches a drive. It stays valid after `close`. A drive that fails while someone reads ends the process (SIGBUS).
         """
         with self._lock:
             if record.window is None:
                 self._check_open()
-                window = Window(self._drives, record.part_nbytes, record.padded_nbytes)
-                record.window = window
                 try:
+                    veil = self._veil if self.is_encrypted else None
+                    record.window = Window(self._drives, record.part_nbytes, record.padded_nbytes, veil)
                     record.show()
                 except BaseException:
                     record.window = None
@@ -152,16 +155,14 @@ class Store:
             return record.window.buffer
 
     def look(self, record: Record) -> Buffer:
-        """Return the window of a record, which shows its bytes also where they are encrypted.
-
-        It then takes memory, until the next `write` is done.
+        """Let a window show its bytes in memory if they are encrypted, and return it; what a user wrote may be gone.
 
         Raises:
-            StorageError: as of `read`, where the record was written.
+            StorageError: as of `read`.
         """
         window = self.window(record)
-        if self._sealer is not None and record.target is not None:
-            self.read(record, window).wait_host()
+        if self.is_encrypted and record.is_written:
+            record.look(lambda: self.read(record, window), self._lock)
         return window
 
     def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
@@ -179,7 +180,6 @@ class Store:
             target, write = record.target, record.num_begun
             if target is None:
                 raise StorageError(f"record `{record.name}` cannot be read: nothing was written to it")
-
             version, name = target
 
             def check(checksum: int) -> None:
@@ -221,6 +221,7 @@ class Store:
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
+            record.hide_old(name)
             transfer = self._engine.write(record.pieces(version, memory), finish=end, after=after, seal=seal)
             record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
             return transfer

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 
@@ -25,15 +26,19 @@ FIFTY = pytest.param(50, marks=[pytest.mark.full, pytest.mark.timeout(900)])
 @pytest.mark.parametrize("num_kills", [7, FIFTY])
 @pytest.mark.parametrize(
     "options",
-    [["--checkpoint", "reference"], ["--checkpoint", "copy", "--overlap", "--device", "apart"]],
-    ids=["reference", "copy"],
+    [
+        ["--checkpoint", "reference"],
+        ["--checkpoint", "reference", "--key", "$SSD_KEY"],
+        ["--checkpoint", "copy", "--overlap", "--device", "apart"],
+    ],
+    ids=["reference", "encrypted", "copy"],
 )
 def test_kills(tmp_path, num_kills, options):
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.killed_run", tmp_path, "--kills", str(num_kills), *options],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "SSD_KEY": secrets.token_hex(64)},
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -32,7 +32,11 @@ MUTANTS = (
         T_VISITS,
     ),
     Mutant(
-        "what a user wrote to state counts", _RECORDS, "        if self.is_dirty():\n", "        if False:\n", T_VISITS
+        "what a user wrote to state counts",
+        _RECORDS,
+        "        for tensor in self._written():\n",
+        "        for tensor in ():\n",
+        T_VISITS,
     ),
     Mutant("what a kernel codes counts", _EIGHT, "    torch.autograd.graph.increment_version", "    str", T_VISITS),
     Mutant("new state is zero", _RECORDS, "            blank(at_slot)\n", "            pass\n", T_VISITS),
@@ -40,7 +44,7 @@ MUTANTS = (
     Mutant(
         "who looks at state waits for writes",
         _ADAM,
-        "        self.wait()\n        self.kept.visits.wait()\n",
+        "        self.wait()\n        self.kept.settle()\n",
         "        self.wait()\n",
         T_VISITS,
     ),

@@ -90,6 +90,13 @@ MUTANTS = (
         "or False",
         T_ENGINE,
     ),
+    Mutant(
+        "reads do not wait for writes of a drive",
+        _ENGINE,
+        "self._queues[chunk.drive, transfer._writes]",
+        "self._queues[chunk.drive, False]",
+        (f"{T_ENGINE[0]}::test_a_read_does_not_wait_for_writes_of_the_same_drive",),
+    ),
     Mutant("one call takes at most 1024 parts", _ENGINE, "or len(last.views) == _MAX_VIEWS", "or False", T_ENGINE),
     Mutant(
         "a short transfer goes on where it stopped",
@@ -176,7 +183,13 @@ MUTANTS = (
         "False",
         T_STORE,
     ),
-    Mutant("restored records show in their windows", _RECORD, "        self.show()\n\n", "\n", T_STORE),
+    Mutant(
+        "restored records show in their windows",
+        _RECORD,
+        "self.num_begun\n        self.show()\n",
+        "self.num_begun\n",
+        T_STORE,
+    ),
     # -- whose what is
     Mutant("a folder is locked", _FOLDER, "            self._system.lock(self._lock_fd)\n", "", T_STORE),
     Mutant(

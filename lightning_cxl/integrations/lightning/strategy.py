@@ -35,6 +35,7 @@ from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report
 from lightning_cxl.run.run import FinishedRun, Run
+from lightning_cxl.run.ssd_checkpoint import unseen
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
@@ -202,6 +203,12 @@ class CXLOffloadStrategy(OneProcessStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer for a checkpoint; one that refers to state on SSD needs no values of it."""
+        refers = self._on_ssd is not None and self._on_ssd.refers
+        with unseen([unwrap(optimizer)] if refers else []):
+            return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""

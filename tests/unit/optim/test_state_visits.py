@@ -38,12 +38,13 @@ class OnSsd:
         parameters: list[torch.nn.Parameter],
         num_slots: float = 2,
         system: System | None = None,
+        key: bytes | None = None,
         **options,
     ) -> None:
         self.parameters = parameters
         self.largest_bytes = 0
         self.allocated = 0
-        self.store = Store([folder], budget_bytes=1 << 30, system=system)
+        self.store = Store([folder], budget_bytes=1 << 30, system=system, key=key)
         self.visits = StateVisits(self.store, HostSlots(self.allocate, int(num_slots * 120_000)))
         self.records = [self.visits.reserve(f"unit {index}", 200_000) for index in range(NUM_RECORDS)]
         self.optimizer = CPUAdam(parameters, allocate_state=self.flat, visits=self.visits, **options)

@@ -3,12 +3,14 @@
 import re
 import secrets
 import sys
+from pathlib import Path
 
 import pytest
 
 from lightning_cxl.errors import ConfigError, StorageError, UnsupportedError
 from lightning_cxl.storage.cipher import Seal, Sealer
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.veil import Veil
 from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, fill, folders, get, memory_of, put
 
 KEY = secrets.token_bytes(64)
@@ -124,23 +126,103 @@ def test_what_was_not_encrypted_is_not_opened_with_a_key(tmp_path):
         opened(tmp_path)
 
 
+def shows_no_number(window):
+    return set(bytes_of(window)) == {0xFF}
+
+
 def test_a_window_shows_what_was_written_when_someone_looks(tmp_path):
     store = opened(tmp_path)
     record = store.reserve("state", 3 * CHUNK)
     window = store.window(record)
-    assert not any(bytes_of(store.look(record)))
+    assert shows_no_number(store.look(record))
     for seed in range(2):
         contents = put(store, record, seed)
-        assert not any(bytes_of(window))
+        assert shows_no_number(window)
         assert store.look(record) is window and bytes_of(window) == contents
     store.commit({})
     put(store, record, 3)
     store.look(record)
     store.restore(1)
-    assert not any(bytes_of(window))
+    assert shows_no_number(window)
     store.look(record)
     store.close()
     assert bytes_of(window) == contents
+
+
+def test_who_looks_twice_keeps_what_was_written_to_the_window(tmp_path):
+    store = opened(tmp_path)
+    record = store.reserve("state", BLOCK)
+    put(store, record, 1)
+    fill(store.look(record), 2)
+    mine = bytes_of(store.window(record))
+    num_read = store.stats()["read_bytes"]
+    assert bytes_of(store.look(record)) == mine and store.stats()["read_bytes"] == num_read
+    store.close()
+
+
+def test_a_window_covered_after_a_write_shows_the_new_bytes_when_someone_looks_again(tmp_path):
+    """The write ends while the look still waits: what was read is old, and is covered."""
+    store = opened(tmp_path)
+    record = store.reserve("state", BLOCK)
+    put(store, record, 1)
+    read = store.read
+
+    def read_and_be_overtaken(*args):
+        transfer = read(*args)
+        transfer.wait_host()
+        put(store, record, 2)
+        return transfer
+
+    store.read = read_and_be_overtaken
+    assert shows_no_number(store.look(record))
+    store.read = read
+    store.look(record)
+    assert bytes_of(store.window(record)) == get(store, record)
+    store.close()
+
+
+def test_where_a_window_cannot_be_covered_nothing_is_written(tmp_path, monkeypatch):
+    """Memory that is written must not be given back while the write goes on."""
+    store = opened(tmp_path, keeps=False)
+    record = store.reserve("state", BLOCK)
+    contents = put(store, record, 1)
+    store.look(record)
+
+    def fail(*_):
+        raise StorageError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Veil, "cover", fail)
+        with pytest.raises(StorageError, match="no memory"):
+            put(store, record, 2)
+    store.wait()
+    assert get(store, record) == contents
+    store.close()
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 40], ids=["many pieces", "one piece"])
+def test_a_veil_covers_windows_of_every_size(most_bytes, monkeypatch):
+    monkeypatch.setattr("lightning_cxl.storage.veil._LEAST_BYTES", 2 * BLOCK)
+    veil = Veil(most_bytes)
+    memories = [memory_of(num_blocks * BLOCK) for num_blocks in (1, 2, 7, 3)]
+    for memory in memories:
+        fill(memory, 1)
+        veil.cover(memory.parent)
+    for memory in memories:
+        assert shows_no_number(memory)
+    veil.close()
+    fill(memories[2], 2)
+    assert not shows_no_number(memories[2])
+    assert shows_no_number(memories[0]) and shows_no_number(memories[3]), "who writes to one window changes others"
+
+
+def test_a_veil_of_a_tebibyte_takes_few_ranges_of_addresses():
+    """The kernel allows 65,530 in all."""
+    veil, memory = Veil(1 << 40), memory_of(64 << 30)
+    veil.cover(memory.parent)
+    begins = [int(line.split("-")[0], 16) for line in Path("/proc/self/maps").read_text().splitlines()]
+    assert sum(0 <= begin - memory.address < memory.nbytes for begin in begins) == (64 << 30) // (128 << 20)
+    veil.close()
 
 
 def test_looking_without_a_key_is_the_window(tmp_path):
@@ -163,6 +245,10 @@ def test_damage_of_encrypted_bytes_is_found(tmp_path):
         other.write(bytes([byte[0] ^ 1]))
     with pytest.raises(StorageError, match="is damaged"):
         get(store, record)
+    window = store.window(record)
+    with pytest.raises(StorageError, match="is damaged"):
+        store.look(record)
+    assert shows_no_number(window), "the window shows what is damaged"
     store.close()
 
 

@@ -191,6 +191,21 @@ def test_a_transfer_begins_after_others_also_when_they_failed(engine, system):
     engine.wait()
 
 
+def test_a_read_does_not_wait_for_writes_of_the_same_drive(engine, system, monkeypatch):
+    go, write = threading.Event(), system.pwritev
+    monkeypatch.setattr(system, "pwritev", lambda *args: go.wait(60) and write(*args))
+    try:
+        writing = engine.write(pieces([memory_of(32 * CHUNK)]))
+        reading = engine.read(pieces([memory_of(BLOCK)], start=40 * CHUNK))
+        end = time.monotonic() + 30
+        while not reading.done() and time.monotonic() < end:
+            time.sleep(0.001)
+        assert reading.done()
+        assert not writing.done()
+    finally:
+        go.set()
+
+
 def test_finish_comes_before_done_and_its_error_is_the_transfers(engine):
     transfers, seen = [], []
     started = threading.Event()

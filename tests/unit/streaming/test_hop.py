@@ -306,9 +306,15 @@ class LateEngine(HostEngine):
 def test_who_asks_for_a_copy_does_not_wait_for_another_one(tmp_path):
     engine = LateEngine()
     made = Weights(tmp_path, 1, engine)
-    copies = [(1, *made.fetch(1)), (4, *made.fetch(4))]
-    assert engine.is_waited_for.wait(20)  # by the hop's thread: the only slot is in use
-    asking = threading.Thread(target=lambda: copies.append((1, *made.fetch(1))))
+    copies = []
+
+    def ask():
+        for index in (1, 4):
+            copies.append((index, *made.fetch(index)))
+        assert engine.is_waited_for.wait(20)  # by the hop's thread: the only slot is in use
+        copies.append((1, *made.fetch(1)))
+
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(5)
     assert not asking.is_alive()
@@ -360,7 +366,9 @@ def test_a_copy_that_fails_is_the_trouble_of_whoever_waits_for_it(tmp_path):
     made.close()
 
 
-def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(weights, monkeypatch):
+@pytest.mark.parametrize("num_slots", [8.0, 0.3])
+def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(tmp_path, monkeypatch, num_slots):
+    weights = Weights(tmp_path, num_slots)
     read, refused = Store.read, weights.homes[1].record
 
     def refuse(store, record, memory, **options):
@@ -378,6 +386,7 @@ def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(weights, monkeyp
             else:
                 fetch.wait()
                 assert torch.equal(into, weights.values[index])
+    weights.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
