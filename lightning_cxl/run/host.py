@@ -183,7 +183,7 @@ def _warn_of_weights_that_stay(inventory: Inventory) -> None:
     if why is not None:
         warnings.warn(
             f"no weights lie on tier `ssd`: {why}. Set stream_weights=True, train with torch's Adam or AdamW, or ask "
-            f"for other modules",
+            f"for weights inside of units",
             LightningCXLWarning,
             stacklevel=2,
         )

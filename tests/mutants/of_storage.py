@@ -23,6 +23,7 @@ T_FAULTS = tuple(
     f"{_FAULTS}::{name}"
     for name in (
         "test_an_error_says_path_offset_and_errno_each_time",
+        "test_an_error_when_a_small_file_is_closed_says_its_path",
         "test_a_record_whose_write_failed_cannot_be_read_until_it_is_written_again",
         "test_after_a_failed_sync_what_was_written_before_is_written_again",
         "test_after_a_manifest_that_may_lie_there_or_not_both_versions_are_protected",

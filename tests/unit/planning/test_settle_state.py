@@ -331,9 +331,12 @@ def test_frozen_weights_go_first():
     everything = settled(listed(tiers=ssd, frozen=("up",)), 0)
     assert len(weights_on_ssd(everything)) == 16
     memory = memory_bytes_of(settled(listed(tiers=ssd, frozen=("up",), rules={"": {"weights": "dram"}}), 0))
-    inventory = settled(listed(tiers=ssd, frozen=("up",)), memory - 1)
-    assert weights_on_ssd(inventory)
-    assert all("frozen" in name for name in weights_on_ssd(inventory))
+    for part in (0.0, 0.3, 0.6, 0.9):
+        needed = memory - 1 - part * (memory - memory_bytes_of(everything))
+        found = weights_on_ssd(settled(listed(tiers=ssd, frozen=("up",)), int(needed)))
+        frozen = [name for name in found if "frozen" in name]
+        assert found
+        assert len(frozen) == min(len(found), 8), "trained weights go when all frozen ones are there"
 
 
 def test_where_weights_go_memory_stays_free_too():
