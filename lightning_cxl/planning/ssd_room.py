@@ -29,7 +29,7 @@ class SsdRoom:
 
     def bytes_of(self, record: PlannedRecord) -> int:
         """Return what a record takes on the drives, all versions together."""
-        versions = 1 if record.is_weights else self.versions  # checkpoints copy weights
+        versions = self.versions if record.is_state else 1  # checkpoints copy weights, and have no inputs
         return versions * round_up(record.nbytes, RECORD_ALIGNMENT * self.num_drives)
 
     def check(self, records: Iterable[PlannedRecord]) -> None:
@@ -45,7 +45,7 @@ class SsdRoom:
         if needed > self.capacity_bytes:
             twice = ', twice because of checkpoint="reference"' if self.versions > 1 else ""
             raise TierFullError(
-                f"cannot place optimizer state on tier `ssd`: it needs {format_bytes(needed)}{twice}, and the tier has "
+                f"tier `ssd` is too small for what belongs there: that needs {format_bytes(needed)}{twice}, and it has "
                 f"{format_bytes(self.capacity_bytes)}. Raise its budget in `tiers`, free space on its drives, or keep "
                 f'less state there: state="bf16" or "8bit"'
             )

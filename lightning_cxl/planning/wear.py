@@ -125,6 +125,8 @@ def say_wear(inventory: Inventory, topology: Topology, device: torch.device, mac
     if machine is not None:  # one process drives one of its devices
         machine = replace(machine, device=replace(machine.device, count=1))
     job = model_job(type(inventory.model).__name__, inventory).job
+    if not job.ssd_written_bytes:  # only what is never written, or inputs of a size that is not known
+        return
     wear = predicted_wear(job, machine, topology.ssd.drive_bytes)
     if wear.wears_out:
         warnings.warn(wear_advice(wear), LightningCXLWarning, stacklevel=2)

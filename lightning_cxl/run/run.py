@@ -104,6 +104,7 @@ class Run:
                 engine,
                 self._placed.activation,
                 min_bytes=self.min_activation_bytes,
+                place_on_ssd=self._placed.activation_on_ssd,
                 keep_in_place=self._placed.activation_in_place,
             )
             streamer = self._residence.stream(lambda: activations.phase)

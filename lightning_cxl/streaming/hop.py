@@ -26,17 +26,18 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 
-from lightning_cxl.errors import StorageError, UnsupportedError
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_tensors import copy_bytes
 from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.streaming.fetch import Fetch, HasRecord
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
@@ -48,6 +49,9 @@ class WeightRecord:
         record: has exactly one window, in which the parameters lie.
         window: of the record.
     """
+
+    can_be_read = True
+    """It is filled before anything else."""
 
     def __init__(self, hop: "Hop", record: Record, window: Buffer) -> None:
         self.record = record
@@ -62,7 +66,7 @@ class WeightRecord:
 
     def fetch(
         self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
-    ) -> "Fetch":
+    ) -> Fetch:
         """Start reading, and copying then; see `Home.fetch`."""
         return self._hop.fetch(self, destination, after)
 
@@ -97,79 +101,26 @@ class WeightRecord:
         """Return at once: the kernel knows what is private."""
 
 
-class Fetch:
-    """One copy of a record to the device. See [Note: Weights on SSD].
-
-    Args:
-        home: what is copied.
-        destination: on the device.
-        after: device work that uses the destination.
-    """
-
-    def __init__(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> None:
-        self.home = home
-        self.slot: Buffer | None = None
-        self.read: StorageTransfer | None = None
-        self._destination: torch.Tensor | None = destination
-        self._after = after
-        self._copy: Transfer | None = None
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()  # held while the copy is started
-        self._is_dropped = False
-        self._is_started = threading.Event()
-
-    def wait(self) -> None:
-        """Let device work queued from here on run after the copy; blocks the host until the copy has been started.
-
-        Raises:
-            StorageError: the record could not be read.
-        """
-        self._wait_until_started()
-        assert self._copy is not None, "what was dropped is waited for"
-        self._copy.wait()
-
-    def wait_host(self) -> None:
-        """Block until the copy is done, or where it was dropped, until it is known not to be started.
-
-        Raises:
-            StorageError: the record could not be read.
-        """
-        self._wait_until_started()
-        if self._copy is not None:
-            self._copy.wait_host()
+class SlotKeeper(Protocol):
+    """What a slot is kept for."""
 
     def done(self) -> bool:
-        """Return whether the copy is done or has failed."""
-        return self._is_started.is_set() and (self._copy is None or self._copy.done())
+        """Return whether the slot is free."""
 
-    def drop(self) -> None:
-        """Let no copy be started from now on; one that has been started goes on."""
-        with self._lock:
-            self._is_dropped = True
+    def wait_host(self) -> None:
+        """Block until the slot is free."""
 
-    def start(self, engine: TransferEngine) -> Transfer | None:
-        """Bring the bytes to the slot and start the copy; None where it was dropped. For the hop's thread."""
-        assert self.slot is not None
-        assert self.read is not None
-        self.read.wait_host()
-        if not self._is_dropped:
-            self.home.fill(self.slot)
-        with self._lock:
-            if not self._is_dropped and self._destination is not None:
-                source = self.slot.tensor((self._destination.numel(),), torch.uint8)
-                self._copy = engine.h2d(source, self._destination, after=self._after)
-        return self._copy
+
+class Trip(Protocol):
+    """What the hop's thread runs in turn: a `Fetch`, or what leaves for SSD."""
+
+    slot: Buffer | None
+
+    def start(self, engine: TransferEngine) -> SlotKeeper | None:
+        """Start the last transfer of the trip, which keeps the slot; None where there is none."""
 
     def end(self, error: BaseException | None) -> None:
-        """Let those go on that wait for the start. For the hop's thread."""
-        self._error = None if error is None else error.with_traceback(None)
-        self._destination, self._after, self.read, self.slot = None, [], None, None
-        self._is_started.set()
-
-    def _wait_until_started(self) -> None:
-        self._is_started.wait()
-        if self._error is not None:
-            raise self._error.anew() if isinstance(self._error, StorageError) else self._error
+        """Learn that it was started, or why not."""
 
 
 class Hop:
@@ -187,8 +138,8 @@ class Hop:
         self._engine = engine
         self._changed = threading.Condition()  # guards the slots, and all below
         self._waiting: deque[Fetch] = deque()  # for a slot, in order
-        self._copying: deque[tuple[Buffer, Transfer]] = deque()  # what keeps slots, in order
-        self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._copying: deque[tuple[Buffer, SlotKeeper]] = deque()  # what keeps slots, in order
+        self._queue: SimpleQueue[Trip | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._looked_at: dict[WeightRecord, None] = {}
 
@@ -205,19 +156,34 @@ class Hop:
         record = self._store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
         return WeightRecord(self, record, self._store.window(record))
 
-    def fetch(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
+    def fetch(self, home: HasRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
         """Start bringing a record to the device."""
         fetch = Fetch(home, destination, after)
         with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="lightning_cxl hop", daemon=True)
-                self._thread.start()
+            self._start_thread()
             while self._copying and self._copying[0][1].done():
                 self._slots.give_back(self._copying.popleft()[0])
             self._waiting.append(fetch)
             self._start_reads()
             self._queue.put(fetch)
         return fetch
+
+    def send(self, trip: Trip, nbytes: int) -> Buffer:
+        """Return a slot for what leaves for SSD; waits for one. The thread runs the trip in turn.
+
+        Raises:
+            TierFullError: there is no memory for slots.
+        """
+        with self._changed:
+            self._start_thread()
+            trip.slot = slot = self._take(nbytes)
+            self._queue.put(trip)  # in the order of slots: what waits for a slot never comes before what keeps it
+            return slot
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="lightning_cxl hop", daemon=True)
+            self._thread.start()
 
     @contextmanager
     def writing(self, record: Record) -> Iterator[Buffer]:
@@ -286,17 +252,17 @@ class Hop:
 
     def _work(self) -> None:
         self._engine.use_in_this_thread()
-        while (fetch := self._queue.get()) is not None:
-            self._run(fetch)
-            del fetch  # it would keep the device's memory until the next one
+        while (trip := self._queue.get()) is not None:
+            self._run(trip)
+            del trip  # it would keep the device's memory until the next one
 
-    def _run(self, fetch: Fetch) -> None:
+    def _run(self, trip: Trip) -> None:
         slot: Buffer | None = None
-        copy: Transfer | None = None
+        copy: SlotKeeper | None = None
         error: BaseException | None = None
         try:
-            slot = self._slot_of(fetch)
-            copy = fetch.start(self._engine)
+            slot = self._slot_of(trip)
+            copy = trip.start(self._engine)
         except BaseException as caught:
             error = caught
         with self._changed:
@@ -306,31 +272,29 @@ class Hop:
                 self._slots.give_back(slot)
             self._start_reads()
             self._changed.notify_all()
-        fetch.end(error)
+        trip.end(error)
 
-    def _slot_of(self, fetch: Fetch) -> Buffer:
+    def _slot_of(self, trip: Trip) -> Buffer:
         """Return the slot of the oldest request; wait for copies until there is one."""
         with self._changed:
-            while fetch.slot is None:
+            while trip.slot is None:
                 self._start_reads()
-                if fetch.slot is None and self._copying:
+                if trip.slot is None and self._copying:
                     self._free_oldest()
-                elif fetch.slot is None:
+                elif trip.slot is None:
                     self._changed.wait()
-            return fetch.slot
+            return trip.slot
 
     # -- with the lock -----------------------------------------------------------------------------------------------
 
     def _start_reads(self) -> None:
         while self._waiting:
             fetch = self._waiting[0]
-            record = fetch.home.record
-            slot = self._slots.take(record.padded_nbytes)
+            slot = self._slots.take(fetch.home.record.padded_nbytes) if fetch.home.can_be_read else None
             if slot is None:
                 return
             self._waiting.popleft()
-            fetch.slot = slot
-            fetch.read = self._store.read(record, slot)
+            fetch.begin(self._store, slot)
 
     def _free_oldest(self) -> None:
         """Wait for the oldest copy."""

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from lightning_cxl.streaming.hop import Fetch
+from lightning_cxl.streaming.fetch import Fetch
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 

@@ -44,7 +44,7 @@ class Job:
     num_units: int = 1
     """Blocks that come and go one after the other."""
     num_records: int = 0
-    """Of state and weights on the tier `ssd`, which come and go one after the other."""
+    """Of state and weights on the tier `ssd`, which an update visits one after the other."""
     num_tokens: int = 0
     """Of one optimizer step."""
     forward_flops: float = 0.0

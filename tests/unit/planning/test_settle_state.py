@@ -253,7 +253,7 @@ def test_what_is_asked_for_and_does_not_fit_stays_in_memory_or_is_refused():
     rules = {"layers.*": {"optimizer_state": "ssd"}}
     record = listed(rules=rules).ssd_records[0]
     room = SsdRoom(5 * record.nbytes + 1)
-    with pytest.raises(TierFullError, match=r"cannot place optimizer state on tier `ssd`: it needs"):
+    with pytest.raises(TierFullError, match=r"tier `ssd` is too small for what belongs there: that needs"):
         settled(listed(rules=rules), 1 << 40, room, "error")
     with pytest.warns(SpillWarning, match=r"state of 3 of 8 records stays in memory"):
         inventory = settled(listed(rules=rules), 1 << 40, room)

@@ -1,0 +1,128 @@
+"""`Fetch`: one read of a record on SSD, and the copy of its bytes to the device."""
+
+import threading
+from typing import Protocol
+
+import torch
+
+from lightning_cxl.errors import StorageError
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.record import Record
+from lightning_cxl.storage.store import Store
+from lightning_cxl.transfer.engine import Transfer, TransferEngine
+
+
+class HasRecord(Protocol):
+    """What lies on SSD and is read for the device."""
+
+    @property
+    def record(self) -> Record:
+        """The bytes."""
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether the write of what is to be read has begun."""
+
+    def settle(self) -> None:
+        """Return when what was written last is on SSD.
+
+        Raises:
+            StorageError: it is not.
+        """
+
+    def fill(self, slot: Buffer) -> None:
+        """Bring bytes that are not in the record to a slot that it was read into."""
+
+
+class Fetch:
+    """One copy of a record to the device. See [Note: Weights on SSD].
+
+    Args:
+        home: what is copied.
+        destination: on the device.
+        after: device work that uses the destination.
+    """
+
+    def __init__(self, home: "HasRecord", destination: torch.Tensor, after: list[Transfer]) -> None:
+        self.home = home
+        self.slot: Buffer | None = None
+        self.read: StorageTransfer | None = None
+        self._destination: torch.Tensor | None = destination
+        self._after = after
+        self._copy: Transfer | None = None
+        self._error: BaseException | None = None
+        self._why_not_read: StorageError | None = None
+        self._lock = threading.Lock()  # held while the copy is started
+        self._is_dropped = False
+        self._is_started = threading.Event()
+
+    def wait(self) -> None:
+        """Let device work queued from here on run after the copy; blocks the host until the copy has been started.
+
+        Raises:
+            StorageError: the record could not be read.
+        """
+        self._wait_until_started()
+        assert self._copy is not None, "what was dropped is waited for"
+        self._copy.wait()
+
+    def wait_host(self) -> None:
+        """Block until the copy is done, or where it was dropped, until it is known not to be started.
+
+        Raises:
+            StorageError: the record could not be read.
+        """
+        self._wait_until_started()
+        if self._copy is not None:
+            self._copy.wait_host()
+
+    def done(self) -> bool:
+        """Return whether the copy is done or has failed."""
+        return self._is_started.is_set() and (self._copy is None or self._copy.done())
+
+    def drop(self) -> None:
+        """Let no copy be started from now on; one that has been started goes on."""
+        with self._lock:
+            self._is_dropped = True
+
+    def begin(self, store: Store, slot: Buffer) -> None:
+        """Start reading into a slot. That this fails is told to whoever waits for the copy."""
+        self.slot = slot
+        try:
+            self.read = store.read(self.home.record, slot)
+        except StorageError as error:
+            self._why_not_read = error
+
+    def start(self, engine: TransferEngine) -> Transfer | None:
+        """Bring the bytes to the slot and start the copy; None where it was dropped. For the hop's thread."""
+        assert self.slot is not None
+        try:
+            self._wait_for_read()
+        except StorageError:
+            self.home.settle()  # the error of a write that has failed says more
+            raise
+        if not self._is_dropped:
+            self.home.fill(self.slot)
+        with self._lock:
+            if not self._is_dropped and self._destination is not None:
+                source = self.slot.tensor((self._destination.numel(),), torch.uint8)
+                self._copy = engine.h2d(source, self._destination, after=self._after)
+        return self._copy
+
+    def end(self, error: BaseException | None) -> None:
+        """Let those go on that wait for the start. For the hop's thread."""
+        self._error = None if error is None else error.with_traceback(None)
+        self._destination, self._after, self.read, self.slot = None, [], None, None
+        self._is_started.set()
+
+    def _wait_for_read(self) -> None:
+        if self._why_not_read is not None:
+            raise self._why_not_read
+        assert self.read is not None
+        self.read.wait_host()
+
+    def _wait_until_started(self) -> None:
+        self._is_started.wait()
+        if self._error is not None:
+            raise self._error.anew() if isinstance(self._error, StorageError) else self._error
