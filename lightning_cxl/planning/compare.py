@@ -97,7 +97,7 @@ def _check_ssd(job: Job, machine: Machine) -> None:
     if job.ssd_bytes:
         ssd = machine.ssd
         room = SsdRoom(0) if ssd is None else SsdRoom(ssd.capacity_bytes, ssd.versions, ssd.num_drives)
-        room.check_bytes(room.versions * job.ssd_bytes)
+        room.check_bytes(job.ssd_bytes_in(room.versions))
 
 
 def _planning(name: str) -> PlanningPolicy:

@@ -54,7 +54,9 @@ class Placements:
         """Return where an input of a unit goes that belongs on the tier `ssd` and has no room there."""
         return self._in_memory(unit, TensorRole.ACTIVATIONS, nbytes, None, "tier ssd is full")
 
-    def _in_memory(self, owner: Tensor | str, role: TensorRole, nbytes: int, tier: str | None, source: str) -> Placement:
+    def _in_memory(
+        self, owner: Tensor | str, role: TensorRole, nbytes: int, tier: str | None, source: str
+    ) -> Placement:
         name = owner if isinstance(owner, str) else self.asked.names.get(id(owner), "")
         placement = self.placer.place(role, nbytes, tier=tier, source=source, module=name)
         if tier is None and source:

@@ -171,7 +171,8 @@ def _movable(inventory: Inventory) -> _Movable:
     others = [record for record in found if record.name in parameters]
     weights = weight_records(inventory.tensors, lambda each: each.tier is None and inventory.may_leave_memory(each))
     inputs = input_records(inventory.tensors, lambda each: each.tier is None and each.nbytes > 0)
-    return _Movable(sorted(units, key=lambda r: order[r.name]), sorted(others, key=lambda r: -r.nbytes), weights, inputs)
+    units.sort(key=lambda record: order[record.name])
+    return _Movable(units, sorted(others, key=lambda record: -record.nbytes), weights, inputs)
 
 
 def _choices(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:

@@ -223,7 +223,7 @@ class Run:
         """Note that a training step is over."""
         self._host.memory.end_step()
         if self._placed.on_ssd is not None:
-            self._placed.on_ssd.note_pace()
+            self._placed.on_ssd.note_pace(self.guard.num_steps // max(1, len(self.optimizers)))
         if self._loop.writes_unseen:
             self.forget_copies()
 

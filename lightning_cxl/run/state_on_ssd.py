@@ -155,10 +155,15 @@ class StateOnSsd:
         reserved = self.store.stats()["reserved_bytes"]
         return SsdUse(used_bytes=reserved, peak_bytes=reserved, held_bytes=reserved, **self._pace.of_steps())
 
-    def note_pace(self) -> None:
-        """Measure what steps move, from one call to the next."""
-        counts = {**self.store.stats(), "num_visits": self.visits.num_visits}
-        self._pace.note(counts, len(set(self._record_of.values())) + self._num_updated_weights)
+    def note_pace(self, num_steps: int) -> None:
+        """Measure what steps move, from one call to the next.
+
+        Args:
+            num_steps: of optimizers so far. Where they update something here, the visits of its records are counted.
+        """
+        num_records = len(set(self._record_of.values())) + self._num_updated_weights
+        num_visits = self.visits.num_visits if num_records else num_steps
+        self._pace.note({**self.store.stats(), "num_visits": num_visits}, num_records or 1)
 
     def stats(self) -> dict[str, int]:
         """Return the counts of the store, and how many reads were not started ahead."""

@@ -97,7 +97,7 @@ def _ssd_data(found: Findings) -> dict[str, Any] | None:
         return None
     return {
         **asdict(ssd),
-        "used_bytes": job.ssd_bytes * ssd.versions,
+        "used_bytes": job.ssd_bytes_in(ssd.versions),
         "num_records": job.num_records,
         "read_bytes_per_step": job.ssd_read_bytes,
         "wear": None if found.wear is None else found.wear.as_data(),

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from lightning_cxl.commands.plan.findings import Findings
 from lightning_cxl.machine.machine import Machine
+from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.compare import PolicyPlan, fits_device
+from lightning_cxl.planning.jobs.job import Job
 from lightning_cxl.planning.jobs.step import StepTime
 from lightning_cxl.planning.wear import wear_advice
 from lightning_cxl.ssd_options import SSD
@@ -94,8 +96,8 @@ def _ssd(found: Findings) -> list[str]:
     left = max(0, machine.memory_bytes - found.host_bytes)
     twice = " in two versions" if machine.ssd.versions > 1 else ""
     lines = wrapped(
-        f"tier ssd: optimizer state in {job.num_records} records does not fit in memory, "
-        f"{format_bytes(job.ssd_bytes * machine.ssd.versions)} of {format_bytes(machine.ssd.capacity_bytes)}{twice}; "
+        f"tier ssd: {_on_drives(job)} not fit in memory, "
+        f"{format_bytes(job.ssd_bytes_in(machine.ssd.versions))} of {format_bytes(machine.ssd.capacity_bytes)}{twice}; "
         f"memory left over: {format_bytes(left)} of {format_bytes(machine.memory_bytes)}"
     )
     if found.chosen.time is not None:
@@ -112,6 +114,14 @@ def _ssd(found: Findings) -> list[str]:
             "--ssd DIR` measures them"
         )
     return [*lines, *wrapped(f"  {'WARNING: ' + wear_advice(wear) if wear.wears_out else wear.describe()}")]
+
+
+def _on_drives(job: Job) -> str:
+    """Return what lies there, with its verb."""
+    inputs = sum(each.nbytes for each in job.classes if each.tier == SSD and each.role is TensorRole.ACTIVATIONS)
+    parts = [f"{job.num_records} records of optimizer state and weights"] if job.num_records else []
+    parts += [f"{format_bytes(inputs)} of activations"] if inputs else []
+    return " and ".join(parts) + " do"
 
 
 def _device(found: Findings) -> list[str]:

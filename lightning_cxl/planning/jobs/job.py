@@ -57,7 +57,13 @@ class Job:
     @property
     def ssd_bytes(self) -> int:
         """Bytes on the tier `ssd`, one version of them."""
-        return sum(each.nbytes for each in self.classes if each.tier == SSD)
+        return self.ssd_bytes_in(1)
+
+    def ssd_bytes_in(self, versions: int) -> int:
+        """Return the bytes on the tier `ssd`, where state lies there in so many versions."""
+        others = (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
+        on_ssd = [each for each in self.classes if each.tier == SSD]
+        return sum(each.nbytes * (1 if each.role in others else versions) for each in on_ssd)
 
     @property
     def ssd_written_bytes(self) -> float:
