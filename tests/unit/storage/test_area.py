@@ -71,7 +71,7 @@ def test_space_is_taken_when_the_area_is_made_and_again_only_where_it_is_too_sma
     larger = area.take(9 * BLOCK)  # what was there and what was added are one piece
     assert store.stats()["reserved_bytes"] == 15 * BLOCK
     put(store, larger, 1)
-    with pytest.raises(TierFullError, match="of 64.0 KiB free"):
+    with pytest.raises(TierFullError, match=r"of 64\.0 KiB free"):
         area.take(7 * BLOCK)
 
 
