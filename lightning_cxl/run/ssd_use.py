@@ -42,6 +42,8 @@ class Pace:
             counts: ``read_bytes``, ``written_bytes``, and ``num_visits``: how often a record was updated, or of steps.
             num_records: that one step updates; 1 where steps are counted.
         """
+        if counts["num_visits"] == self._last[1].get("num_visits"):
+            return  # between micro-batches of one step
         self._last = time.monotonic(), {**counts, "num_records": num_records}
         if self._first is None and counts["num_visits"] >= num_records:
             self._first = self._last
