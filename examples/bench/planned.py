@@ -23,7 +23,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from own_memory import Growth
 from torch.utils.data import DataLoader
 
 import lightning_cxl
@@ -73,26 +73,6 @@ CASES = {
 # -- the child: one job ------------------------------------------------------------------------------------------------
 
 
-class Growth(threading.Thread):
-    """Watches the process's own memory until it is stopped."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.before = self.peak = anonymous_bytes()
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        """Look every 2 ms."""
-        while not self._over.wait(0.002):
-            self.peak = max(self.peak, anonymous_bytes())
-
-    def stop(self) -> int:
-        """Return what was added at the peak."""
-        self._over.set()
-        self.join()
-        return max(self.peak, anonymous_bytes()) - self.before
-
-
 class Held(Callback):
     """Notes what host tiers hold from the system, used or not, after every step."""
 
@@ -103,14 +83,6 @@ class Held(Callback):
         """Look."""
         tiers = trainer.strategy.report()["tiers"].values()
         self.nbytes = max(self.nbytes, sum(tier["held_bytes"] for tier in tiers))
-
-
-def anonymous_bytes() -> int:
-    """Return what this process has of memory that no file backs."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon: this needs Linux 4.5 or newer")
 
 
 def train(case: Case) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class CausalLM(LightningModule):
         num_heads: int = 8,
         intermediate_size: int = 1408,
         attn: str = "sdpa",
+        mapped: bool = False,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 10,
@@ -52,14 +53,21 @@ class CausalLM(LightningModule):
             num_heads: Attention heads.
             intermediate_size: Width of the gated MLP.
             attn: Attention implementation as `transformers` names it: "sdpa", "eager", "flash_attention_2".
+            mapped: Leave the weights of `name_or_path` in their files until the run moves them to their tiers; for a
+                model that is larger than memory.
             lr: Highest learning rate, reached after the warm-up.
             weight_decay: AdamW's, for matrices alone (not for norms and biases).
             warmup_steps: Optimizer steps of linear warm-up, before a cosine to a tenth of `lr`.
 
         Raises:
-            ConfigError: a size or rate that makes no sense, or `hidden_size` is no even multiple of `num_heads`.
+            ConfigError: a size or rate that makes no sense, files that cannot be mapped, or `hidden_size` is no even
+                multiple of `num_heads`.
         """
         super().__init__()
+        if mapped and (name_or_path is None or not _has_safetensors(name_or_path)):
+            raise ConfigError(
+                f"mapped=True needs a local folder with safetensors files as name_or_path, got {name_or_path!r}"
+            )
         counts = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,
@@ -79,6 +87,7 @@ class CausalLM(LightningModule):
         self.save_hyperparameters()
         self.name_or_path = name_or_path
         self.attn = attn
+        self.mapped = mapped
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
@@ -236,14 +245,19 @@ class CausalLM(LightningModule):
     def _pretrained(self, name_or_path: str) -> PreTrainedModel:
         options: dict[str, Any] = {"attn_implementation": self.attn, "dtype": torch.get_default_dtype()}
         try:
-            if any(Path(name_or_path).glob("*.safetensors")):
-                with contextlib.suppress(UnsupportedError):  # quantized, or experts that must be merged
-                    return from_pretrained(AutoModelForCausalLM, name_or_path, **options)
+            if _has_safetensors(name_or_path):
+                # quantized, or experts that must be merged
+                with contextlib.nullcontext() if self.mapped else contextlib.suppress(UnsupportedError):
+                    return from_pretrained(AutoModelForCausalLM, name_or_path, mapped=self.mapped, **options)
             return AutoModelForCausalLM.from_pretrained(name_or_path, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"cannot load {name_or_path!r} (a local folder or a hub id): {type(error).__name__}: {error}"
             ) from error
+
+
+def _has_safetensors(folder: str) -> bool:
+    return any(Path(folder).glob("*.safetensors"))
 
 
 def cosine_factor(step: int, *, warmup_steps: int, total_steps: int, floor: float = 0.1) -> float:

@@ -15,9 +15,9 @@ from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.optim.parameter_state import ParameterStates
 from lightning_cxl.optim.saved_state import check_moments, parameter_name
 from lightning_cxl.optim.state_records import Visit
-from lightning_cxl.optim.state_visits import Visits
 from lightning_cxl.optim.tensor_checks import check_compute_weights, check_parameter, usable_gradient
 from lightning_cxl.optim.threads import ThreadTeams
+from lightning_cxl.optim.visits import Visits
 from lightning_cxl.storage.visitor import Visitor
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.native import _cpu
 from lightning_cxl.optim.adam_step import AdamStep, written_by
 from lightning_cxl.optim.clipping import GradScale, Meter, ReadingMeter
@@ -16,9 +16,9 @@ from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.number_formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.parameter_state import ParameterStates
 from lightning_cxl.optim.saved_state import checked_entries, match_groups, merged_groups, parameter_name
-from lightning_cxl.optim.state_visits import NoVisits, Visits
 from lightning_cxl.optim.tensor_checks import check_parameter
 from lightning_cxl.optim.threads import ThreadTeams, chosen_isa, thread_count
+from lightning_cxl.optim.visits import NoVisits, Visits
 from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
 
 
@@ -151,6 +151,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         """State by parameter, as of the last step: waits for updates that run behind."""
         self.wait()
         self.kept.visits.wait()
+        self.kept.check_not_lost()
         return self.plain_state
 
     @state.setter
@@ -187,6 +188,10 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         """
         try:
             self.kept.visits.wait()
+        except StorageError as error:
+            self.kept.lost = f"the state of this optimizer was lost with its run: {error}"
+            self.plain_state.clear()
+            raise
         finally:
             self.kept.leave_run()
             self.wait = _nothing_runs
@@ -237,6 +242,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
 
     def begin_step(self) -> AdamStep:
         """Return a step with the hyper-parameters of now, whose updates the caller carries out: a run, part by part."""
+        self.kept.check_not_lost()
         return AdamStep(
             self.param_groups,
             self.plain_state,
@@ -307,11 +313,15 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
                     self.plain_state.pop(parameter, None)
                     continue
                 state = dict(entry)
-                kept = self.kept.of(parameter)
-                kept.bind(parameter, state)  # copies the saved tensors into our memory
+                self.kept.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
                 self.plain_state[parameter] = state
-                if kept.record is not None:
-                    self.kept.visits.touched(kept.record)
+                self.note_written(parameter)
+
+    def note_written(self, parameter: torch.Tensor) -> None:
+        """Learn that all state of a parameter was written to: on SSD it then does not stay in memory for long."""
+        record = self.kept.of(parameter).record
+        if record is not None:
+            self.kept.visits.touched(record)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: nothing of a run, which belongs to this process."""

@@ -32,6 +32,7 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, u
         unsigned: the map of variances, which are not negative; else that of momenta.
     """
     _adam.quantize(_numpy(flattened(values)), _numpy(flattened(codes)), _numpy(scales), unsigned, _cpu.best_isa())
+    torch.autograd.graph.increment_version([codes, scales])  # as after an operation of torch
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, *, unsigned: bool) -> torch.Tensor:

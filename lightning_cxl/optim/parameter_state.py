@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import ConfigError, StorageError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.eight_bit import dynamic_map, flattened
 from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision
 from lightning_cxl.optim.number_formats import StatePrecision, join, split
 from lightning_cxl.optim.state_records import At, StateRecord
-from lightning_cxl.optim.state_visits import NoVisits, Visits
 from lightning_cxl.optim.tensor_checks import follows
 from lightning_cxl.optim.threads import Stretch
+from lightning_cxl.optim.visits import NoVisits, Visits
 from lightning_cxl.placement.placement import TensorRole
 
 
@@ -210,6 +210,8 @@ class ParameterStates:
         self.allocate = allocate
         self.visits = visits
         """Bring state that is not in memory."""
+        self.lost = ""
+        """Why the state is not whole any more; empty where it is."""
         self._precision: StatePrecision = precision
         # `in` compares the elements of tensors in a list; where it goes by hash, tensors are told apart by identity
         by_hash = isinstance(fp32_state, (AbstractSet, Mapping)) or not isinstance(fp32_state, Iterable)
@@ -240,6 +242,15 @@ class ParameterStates:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps."""
         return {**vars(self), "allocate": allocate_from_torch, "visits": NoVisits()}
+
+    def check_not_lost(self) -> None:
+        """Refuse to use state that is not whole.
+
+        Raises:
+            StorageError: says why it is not.
+        """
+        if self.lost:
+            raise StorageError(self.lost)
 
     def leave_run(self) -> None:
         """Take memory from torch from now on. What lies in windows is memory from now on: updates write to it."""

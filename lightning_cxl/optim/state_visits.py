@@ -14,12 +14,13 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 * Slots have the exact size of their record. All of them together never have more bytes than the cap, which is at least
   what the largest visit takes. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit
   that finds no slots takes those of records which are expected last, or waits for a write.
-* A record that is visited is not fetched ahead: the read would bring what is about to be old.
 * Who writes to the tensors with torch (a loaded checkpoint, a user) writes to private pages of the window. Versions
   tell that it happened: the next visit then takes the window's bytes, and the write drops the private pages. Writes
   through ``.data`` leave no trace and are lost.
 * A record that was never written is not read. State that starts at zero is made zero in the slot.
-* Several threads may visit different records at a time: the worker of overlapped updates, and the step itself.
+* Several threads may visit different records at a time: the worker of overlapped updates, and the step itself. A
+  record that is visited is not read ahead, and not visited a second time: what was read would be old.
+* A slot is given back when nothing reads or writes it any more, also where a visit is interrupted.
 * Errors of reads are raised by the visit, those of writes by a later visit or by `wait`.
 """
 
@@ -27,8 +28,8 @@ import threading
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import NamedTuple, Protocol
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 
@@ -41,46 +42,6 @@ from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.visitor import Visitor, is_in
 
 _MAX_AHEAD = 2  # visits, besides the present one
-
-
-class Visits(Protocol):
-    """Says where state and weights are updated."""
-
-    def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
-        """Return the record in which some of the tensors lie; None where all are in memory."""
-
-    def expect(self, records: Sequence[Visitor]) -> None:
-        """Start reading records that are visited next in this order, as far as there are slots."""
-
-    def visit(self, records: Sequence[Visitor]) -> AbstractContextManager[Visit]:
-        """Return a region in which records are in slots; they are written behind it."""
-
-    def touched(self, record: Visitor) -> None:
-        """Learn that someone has written to tensors of a record; it is written when they are many."""
-
-    def wait(self) -> None:
-        """Return when all windows show the state of the last update."""
-
-
-class NoVisits:
-    """All state and all weights are in memory."""
-
-    def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
-        """Return None."""
-        return None
-
-    def expect(self, records: Sequence[Visitor]) -> None:
-        """Return at once."""
-
-    def visit(self, records: Sequence[Visitor]) -> AbstractContextManager[Visit]:
-        """Refuse: there is no record."""
-        raise AssertionError("nothing lies on SSD")
-
-    def touched(self, record: Visitor) -> None:
-        """Return at once."""
-
-    def wait(self) -> None:
-        """Return at once."""
 
 
 class _Fetched(NamedTuple):
@@ -115,6 +76,7 @@ class StateVisits:
         self._slots = slots
         self._before_write = before_write
         self._records: list[Visitor] = []  # in the order of their windows' addresses
+        self._own: list[StateRecord] = []
         self._fetched: dict[Visitor, _Fetched] = {}  # in the order in which they are expected
         self._visited: set[Visitor] = set()
         self._writing: deque[_Written] = deque()
@@ -126,6 +88,7 @@ class StateVisits:
     def reserve(self, name: str, nbytes: int) -> StateRecord:
         """Return a new record; see `StateRecord`."""
         record = StateRecord(self._store, name, nbytes)
+        self._own.append(record)
         self.include(record)
         return record
 
@@ -150,7 +113,9 @@ class StateVisits:
             while self._writing and self._writing[0].write.done():
                 self._finish_write()
             for record in records:
-                if record not in self._fetched and record not in self._visited and not self._fetch(record):
+                if record in self._fetched or record in self._visited:  # what is read now would be old soon
+                    continue
+                if not self._fetch(record):
                     return
 
     @contextmanager
@@ -160,43 +125,74 @@ class StateVisits:
         Raises:
             StorageError: a read, or a write before, has failed.
         """
-        with self._changed:
-            while not self._visited.isdisjoint(records):  # one thread at a time
-                self._changed.wait()
-            fetched = self._fetch_now(records)
-            self._visited.update(records)
-            self.num_visits += len(records)
-            if self._latest is not None:
-                self._next[self._latest] = tuple(records)
-            self._latest = records[0]
-        is_written = False
-        try:
-            for each in fetched:
-                if each.read is not None:
-                    each.read.wait_host()
+        with self._entering(records), self._in_slots(records) as fetched:
+            with self._changed:
+                self.num_visits += len(records)
+                if self._latest is not None:
+                    self._next[self._latest] = tuple(records)
+                self._latest = records[0]
+            self._wait_for(fetched)
             self.expect(self._following(records[0]))
-            for record, each in zip(records, fetched, strict=True):
+            for record, each in fetched.items():
                 record.fill(each.slot)
-            yield Visit([(record.window, each.slot) for record, each in zip(records, fetched, strict=True)])
+            yield Visit([(record.window, each.slot) for record, each in fetched.items()])
             with self._changed:
                 self._before_write()
-                while fetched:  # a slot belongs to its write from then on, also where the next write cannot begin
-                    record, slot = records[-len(fetched)], fetched[0].slot
+                for record in records:
+                    slot = fetched[record].slot
                     self._writing.append(_Written(slot, self._store.write(record.record, slot)))
-                    del fetched[0]
+                    del fetched[record]  # the slot belongs to the write, also where the next write cannot begin
                     self._touched.pop(record, None)
-            for record in records:
-                record.clean()
-            is_written = True
+                    record.clean()
+
+    @contextmanager
+    def _entering(self, records: Sequence[Visitor]) -> Iterator[None]:
+        """Return a region that one thread at a time is in for a record, and in which nobody reads it ahead."""
+        with self._changed:
+            while not self._visited.isdisjoint(records):
+                self._changed.wait()
+            self._visited.update(records)
+        try:
+            yield
         finally:
             with self._changed:
                 self._visited.difference_update(records)
-                for each in fetched if not is_written else ():
-                    if each.read is not None:
-                        with suppress(StorageError):  # another one is being raised
-                            each.read.wait_host()
-                    self._slots.give_back(each.slot)
                 self._changed.notify_all()
+
+    @contextmanager
+    def _in_slots(self, records: Sequence[Visitor]) -> Iterator["dict[Visitor, _Fetched]"]:
+        """Yield slots, with reads that were started; what is still in the dictionary at the end is given back."""
+        with self._changed:
+            fetched = self._fetch_now(records)
+        try:
+            yield fetched
+        finally:
+            with self._changed:
+                for slot, read, _ in fetched.values():
+                    if read is None or read.done():
+                        self._slots.give_back(slot)
+                    else:
+                        self._writing.append(_Written(slot, read))
+
+    @staticmethod
+    def _wait_for(fetched: "dict[Visitor, _Fetched]") -> None:
+        for each in fetched.values():
+            if each.read is not None:
+                each.read.wait_host()
+
+    def check(self, records: Iterable[Visitor] | None = None) -> None:
+        """Read what is written and compare checksums, before someone copies what windows show.
+
+        Args:
+            records: that are checked; None: all.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged a record.
+        """
+        self.wait()
+        for record in self._records if records is None else records:
+            with self._entering([record]), self._in_slots([record]) as fetched:
+                self._wait_for(fetched)
 
     def touched(self, record: Visitor) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""
@@ -205,15 +201,18 @@ class StateVisits:
             self.wait()  # the end of a write drops what someone has written to the window meanwhile
 
     def wait(self) -> None:
-        """Return when all windows show the state of the last update.
+        """Return when all windows show the state of the last update, and all that someone wrote to them is written.
 
         Raises:
-            StorageError: a write has failed.
+            StorageError: a write has failed, now or before: what the window shows is not whole.
         """
-        self._write_touched()
-        with self._changed, ExitStack() as waits:  # one that fails does not keep the others from being waited for
-            for _ in self._writing:
-                waits.callback(self._finish_write)
+        self._write_dirty()
+        with self._changed:
+            while self._writing:
+                self._finish_write()
+            for record in self._records:
+                if not record.record.is_whole:
+                    raise record.record.not_whole()
 
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.
@@ -223,8 +222,8 @@ class StateVisits:
         """
         self.wait()
         with self._changed:
-            for record in list(self._fetched):
-                self._drop_fetched(record)
+            while self._fetched:
+                self._drop_fetched(next(reversed(self._fetched)))
 
     def take_records_as_they_are(self) -> None:
         """Note that records have changed: what someone wrote to their windows is gone."""
@@ -238,16 +237,21 @@ class StateVisits:
             StorageError: a write has failed.
         """
         with self._changed:
-            for record in list(self._fetched):
-                self._drop_fetched(record)
-        try:
-            self.wait()
-        finally:
+            while self._fetched:
+                self._drop_fetched(next(reversed(self._fetched)))
+            errors = []
+            while self._writing:
+                try:
+                    self._finish_write()
+                except StorageError as error:
+                    errors.append(error)
             self._slots.close()
+        if errors:
+            raise errors[0]
 
-    def _write_touched(self) -> None:
-        for record in list(self._touched):
-            del self._touched[record]
+    def _write_dirty(self) -> None:
+        self._touched.clear()
+        for record in self._own:
             if record.is_dirty():
                 with self.visit([record]):
                     pass
@@ -279,7 +283,7 @@ class StateVisits:
                 return True
         return False
 
-    def _fetch_now(self, records: Sequence[Visitor]) -> list[_Fetched]:
+    def _fetch_now(self, records: Sequence[Visitor]) -> "dict[Visitor, _Fetched]":
         """Return slots for all records, with reads that were started; get them from whoever has some."""
         while True:
             for record in records:
@@ -294,14 +298,14 @@ class StateVisits:
                 self._drop_fetched(others[-1])
             elif self._writing:
                 self._finish_write()
-            elif self._visited:
+            elif self._visited.difference(records):
                 self._changed.wait()  # for another thread's visit
             else:  # slots of our own lie in the way
                 self._drop_fetched(next(reversed(self._fetched)))
         for record, slot in zip(missing, slots, strict=True):
             self.num_late += record.record.is_written
             self._fetched[record] = self._start_read(record, slot)
-        return [self._fetched.pop(record) for record in records]
+        return {record: self._fetched.pop(record) for record in records}
 
     def _start_read(self, record: Visitor, slot: Buffer) -> _Fetched:
         read = self._store.read(record.record, slot) if record.record.is_written else None
@@ -309,20 +313,23 @@ class StateVisits:
 
     def _drop_fetched(self, record: Visitor) -> None:
         """Give up what was read ahead."""
-        slot, read, _ = self._fetched.pop(record)
+        slot, read, _ = self._fetched[record]
         if read is not None:
             with suppress(StorageError):  # nobody needs these bytes
                 read.wait_host()
+        del self._fetched[record]  # only now: who is interrupted while waiting must not give the slot away
         self._slots.give_back(slot)
 
     def _finish_write(self) -> None:
         """Wait for the oldest write."""
-        slot, write = self._writing.popleft()
+        slot, write = self._writing[0]
         try:
             write.wait_host()
         finally:
-            if slot is not None:
-                self._slots.give_back(slot)
+            if write.done():  # else interrupted: the slot is still in use
+                self._writing.popleft()
+                if slot is not None:
+                    self._slots.give_back(slot)
 
 
 def _address(record: Visitor) -> int:

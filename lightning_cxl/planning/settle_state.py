@@ -126,7 +126,7 @@ def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequ
         left = without_slots - sum(state[name] for name in names) + largest
         if left < needed:
             best, needed = chosen, left
-        if left <= memory_bytes:
+        if left <= memory_bytes * (1 - ssd.memory_left_free):
             break
     for more in (_spread(movable.weights), _first(movable.inputs)):
         best_before = best

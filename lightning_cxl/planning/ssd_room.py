@@ -9,6 +9,10 @@ from lightning_cxl.machine.topology import Topology
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.units import format_bytes
 
+MEMORY_LEFT_FREE = 0.15
+"""Part of memory, for what no inventory lists: temporaries of torch, gaps in the C library's heap. More state on drives
+costs less than a run that the kernel kills."""
+
 
 @dataclass(frozen=True, slots=True)
 class SsdRoom:
@@ -20,12 +24,14 @@ class SsdRoom:
     """How often each record of state is on the drives."""
     num_drives: int = 1
     """Over which each record is cut."""
+    memory_left_free: float = 0.0
+    """Fraction of memory that stays free where state goes to drives because memory cannot hold it."""
 
     @classmethod
     def of(cls, topology: Topology, options: SsdOptions) -> "SsdRoom":
         """Return the room of a topology that has the tier."""
         assert topology.ssd is not None
-        return cls(topology.ssd.capacity_bytes, options.versions, len(options.paths))
+        return cls(topology.ssd.capacity_bytes, options.versions, len(options.paths), MEMORY_LEFT_FREE)
 
     def bytes_of(self, record: PlannedRecord) -> int:
         """Return what a record takes on the drives, all versions together."""

@@ -25,11 +25,10 @@ from lightning_cxl.optim.number_formats import split
 from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
 from lightning_cxl.run import ssd_checkpoint
+from lightning_cxl.run.saved_generation import KEY, SSD
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 
 log = logging.getLogger(__name__)
-
-KEY = "lightning_cxl"
 
 
 class LoadedCheckpoint(dict[str, Any]):
@@ -61,6 +60,7 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
     Raises:
         CheckpointError: the file system refused; nothing is left behind.
     """
+    made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
@@ -70,17 +70,22 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
         os.replace(partial, target)
-        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)  # the name, too, survives a power loss: state that older files refer to is let go of next
-        finally:
-            os.close(folder)
+        for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
+            _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
             f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."
         ) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -139,12 +144,14 @@ def refer_to_ssd(
     Raises:
         StorageError: the state on SSD cannot be committed.
     """
+    if on_ssd is not None:
+        on_ssd.check()
     if on_ssd is None or not on_ssd.refers:
         yield {**checkpoint, KEY: own}
         return
     states = ssd_checkpoint.refer(checkpoint["optimizer_states"], on_ssd.visits)
     with ssd_checkpoint.commit_beside(on_ssd, path) as entry:
-        yield {**checkpoint, "optimizer_states": states, KEY: {**own, ssd_checkpoint.KEY: entry}}
+        yield {**checkpoint, "optimizer_states": states, KEY: {**own, SSD: entry}}
 
 
 def _are_different(groups: list[list[str]]) -> bool:
@@ -179,8 +186,8 @@ def load_optimizers(
         raise CheckpointError(
             f"the checkpoint has state of {len(states)} optimizers, `configure_optimizers` made {len(optimizers)}"
         )
-    if ssd_checkpoint.KEY in own:
-        ssd_checkpoint.restore(on_ssd, own[ssd_checkpoint.KEY])
+    if SSD in own:
+        ssd_checkpoint.restore(on_ssd, own[SSD])
     saved_names = own.get("optimizer_param_names") or [None] * len(states)
     for optimizer, state, names in zip(optimizers, states, saved_names, strict=True):
         current = [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -272,8 +279,8 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     weights = {**checkpoint["state_dict"]}
     weights.update((name, value) for name, value in (own.get("master_weights") or {}).items() if name in weights)
     states = checkpoint.get("optimizer_states", [])
-    if ssd_checkpoint.KEY in own:
-        states = ssd_checkpoint.whole(states, own[ssd_checkpoint.KEY])
+    if SSD in own:
+        states = ssd_checkpoint.whole(states, own[SSD])
     all_names = own.get("optimizer_param_names") or [None] * len(states)
     plain_states = []
     for state, names in zip(states, all_names, strict=True):
@@ -308,7 +315,9 @@ def restore_masters(
     Float32 masters of a checkpoint also become split ones; split ones are in the optimizer's state and load with it.
     """
     masters.absorb_changes()
+    optimizers = list(optimizers)
     states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
+    owners = {id(p): optimizer for optimizer in optimizers for p in optimizer.state}
     for pair in masters:
         value = (saved or {}).get(pair.name)
         if value is None:
@@ -324,6 +333,9 @@ def restore_masters(
                 upper, lower = split(value.float().contiguous())
                 pair.master.copy_(upper)
                 remainder.copy_(lower)
+                owner = owners[id(pair.master)]
+                if isinstance(owner, CPUAdam):
+                    owner.note_written(pair.master)
             elif not pair.is_shared:
                 pair.master.copy_(value)
 

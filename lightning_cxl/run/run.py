@@ -10,7 +10,7 @@ those objects are. What a later checkpoint needs of a run is in its `FinishedRun
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.scope import activate
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.optim.state_visits import NoVisits
+from lightning_cxl.optim.visits import NoVisits
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
 from lightning_cxl.run.host import Host
@@ -145,7 +145,7 @@ class Run:
                 self.meter,
                 NoVisits() if self.on_ssd is None else self.on_ssd.visits,
             )
-            cleanup.callback(self._adoption.release)
+            cleanup.callback(self._end, self._adoption.release)
             if worker is not None:
                 cleanup.callback(worker.shutdown)
             self._cleanup = cleanup.pop_all()
@@ -156,7 +156,7 @@ class Run:
             return None
         budget_bytes = self._host.topology.tier(SSD).capacity_bytes
         on_ssd = StateOnSsd(options, budget_bytes, records, self._placed.slots, self._host.engine)
-        cleanup.callback(self._close_ssd, on_ssd)
+        cleanup.callback(self._end, on_ssd.close)
         self._placed.on_ssd = on_ssd
         return on_ssd
 
@@ -173,12 +173,15 @@ class Run:
             TierFullError: gradients or optimizer state do not fit; nothing has been swapped then.
             UnsupportedError: an Adam option that `CPUAdam` does not have.
         """
+        if self.on_ssd is not None:
+            self.on_ssd.refuse_state_of_earlier_run(optimizers)
         self._host.memory.trim()  # what weights that have moved have left
         self._precisions.consider(optimizers)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         except BaseException:
-            self._adoption.release()
+            self._ended_by_error = True
+            self._end(self._adoption.release)
             raise
         if self.masters.has_separate:
             attach_zero_grad(self._model, self._grads)
@@ -252,9 +255,10 @@ class Run:
         with self._cleanup as cleanup:
             cleanup.callback(self._updates.close, after_error=after_error)
 
-    def _close_ssd(self, on_ssd: StateOnSsd) -> None:
+    def _end(self, close: Callable[[], None]) -> None:
+        """Call `close`. After an error that ended the run, users see that one, and errors of storage are logged."""
         try:
-            on_ssd.close()
+            close()
         except StorageError as error:
             if not self._ended_by_error:
                 raise

@@ -6,15 +6,18 @@ that lies a *reference*: the record, and where the tensor begins in it. Our entr
 of the store ([Note: Generations]) to which the references belong.
 
 Saved: the generation is committed; the file is written; the generations before are let go of. Who is killed in between
-has both, and so whichever file is there can be loaded. Where the file could not be written the generation before stays.
+has both, and so whichever file is there can be loaded. Which generation stays after an error, or in a run that starts
+anew, is read from the file: the newer one if the file refers to it, else the one before. Where the other one cannot be
+let go of, that is tried again before the next write or commit.
 
 Loaded: the run has made the same records, in the same folder. They become those of the generation, no byte is copied,
 and training goes on in the versions that are not committed: until the next checkpoint this one can be loaded again.
 """
 
 import logging
+import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -22,33 +25,36 @@ from typing import Any
 
 import torch
 
-from lightning_cxl.errors import CheckpointError
+from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.storage.folder import MANIFEST
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.visitor import Visitor
 
 log = logging.getLogger(__name__)
 
-KEY = "ssd"
-"""Of our entry: ``folders``, ``generation``."""
 _REFERENCE = "lightning_cxl_record"
 
 
 def refer(states: list[Mapping[str, Any]], visits: StateVisits) -> list[dict[str, Any]]:
     """Return state dicts of optimizers with references in the place of tensors that lie in records."""
-    return [
-        {**each, "state": {key: _refer_entry(entry, visits) for key, entry in each["state"].items()}} for each in states
-    ]
 
-
-def _refer_entry(entry: Mapping[str, Any], visits: StateVisits) -> dict[str, Any]:
-    result = {}
-    for key, value in entry.items():
+    def referred(value: Any) -> Any:
         record = visits.find([value]) if isinstance(value, torch.Tensor) else None
-        result[key] = value if record is None else _reference(value, record)
-    return result
+        return value if record is None else _reference(value, record)
+
+    return _converted(states, referred)
+
+
+def _converted(states: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return state dicts of optimizers with every value of every entry converted."""
+    return [
+        {**each, "state": {k: {n: convert(v) for n, v in entry.items()} for k, entry in each["state"].items()}}
+        for each in states
+    ]
 
 
 def _reference(tensor: torch.Tensor, record: Visitor) -> dict[str, Any]:
@@ -78,24 +84,32 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
         What our entry of the checkpoint says about it.
 
     Raises:
-        StorageError: it cannot be committed; the generation before stays.
+        StorageError: it cannot be committed, and the generation before stays; or the file is there, and the generation
+            before could not be let go of, which is tried again before the next write.
     """
-    store = on_ssd.store
+    on_ssd.make_room()
+    on_ssd.visits.wait()  # what someone has written to state counts
+    store, number = on_ssd.store, None
     before = store.generations()
     if before and not on_ssd.owns_generations:
         log.warning(
             f"`{on_ssd.folders[0]}` held the state of checkpoint `{before[-1].details.get('checkpoint')}`, from which "
             f"this run was not resumed: with checkpoint `{path}` it is given up"
         )
-    number = store.commit({"checkpoint": path})
-    on_ssd.owns_generations = True
     try:
+        number = store.commit({"checkpoint": path if "://" in path else os.path.abspath(path)})
+        on_ssd.owns_generations = True
         yield {"folders": on_ssd.folders, "generation": number}
     except BaseException:
-        if before:
-            store.settle(before[-1].number)
+        try:
+            if number is not None and saved_generation(path, on_ssd.folders) == number:
+                on_ssd.settle(number)  # the error came after the file had its name
+            elif before:
+                on_ssd.settle(before[-1].number)
+        except StorageError as another:  # users need the first error; this one is tried again before the next write
+            log.warning(f"the error that ended checkpoint `{path}` was not the only one: {another}")
         raise
-    store.settle(number)
+    on_ssd.settle(number)
 
 
 def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:
@@ -139,7 +153,15 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
         CheckpointError: the state is not there any more.
         ConfigError: a run uses it.
     """
-    store = Store([Path(folder) for folder in saved["folders"]], budget_bytes=sys.maxsize, keeps=True)
+    paths = [Path(folder) for folder in saved["folders"]]
+    missing = [path for path in (*paths, paths[0] / MANIFEST) if not path.exists()]
+    if missing:  # a store would make the folders
+        raise CheckpointError(
+            f"the optimizer state of this checkpoint was generation {saved['generation']} in "
+            f"{', '.join(f'`{path}`' for path in paths)}, which is gone: there is no `{missing[0]}`. Call this in the "
+            "directory that the run was started in if the path is relative, and mount the drive"
+        )
+    store = Store(paths, budget_bytes=sys.maxsize, keeps=True)
     try:
         records = {name: store.reserve(name, nbytes) for name, nbytes in store.found.items()}
         store.restore(saved["generation"])
@@ -155,10 +177,7 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
         flat = window.slice(value["offset"], numel * dtype.itemsize).tensor((numel,), dtype)
         return flat.as_strided(value["shape"], value["stride"])
 
-    return [
-        {**each, "state": {k: {n: tensor_of(v) for n, v in entry.items()} for k, entry in each["state"].items()}}
-        for each in states
-    ]
+    return _converted(states, tensor_of)
 
 
 def resolve(state: Mapping[str, Any], optimizer: CPUAdam, visits: StateVisits) -> dict[str, Any]:

@@ -1,23 +1,26 @@
 """`StateOnSsd`: what of a run lies on SSD, state, weights and inputs of units: store, slots, and each one's record."""
 
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
+from torch.optim import Optimizer
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.records import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.area import Area
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.window import files_shown_at
 from lightning_cxl.streaming.hop import Hop, WeightRecord
 from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
 from lightning_cxl.transfer.engine import TransferEngine
@@ -39,7 +42,7 @@ class StateOnSsd:
         engine: copies weights and inputs to the device, and inputs from it.
 
     Raises:
-        ConfigError: the folders cannot be used.
+        ConfigError: the folders cannot be used, or hold the state of another model.
         TierFullError, StorageError: there is no room.
     """
 
@@ -56,6 +59,7 @@ class StateOnSsd:
         """Whether checkpoints refer to this state instead of copying it."""
         self.owns_generations = False
         """Whether the generations in the folders are this run's: it has committed, or was resumed from one."""
+        self._to_settle: int | None = None  # the generation that stays, where letting go of the others has failed
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
         self._homes: dict[int, WeightRecord] = {}  # by id of the first parameter
@@ -66,10 +70,11 @@ class StateOnSsd:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
             slots = HostSlots(allocate, update_slot_bytes(planned))
-            self.visits = StateVisits(self.store, slots, self._make_room)
+            self.visits = StateVisits(self.store, slots, self.make_room)
             cleanup.callback(self.visits.close)
             self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned)), engine)
             cleanup.callback(self._hop.close)
+            self.store.check_found({each.name: each.nbytes for each in planned if each.is_state})
             self.inputs = self._place_inputs(planned, len(options.paths), allocate, engine)
             """Gives places for inputs of units."""
             cleanup.callback(self.inputs.close)
@@ -124,6 +129,33 @@ class StateOnSsd:
         """Return the home of weights that were planned, by the first parameter of their piece."""
         return self._homes[id(first)]
 
+    def check(self) -> None:
+        """Compare checksums of what a checkpoint copies: weights, and state unless the checkpoint refers to it.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged a record.
+        """
+        self.visits.check(self._homes.values() if self.refers else None)
+
+    def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse optimizers whose state this run would overwrite while it copies that state.
+
+        It lies in the same files since an earlier run, and no generation protects what that run wrote last.
+
+        Raises:
+            UnsupportedError: there is such state.
+        """
+        own = {file for record in self._record_of.values() for file in files_shown_at(record.window.address)}
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and own.intersection(files_shown_at(value.data_ptr())):
+                        raise UnsupportedError(
+                            f"the optimizer has state of an earlier run in `{self.folders[0]}`, which this run would "
+                            f"overwrite: make a new optimizer and resume from that run's checkpoint, use another "
+                            f"folder, or set checkpoint='copy'"
+                        )
+
     def restore(self, generation: int) -> None:
         """Make the state what it was in a generation of the store, and let go of the others.
 
@@ -132,23 +164,39 @@ class StateOnSsd:
         """
         self.visits.forget()
         self.store.restore(generation)
-        self.store.settle(generation)
+        self.settle(generation)
         self.visits.take_records_as_they_are()
         self.owns_generations = True
 
-    def _make_room(self) -> None:
-        """Let go of one of two generations, if this run was not resumed from either: they leave no version to write.
+    def settle(self, generation: int) -> None:
+        """Let go of all generations of the store but one. What fails is done before the next write or commit.
 
-        A run that was killed while it saved leaves two. The newer one stays if its checkpoint file is there.
+        Raises:
+            StorageError: the manifest could not be replaced; all generations stay until then.
         """
+        self._to_settle = generation
+        self.store.settle(generation)
+        self._to_settle = None
+
+    def make_room(self) -> None:
+        """Let go of one of two generations before a write or a commit: together they leave no version to write.
+
+        It was decided which one stays and could not be done then, or this run was not resumed from either. A run that
+        was killed while it saved leaves two. The newer one stays if its checkpoint file refers to it: the
+        file that is there may be an older one of the same name.
+        """
+        if self._to_settle is not None:
+            self.settle(self._to_settle)
         kept = self.store.generations()
         if len(kept) > 1 and not self.owns_generations:
-            stays = kept[1] if os.path.exists(kept[1].details["checkpoint"]) else kept[0]
+            older, newer = kept
+            is_saved = saved_generation(newer.details["checkpoint"], self.folders) == newer.number
+            stays = newer if is_saved else older
             log.warning(
                 f"`{self.folders[0]}` held the state of two checkpoints, from which this run was not resumed. That of "
                 f"`{stays.details['checkpoint']}` stays until this run saves a checkpoint, the other one is given up"
             )
-            self.store.settle(stays.number)
+            self.settle(stays.number)
 
     def report_row(self) -> SsdUse:
         """Return what a report says about the tier."""
@@ -164,10 +212,6 @@ class StateOnSsd:
         num_records = len(set(self._record_of.values())) + self._num_updated_weights
         num_visits = self.visits.num_visits if num_records else num_steps
         self._pace.note({**self.store.stats(), "num_visits": num_visits}, num_records or 1)
-
-    def stats(self) -> dict[str, int]:
-        """Return the counts of the store, and how many reads were not started ahead."""
-        return {**self.store.stats(), "num_late": self.visits.num_late}
 
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""

@@ -65,8 +65,8 @@ class StorageTransfer:
     """Reads or writes that are waited for as one. See [Note: Transfers of storage]."""
 
     __slots__ = (
-        "_checksums", "_chunks", "_engine", "_error", "_event", "_finish", "_followers", "_left", "_seal", "_waits_for",
-        "_writes",
+        "_checksums", "_chunks", "_engine", "_event", "_finish", "_followers", "_left", "_seal", "_waits_for",
+        "_writes", "error",
     )  # fmt: skip
 
     def __init__(
@@ -81,7 +81,7 @@ class StorageTransfer:
         self._left = len(chunks)
         self._waits_for = 0
         self._followers: list[StorageTransfer] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # why it failed, once it is done
         self._event = threading.Event()
 
     def wait(self) -> None:
@@ -95,9 +95,9 @@ class StorageTransfer:
             StorageError: it failed; the same error at every call.
         """
         self._event.wait()
-        if self._error is not None:
+        if self.error is not None:
             self._engine._told(self)
-            raise self._error.anew() if isinstance(self._error, StorageError) else self._error
+            raise self.error.anew() if isinstance(self.error, StorageError) else self.error
 
     def done(self) -> bool:
         """Return whether the transfer is done, with or without an error."""
@@ -233,14 +233,14 @@ class Engine:
     def _run(self, transfer: StorageTransfer, chunk: _Chunk) -> None:
         error: BaseException | None = None
         try:
-            if transfer._error is None:
+            if transfer.error is None:
                 transfer._checksums[chunk.index] = self._move(transfer, chunk)
         except BaseException as caught:
             error = _bare(caught)
         chunk.views = []
         with self._lock:
-            if transfer._error is None:
-                transfer._error = error
+            if transfer.error is None:
+                transfer.error = error
             transfer._left -= 1
             last = transfer._left == 0
         if last:
@@ -278,16 +278,16 @@ class Engine:
 
     def _end(self, transfer: StorageTransfer) -> None:
         finish, transfer._finish = transfer._finish, None
-        if transfer._error is None and finish is not None:
+        if transfer.error is None and finish is not None:
             try:
                 checksums = transfer._checksums
                 finish(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(checksums)}Q", *checksums)))
             except BaseException as error:
-                transfer._error = _bare(error)
+                transfer.error = _bare(error)
         del finish
         ready = []
         with self._lock:
-            if transfer._error is None:
+            if transfer.error is None:
                 del self._open[transfer]
             transfer._event.set()
             for follower in transfer._followers:
@@ -330,6 +330,10 @@ class Engine:
         try:
             self.wait()
         finally:
+            with self._lock:
+                started = list(self._open)
+            for transfer in started:  # also where Ctrl-C has ended the wait: what follows others needs the threads
+                transfer._event.wait()
             threads, self._threads = self._threads, []
             for queue in self._queues:
                 for _ in range(_THREADS_PER_DRIVE):

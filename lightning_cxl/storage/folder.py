@@ -41,6 +41,7 @@ class Folder:
         try:
             with contextlib.suppress(FileExistsError):
                 system.make_folder(path)
+                self._sync(path.parent)
             self._lock_fd = system.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise storage_error("use folder", path, error) from None
@@ -156,13 +157,16 @@ class Folder:
             StorageError: they may not.
         """
         try:
-            fd = self._system.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                self._system.sync(fd)
-            finally:
-                self._system.close(fd)
+            self._sync(self.path)
         except OSError as error:
             raise storage_error("sync folder", self.path, error) from None
+
+    def _sync(self, path: Path) -> None:
+        fd = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._system.sync(fd)
+        finally:
+            self._system.close(fd)
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there.

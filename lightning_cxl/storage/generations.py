@@ -11,11 +11,12 @@ manifest names is committed and is never written: a write goes to the other one.
    take writes. Between 1 and 2 a record whose two versions are both committed takes none.
 
 A crash leaves one or two generations, and all their versions are as they were written and synced. A new run chooses
-one with `restore` and lets go of the other one with `settle`. Where replacing the manifest fails, nobody knows which of
-both files lies on the disk: versions of both stay protected until the next replacement succeeds.
+one with `restore` and lets go of the other one with `settle`. Records that it makes beside those of the earlier run
+lie behind them. Where replacing the manifest fails, nobody knows which of both files lies on the disk: versions of both
+stay protected until the next replacement succeeds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
@@ -56,19 +57,33 @@ class Generations:
         """Size and offsets of the records that an earlier run left."""
         return self._found_records
 
-    def found_versions(self, name: str, nbytes: int) -> tuple[int, ...]:
-        """Return the offsets of a record that an earlier run left.
+    def found_versions(self, name: str, nbytes: int) -> tuple[int, ...] | None:
+        """Return the offsets of a record that an earlier run left; None if it left none of this name.
 
         Raises:
-            ConfigError: it left none of this name and size.
+            ConfigError: it left one of another size.
         """
-        holds = f"`{self._places.home.path}` holds {self._manifest(self.kept, ()).said()}"
         if name not in self._found_records:
-            raise ConfigError(f"{holds}, which has no record `{name}`. {WHAT_TO_DO}")
+            return None
         found_nbytes, versions = self._found_records[name]
         if found_nbytes != nbytes:
-            raise ConfigError(f"{holds}, in which `{name}` has {found_nbytes} bytes and not {nbytes}. {WHAT_TO_DO}")
+            raise ConfigError(
+                f"{self._holds()}, in which `{name}` has {found_nbytes} bytes and not {nbytes}. {WHAT_TO_DO}"
+            )
         return versions
+
+    def check_found(self, records: Mapping[str, int]) -> None:
+        """Check that an earlier run, if there was one, left records of these names and bytes.
+
+        Raises:
+            ConfigError: it left others.
+        """
+        for name, nbytes in records.items() if self.kept else ():
+            if self.found_versions(name, nbytes) is None:
+                raise ConfigError(f"{self._holds()}, which has no record `{name}`. {WHAT_TO_DO}")
+
+    def _holds(self) -> str:
+        return f"`{self._places.home.path}` holds {self._manifest(self.kept, ()).said()}"
 
     def get(self, number: int) -> Generation:
         """Return a generation.

@@ -4,7 +4,7 @@ import contextlib
 import json
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,7 @@ class Store:
         Raises:
             TierFullError: the budget has not that much left.
             StorageError: a drive has not that much left.
-            ConfigError: the name is taken, or the folder holds a generation without such a record and nothing was
-                restored: it is of another run.
+            ConfigError: the name is taken, or an earlier run left a record of this name and another size.
         """
         with self._changes:
             self._check_open()
@@ -100,15 +99,11 @@ class Store:
                 raise ConfigError(f"there is a record `{name}` already: names of records are unique")
             if nbytes < 1:
                 raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
-            num_versions = 2 if self._keeps and keeps else 1
             part = part_nbytes(nbytes, len(self._drives))
-            total = part * len(self._drives) * num_versions
+            found = self._generations.found_versions(name, nbytes) if keeps else ()
+            versions = found or tuple(self._end + index * part for index in range(1 + (self._keeps and keeps)))
+            total = part * len(self._drives) * len(versions)
             self._check_budget(name, total)
-            found = self._generations.found_records
-            if keeps and found and (name in found or self._restored is None):
-                versions = self._generations.found_versions(name, nbytes)
-            else:
-                versions = tuple(self._end + index * part for index in range(num_versions))
             end = max(versions) + part
             for drive in self._drives:
                 drive.grow(end)
@@ -119,9 +114,16 @@ class Store:
                 record.becomes(self._restored.records[name])
             return record
 
+    def check_found(self, records: Mapping[str, int]) -> None:
+        """Refuse a folder with a generation that lacks records of these names and bytes: it is of another run.
+
+        Raises:
+            ConfigError: it has such a generation.
+        """
+        self._generations.check_found(records)
+
     def _check_budget(self, name: str, nbytes: int) -> None:
-        left = self._budget_bytes - self._reserved_bytes
-        if nbytes > left:
+        if nbytes > (left := self._budget_bytes - self._reserved_bytes):
             raise TierFullError(
                 f"cannot place {format_bytes(nbytes)} for `{name}` in `{self._places.home.path}`: {format_bytes(left)} "
                 f"of {format_bytes(self._budget_bytes)} free. Raise the budget, or place less there."
@@ -175,7 +177,6 @@ class Store:
             target, write = record.target, record.num_begun
             if target is None:
                 raise StorageError(f"record `{record.name}` cannot be read: nothing was written to it")
-
             version, name = target
 
             def check(checksum: int) -> None:
@@ -291,7 +292,7 @@ class Store:
 
     @property
     def found(self) -> dict[str, int]:
-        """Bytes of the records that an earlier run left in the folder, by name."""
+        """Bytes of the records that an earlier run left, by name."""
         return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}
 
     def generations(self) -> list[Generation]:

@@ -1,10 +1,22 @@
 """Address ranges that show what lies on drives, without memory of their own."""
 
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.storage.drive import Drive, storage_error
+
+_shown: weakref.WeakKeyDictionary[Buffer, tuple[Path, ...]] = weakref.WeakKeyDictionary()
+
+
+def files_shown_at(address: int) -> tuple[Path, ...]:
+    """Return the files that a window of this process shows at an address; empty where there is no window."""
+    for buffer, paths in list(_shown.items()):
+        if 0 <= address - buffer.address < buffer.nbytes:
+            return paths
+    return ()
 
 
 class Window:
@@ -24,6 +36,7 @@ class Window:
         self._part_nbytes = part_nbytes
         self._mapping = Mapping(len(drives) * part_nbytes)
         self.buffer = Buffer(self._mapping.address, self._mapping.nbytes, (), None, self._mapping)
+        _shown[self.buffer] = tuple(drive.path for drive in drives)
 
     def show(self, offset: int) -> None:
         """Show what lies at `offset` of every drive.

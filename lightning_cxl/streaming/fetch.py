@@ -24,13 +24,6 @@ class HasRecord(Protocol):
     def can_be_read(self) -> bool:
         """Whether the write of what is to be read has begun."""
 
-    def settle(self) -> None:
-        """Return when what was written last is on SSD.
-
-        Raises:
-            StorageError: it is not.
-        """
-
     def fill(self, slot: Buffer) -> None:
         """Bring bytes that are not in the record to a slot that it was read into."""
 
@@ -97,11 +90,10 @@ class Fetch:
     def start(self, engine: TransferEngine) -> Transfer | None:
         """Bring the bytes to the slot and start the copy; None where it was dropped. For the hop's thread."""
         assert self.slot is not None
-        try:
-            self._wait_for_read()
-        except StorageError:
-            self.home.settle()  # the error of a write that has failed says more
-            raise
+        if self._why_not_read is not None:
+            raise self._why_not_read
+        assert self.read is not None
+        self.read.wait_host()
         if not self._is_dropped:
             self.home.fill(self.slot)
         with self._lock:
@@ -115,12 +107,6 @@ class Fetch:
         self._error = None if error is None else error.with_traceback(None)
         self._destination, self._after, self.read, self.slot = None, [], None, None
         self._is_started.set()
-
-    def _wait_for_read(self) -> None:
-        if self._why_not_read is not None:
-            raise self._why_not_read
-        assert self.read is not None
-        self.read.wait_host()
 
     def _wait_until_started(self) -> None:
         self._is_started.wait()

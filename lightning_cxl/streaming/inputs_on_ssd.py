@@ -93,7 +93,6 @@ class InputOnSsd:
         self.can_be_read = False
         """Whether its write has begun, or never will."""
         self._inputs = inputs
-        self._error: BaseException | None = None
 
     def __del__(self) -> None:
         """Give the place back."""
@@ -122,15 +121,9 @@ class InputOnSsd:
             leaving.begin(copy)
         return copy
 
-    def write(self, slot: Buffer) -> StorageTransfer | None:
-        """Start writing what is in a slot; None where that fails, which whoever reads is told. For the hop's thread."""
-        try:
-            return self._inputs.store.write(self.record, slot)
-        except StorageError as error:
-            self._error = error
-            return None
-        finally:
-            self.can_be_read = True
+    def write(self, slot: Buffer) -> StorageTransfer:
+        """Start writing what is in a slot. For the hop's thread."""
+        return self._inputs.store.write(self.record, slot)
 
     def fetch(self, destination: torch.Tensor) -> Fetch:
         """Start reading the image, and copying it to the device.
@@ -147,17 +140,6 @@ class InputOnSsd:
 
     def fill(self, slot: Buffer) -> None:
         """Return at once: the record has all bytes."""
-
-    def settle(self) -> None:
-        """Return when the image is on SSD.
-
-        Raises:
-            StorageError: it could not be written.
-        """
-        if self._error is not None:
-            raise self._error
-        if self.record.last_write is not None:
-            self.record.last_write.wait_host()
 
 
 class _Leaving:
@@ -179,11 +161,15 @@ class _Leaving:
         self._is_begun.wait()
         if self._copy is None:
             return None
-        self._copy.wait_host()
-        image = self._image()
-        assert self.slot is not None
-        write = None if image is None else image.write(self.slot)
-        return None if write is None else _Written(write)
+        try:
+            self._copy.wait_host()
+            image = self._image()
+            assert self.slot is not None
+            return None if image is None else _Written(image.write(self.slot))
+        finally:
+            image = self._image()
+            if image is not None:
+                image.can_be_read = True
 
     def end(self, error: BaseException | None) -> None:
         """Let go of the slot."""

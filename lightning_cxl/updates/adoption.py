@@ -10,8 +10,9 @@ adopted the same way: by `add_param_group` at once, and what someone puts into a
 `Adoption.release` undoes what was put on optimizer objects.
 """
 
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.precisions import Precisions
-from lightning_cxl.optim.state_visits import Visits
+from lightning_cxl.optim.visits import Visits
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.host_step import HostStep, StateMemory, evaluates_first
 from lightning_cxl.updates.torch_names import class_in_place_of
@@ -137,9 +138,21 @@ class Adoption:
         return [self._masters.adopt(p, self._precisions.form_for(optimizer, p)) for p in parameters]
 
     def release(self) -> None:
-        """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
-        while self._adopted:
-            original, current, own_step = self._adopted.pop()
+        """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now.
+
+        Raises:
+            StorageError: a write of state on SSD has failed; all optimizers have been given back.
+        """
+        adopted, self._adopted = self._adopted, []
+        with ExitStack() as rest:
+            for each in adopted:
+                rest.callback(self._release, *each)
+
+    def _release(self, original: Optimizer, current: Optimizer, own_step: Any) -> None:
+        try:
+            if isinstance(current, CPUAdam):
+                current.leave_run()  # first: who looks at state of a run waits for writes, which may fail again
+        finally:
             step = vars(current).get("step")
             if isinstance(step, HostStep):
                 step.remove()
@@ -150,13 +163,11 @@ class Adoption:
                     group["params"] = own
                 else:
                     group["params"][:] = own
-            if isinstance(current, CPUAdam):
-                current.leave_run()
             if original is not current:
                 vars(original).pop("step", None)
                 if own_step is not None:
                     original.step = own_step  # type: ignore[method-assign]
-                original.state, original.param_groups = current.state, current.param_groups
+                original.state, original.param_groups = _state_of(current), current.param_groups
 
     def _give_back(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
         pair = self._masters.find(parameter)
@@ -217,8 +228,17 @@ class _Sensitive:
 
 def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
     """State of an optimizer is keyed by parameter: move it along."""
-    if old is not new and old in optimizer.state:
-        optimizer.state[new] = optimizer.state.pop(old)
+    state = _state_of(optimizer)
+    if old is not new and old in state:
+        state[new] = state.pop(old)
+
+
+def _state_of(optimizer: Optimizer) -> defaultdict[torch.Tensor, Any]:
+    """Return the state of an optimizer, which no update changes now; empty where it was lost with a drive."""
+    if not isinstance(optimizer, CPUAdam):
+        return optimizer.state
+    optimizer.wait()
+    return optimizer.plain_state
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:

@@ -34,6 +34,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     *,
     strict: bool = True,
+    mapped: bool = False,
     **config_overrides: Any,
 ) -> Any:
     """Build a transformers model without weights and load them, each straight into the memory it will stay in.
@@ -48,6 +49,7 @@ def from_pretrained(
         dtype: of the model; None: what the config says, else that of the files.
         strict: refuse when weights are missing, or files hold more than the model has; False: initialise the missing
             (a new head) as transformers does, and warn.
+        mapped: weights show the pages of the files, and take no memory until a run moves them; see `load_weights`.
         **config_overrides: fields of the config, such as ``attn_implementation="eager"``.
 
     Raises:
@@ -68,7 +70,7 @@ def from_pretrained(
         model = _build(model_class, config, dtype or _dtype(config, path))
     _keep_wide(model)
     names = _Names(model)
-    report = load_translated(model, path, names, strict=strict)
+    report = load_translated(model, path, names, strict=strict, mapped=mapped)
     model._weight_conversions = names.used()  # so that it is saved under the names that it came with
     _complete(model, report)
     model.tie_weights()

@@ -38,7 +38,12 @@ class LoadReport(NamedTuple):
 
 
 def load_weights(
-    model: nn.Module, source: Source, *, strict: bool = True, dtype: torch.dtype | None = None
+    model: nn.Module,
+    source: Source,
+    *,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    mapped: bool = False,
 ) -> LoadReport:
     """Load safetensors files into a model, tensor by tensor; at no time is there a second copy in memory.
 
@@ -54,6 +59,10 @@ def load_weights(
             `model.safetensors.index.json`.
         strict: refuse when a weight is missing or a tensor of the files is not in the model; False: load what fits.
         dtype: of floating-point parameters that are on the ``meta`` device; None: the one they have there.
+        mapped: weights on the ``meta`` device show the pages of the files instead, as with ``torch.load(mmap=True)``,
+            and take no memory until a run moves them to their tiers. For a model that is larger than memory, whose
+            weights go to the tier ``ssd``. Files must not change meanwhile. What is converted, or in another layout,
+            is read as without it.
 
     Returns:
         What was loaded and what was not.
@@ -68,7 +77,7 @@ def load_weights(
             model = MyModel()
         lightning_cxl.load_weights(model, "folder", dtype=torch.bfloat16)
     """
-    return load_translated(model, source, _same, strict=strict, dtype=dtype, completes=False)
+    return load_translated(model, source, _same, strict=strict, dtype=dtype, mapped=mapped, completes=False)
 
 
 def load_translated(
@@ -78,6 +87,7 @@ def load_translated(
     *,
     strict: bool,
     dtype: torch.dtype | None = None,
+    mapped: bool = False,
     completes: bool = True,
 ) -> LoadReport:
     """Load as `load_weights` does, with tensors of the files translated first; see `match_names`."""
@@ -85,7 +95,7 @@ def load_translated(
         matches = match_names(model, files, translate, completes=completes)
         if strict:
             refuse_mismatch(matches, model)
-        nbytes = _read_all(matches, dtype)
+        nbytes = _read_all(matches, dtype, mapped)
     return LoadReport(matches.missing, matches.unexpected, len(matches.reads), nbytes)
 
 
@@ -93,7 +103,7 @@ def _same(tensors: Sequence[FileTensor]) -> list[tuple[str, WeightSource]]:
     return [(tensor.name, tensor) for tensor in tensors]
 
 
-def _read_all(matches: Matches, dtype: torch.dtype | None) -> int:
+def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool) -> int:
     """Read every tensor that matches; return the bytes they take in the model. See [Note: Loading straight]."""
     sources: dict[int, Read] = {}
     made: list[tuple[ModelWeight, Tensor]] = []
@@ -108,7 +118,7 @@ def _read_all(matches: Matches, dtype: torch.dtype | None) -> int:
             before = read.weight.tensor
             if before.is_meta:
                 made.append((read.weight, before))
-                _materialise(read, dtype, staging)
+                _materialise(read, dtype, mapped, staging)
             else:
                 with ordinary_memory():
                     read.source.read_into(before, staging)
@@ -121,17 +131,26 @@ def _read_all(matches: Matches, dtype: torch.dtype | None) -> int:
     return nbytes
 
 
-def _materialise(read: Read, dtype: torch.dtype | None, staging: Staging) -> None:
-    """Give a weight on the meta device its memory and its values."""
+def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool, staging: Staging) -> None:
+    """Give a weight on the meta device its values: memory with them, or pages of the file."""
     weight, meta = read.weight, read.weight.tensor
     wanted = dtype if dtype is not None and weight.is_parameter and meta.is_floating_point() else meta.dtype
-    tensor = new_weight(meta, wanted, weight.spec)
-    with ordinary_memory():
-        read.source.read_into(tensor, staging)
+    tensor = _pages_like(meta, wanted, read) if mapped else None
+    if tensor is None:
+        tensor = new_weight(meta, wanted, weight.spec)
+        with ordinary_memory():
+            read.source.read_into(tensor, staging)
     if isinstance(meta, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
     tensor.__dict__.update(meta.__dict__)
     weight.put(tensor)
+
+
+def _pages_like(meta: Tensor, dtype: torch.dtype, read: Read) -> Tensor | None:
+    """Return the pages of the file, if they are what new memory would be filled with."""
+    if read.source.dtype != dtype or not meta.is_contiguous() or torch.get_default_device().type != "cpu":
+        return None
+    return read.source.mapped()
 
 
 def _check_tied(first: Read, read: Read) -> None:

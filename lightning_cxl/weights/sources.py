@@ -30,6 +30,9 @@ class WeightSource(Protocol):
     def read_into(self, target: Tensor, staging: Staging) -> None:
         """Fill a tensor of the same shape; see `TensorFile.read_into`."""
 
+    def mapped(self) -> Tensor | None:
+        """Return a tensor that shows the pages of a file; None where it must be read. See `TensorFile.mapped`."""
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has the bits that `read_into` would give it."""
 
@@ -63,6 +66,10 @@ class FileTensor(NamedTuple):
         """Fill a tensor of the same shape; see `TensorFile.read_into`."""
         self.file.read_into(self.name, target, staging)
 
+    def mapped(self) -> Tensor | None:
+        """Return a tensor that shows the pages of the file; see `TensorFile.mapped`."""
+        return self.file.mapped(self.name)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has the bits that `read_into` would give it."""
         return self.file.holds(self.name, tensor)
@@ -92,6 +99,9 @@ class MergedTensor:
         with torch.no_grad():
             target.copy_(self._merged(staging))
         HeapTrimmer().trim_now()  # what `compute` took on the way
+
+    def mapped(self) -> None:
+        """Return None: no file has these numbers."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has the numbers that `read_into` would give it."""

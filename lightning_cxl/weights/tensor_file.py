@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -44,6 +44,7 @@ class TensorFile:
             raise
         self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
         """By name, in the order of their bytes."""
+        self._pages: torch.Tensor | None = None
 
     def __enter__(self) -> "TensorFile":
         return self
@@ -83,6 +84,33 @@ class TensorFile:
                     chunk.copy_(part)
         finally:
             torch.autograd.graph.increment_version(target)
+
+    def mapped(self, name: str) -> torch.Tensor | None:
+        """Return a tensor that shows the pages of the file, and takes memory only where it is written to.
+
+        It stays valid when the file is closed, and when its name is removed.
+
+        Args:
+            name: of the tensor in the file.
+
+        Returns:
+            A contiguous tensor; None where its bytes do not begin at a multiple of its elements' size.
+
+        Raises:
+            CheckpointError: the file could not be mapped.
+        """
+        entry = self.entries[name]
+        begin = self._data + entry.begin
+        if begin % entry.dtype.itemsize:
+            return None
+        if self._pages is None:
+            try:
+                size = os.fstat(self._fd).st_size
+                self._pages = torch.from_file(os.fspath(self.path), shared=False, size=size, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise self._unreadable(error) from error
+        own = cast(torch.UntypedStorage, self._pages.untyped_storage()[begin : begin + entry.nbytes])
+        return torch.empty(0, dtype=entry.dtype).set_(own).view(entry.shape)
 
     @torch.no_grad()
     def holds(self, name: str, tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import lightning_cxl
 from lightning_cxl.memory.heap import HeapTrimmer
 from tests.integration.training import make_trainer, offload
 from tests.integration.weight_memory import Peak
@@ -25,10 +26,10 @@ RULES = {"*": {"weights": "ssd", "optimizer_state": "ssd"}}
 def from_file(path: Path, depth: int) -> TinyTransformer:
     """Return a model whose weights are the pages of a file."""
     torch.manual_seed(0)
-    torch.save(TinyTransformer(depth=depth, width=WIDTH).state_dict(), path)
-    with torch.device("meta"):
+    lightning_cxl.save_weights(TinyTransformer(depth=depth, width=WIDTH), path)
+    with lightning_cxl.empty_weights():
         model = TinyTransformer(depth=depth, width=WIDTH)
-    model.load_state_dict(torch.load(path, mmap=True, weights_only=True), assign=True)
+    lightning_cxl.load_weights(model, path, mapped=True)
     return model
 
 
@@ -48,9 +49,9 @@ def fit(folder: Path, model: TinyTransformer) -> None:
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    fit(folder, from_file(folder / "first.pt", 3))  # what is imported and allocated once
+    fit(folder, from_file(folder / "first.safetensors", 3))  # what is imported and allocated once
     for depth in DEPTHS:
-        model = from_file(folder / f"{depth}.pt", depth)
+        model = from_file(folder / f"{depth}.safetensors", depth)
         gc.collect()
         HeapTrimmer().trim_now()  # so that nothing of before is counted, or given back meanwhile
         with Peak() as peak:

@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_cxl
-from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
+from lightning_cxl.optim.state_visits import StateVisits
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
@@ -270,6 +271,62 @@ def test_training_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path,
     assert ours.losses == straight.losses[:5] and again.losses == straight.losses[4:]
 
 
+class TwoOptimizers(Sequential):
+    """Steps two optimizers itself, and keeps references to them."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        parameters = list(self.model.parameters())
+        self.mine = [torch.optim.AdamW(half) for half in (parameters[:3], parameters[3:])]
+        return self.mine
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss([each.to(self.device) for each in batch]))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class DriveFails(Callback):
+    """Lets all writes fail from the end of a step on."""
+
+    def __init__(self, monkeypatch, ends_run):
+        self.monkeypatch, self.ends_run = monkeypatch, ends_run
+
+    def on_train_batch_end(self, *_):
+        wait = StateVisits.wait
+
+        def fail(visits):
+            wait(visits)
+            raise StorageError("cannot write")
+
+        self.monkeypatch.setattr(StateVisits, "wait", fail)
+        if self.ends_run:
+            raise RuntimeError("the user's")
+
+
+@pytest.mark.parametrize("after_error", [False, True])
+def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, monkeypatch, caplog, after_error):
+    modules = []
+
+    def task(model):
+        modules.append(TwoOptimizers(model))
+        return modules[0]
+
+    callbacks = [DriveFails(monkeypatch, after_error)]
+    expected = (RuntimeError, "the user's") if after_error else (StorageError, "cannot write")
+    with pytest.raises(expected[0], match=expected[1]):
+        fit(on_ssd(tmp_path / "ssd", master="fp32"), 2, task=task, callbacks=callbacks)
+    own = {id(parameter) for parameter in modules[0].parameters()}
+    for optimizer in modules[0].mine:
+        assert "step" not in vars(optimizer) and {id(key) for key in optimizer.state} <= own
+        assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} <= own
+        assert not optimizer.state, "what could not be written is lost"
+    assert not after_error or "the error that ended the run was not the only one: cannot write" in caplog.text
+
+
 class Reversed(Sequential):
     """Gives its parameters to the optimizer in the opposite order, which changes where their state lies."""
 
@@ -285,3 +342,81 @@ def test_state_that_lies_elsewhere_now_is_refused(tmp_path):
     saved = next(tmp_path.glob("*.ckpt"))
     with pytest.raises(CheckpointError, match="this run keeps it elsewhere"):
         fit(on_ssd(tmp_path / "ssd", **REFERENCE), 3, ckpt_path=saved, task=Reversed)
+
+
+# -- what a run must not get wrong ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_residents_and_units_are_updated_at_the_same_time(tmp_path, in_backward):
+    """Two threads visit records: the worker those of units, the step those of what stays on the device."""
+
+    def make_model():
+        return tiny_llama(num_layers=6, hidden_size=128, intermediate_size=256)
+
+    options = {"stream_weights": True, "overlap_step": True, "on_overflow": "ignore" if in_backward else "skip"}
+    for attempt in range(2):
+        ours = train(make_model, on_ssd(tmp_path / f"ssd{attempt}", **options), steps=12, task=LlamaTask)
+        assert_same(ours, train(make_model, offload(**options), steps=12, task=LlamaTask))
+
+
+class ZeroesMomentum(Callback):
+    """Writes to optimizer state while it is saved."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, *args):
+        trainer.save_checkpoint(self.path)
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        """Lightning has asked for the state before, and waited for its writes."""
+        for entry in trainer.optimizers[0].state.values():
+            entry["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
+def test_a_checkpoint_has_what_someone_wrote_to_the_state(tmp_path, checkpoint):
+    fit(on_ssd(tmp_path / "ssd", ssd={"checkpoint": checkpoint}), 2, callbacks=[ZeroesMomentum(tmp_path / "it.ckpt")])
+    saved = lightning_cxl.plain_checkpoint(torch.load(tmp_path / "it.ckpt", weights_only=True, map_location="cpu"))
+    entries = saved["optimizer_states"][0]["state"].values()
+    assert all(not entry["exp_avg"].any() and entry["exp_avg_sq"].any() for entry in entries)
+
+
+class DamagesTheDrive(Callback):
+    """Flips a bit of every block of the data file, behind the run's back, and saves."""
+
+    def __init__(self, folder, path):
+        self.folder, self.path = folder, path
+
+    def on_train_batch_end(self, trainer, module, *args):
+        trainer.optimizers[0].state  # noqa: B018 - waits for the writes
+        (data,) = self.folder.glob("*data*")
+        with open(data, "r+b") as file:
+            for offset in range(256 << 10, data.stat().st_size, 4096):
+                file.seek(offset)
+                byte = file.read(1)[0]
+                file.seek(offset)
+                file.write(bytes([byte ^ 16]))
+            file.flush()
+            os.fsync(file.fileno())
+        trainer.save_checkpoint(self.path)
+
+
+def test_damaged_state_is_not_copied_into_a_checkpoint(tmp_path):
+    callback = DamagesTheDrive(tmp_path / "ssd", tmp_path / "it.ckpt")
+    with pytest.raises(StorageError, match="is damaged"):
+        fit(on_ssd(tmp_path / "ssd"), 2, callbacks=[callback])
+    assert not (tmp_path / "it.ckpt").exists()
+
+
+def test_state_of_a_run_that_is_over_is_not_overwritten_while_it_is_taken_over(tmp_path):
+    seed_everything(11, verbose=False)
+    module = Sequential(bfloat16_llama())
+    configured = module.configure_optimizers()
+    module.configure_optimizers = lambda: configured
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1)
+    options = {"callbacks": [saves], "enable_checkpointing": True}
+    make_trainer(on_ssd(tmp_path / "ssd", **REFERENCE), max_steps=3, **options).fit(module, token_data())
+    with pytest.raises(UnsupportedError, match="state of an earlier run"):
+        make_trainer(on_ssd(tmp_path / "ssd", **REFERENCE), max_steps=5, **options).fit(module, token_data())

@@ -6,6 +6,7 @@ _RECORDS = "lightning_cxl/optim/state_records.py"
 _VISITS = "lightning_cxl/optim/state_visits.py"
 _STATE = "lightning_cxl/optim/parameter_state.py"
 _ADAM = "lightning_cxl/optim/cpu_adam.py"
+_EIGHT = "lightning_cxl/optim/eight_bit.py"
 _TABLE = "lightning_cxl/optim/kernel_table.py"
 _CHECKPOINT = "lightning_cxl/run/ssd_checkpoint.py"
 T_VISITS = ("tests/unit/optim/test_state_visits.py",)
@@ -14,6 +15,7 @@ _FILE = "lightning_cxl/run/checkpoint.py"
 T_RUN = ("tests/integration/test_state_on_ssd.py",)
 T_FAULTY = ("tests/integration/test_faulty_runs.py",)
 T_KILLS = ("tests/integration/test_killed_runs.py",)
+T_BESIDE = ("tests/unit/run/test_ssd_checkpoint.py",)
 
 MUTANTS = (
     Mutant(
@@ -26,6 +28,7 @@ MUTANTS = (
     Mutant(
         "what a user wrote to state counts", _RECORDS, "        if self.is_dirty():\n", "        if False:\n", T_VISITS
     ),
+    Mutant("what a kernel codes counts", _EIGHT, "    torch.autograd.graph.increment_version", "    str", T_VISITS),
     Mutant("new state is zero", _RECORDS, "            blank(at_slot)\n", "            pass\n", T_VISITS),
     Mutant("state is zero once", _RECORDS, "        self.blanks.clear()\n", "", T_VISITS),
     Mutant(
@@ -39,23 +42,17 @@ MUTANTS = (
         "loading waits for writes",
         _VISITS,
         "            self.wait()  # the end of a write",
-        "            self._write_touched()  # the end of a write",
-        T_VISITS,
-    ),
-    Mutant(
-        "a visit that fails writes nothing",
-        _VISITS,
-        "        is_written = False\n        try:\n",
-        "        is_written = False\n        self._store.write(records[0].record, fetched[0].slot)\n        try:\n",
+        "            self._write_dirty()  # the end of a write",
         T_VISITS,
     ),
     Mutant(
         "a visit that fails gives its slot back",
         _VISITS,
-        "                    self._slots.give_back(each.slot)\n",
-        "                    pass\n",
+        "                        self._slots.give_back(slot)\n                    else:",
+        "                        pass\n                    else:",
         T_VISITS,
     ),
+    Mutant("a slot that is read into is kept", _VISITS, "if read is None or read.done():", "if True:", T_VISITS),
     Mutant("a read waits for the write in its slot", _VISITS, "slot, after=[write])", "slot)", T_VISITS),
     Mutant(
         "a slot is taken from what was read ahead",
@@ -65,42 +62,109 @@ MUTANTS = (
         T_VISITS,
     ),
     Mutant(
-        "who waits for a slot is told",
+        "what is visited is not read ahead",
         _VISITS,
-        "                self._changed.notify_all()\n",
+        "if record in self._fetched or record in self._visited:",
+        "if record in self._fetched:",
+        T_VISITS,
+    ),
+    Mutant(
+        "a record is visited by one thread at a time",
+        _VISITS,
+        "            while not self._visited.isdisjoint(records):\n                self._changed.wait()\n",
         "",
         T_VISITS,
     ),
+    Mutant("a write that failed is not forgotten", _VISITS, "if not record.record.is_whole:", "if False:", T_VISITS),
+    Mutant("lost state is refused", _STATE, "        if self.lost:\n", "        if False:\n", T_VISITS),
     Mutant("state after a run is memory", _STATE, "            state.record = None\n", "            pass\n", T_VISITS),
+    Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    on_ssd.settle(number)\n", "", T_RUN),
+    Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),
+    Mutant("a generation has what users wrote", _CHECKPOINT, "    on_ssd.visits.wait()  # what", "    # what", T_RUN),
     Mutant(
-        "a file that was not written does not count",
-        _CHECKPOINT,
-        "            store.settle(before[-1].number)\n",
+        "state is checked before it is copied",
+        _FILE,
+        "        on_ssd.check()\n",
+        "        pass\n",
+        T_RUN,
+    ),
+    Mutant(
+        "state of an earlier run is not overwritten",
+        "lightning_cxl/run/run.py",
+        "            self.on_ssd.refuse_state_of_earlier_run(optimizers)\n",
         "            pass\n",
         T_RUN,
     ),
-    Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    store.settle(number)\n", "", T_RUN),
-    Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),
+    Mutant(
+        "a file that was not written does not count",
+        _CHECKPOINT,
+        "                on_ssd.settle(before[-1].number)\n",
+        "                pass\n",
+        T_RUN,
+    ),
+    Mutant(
+        "a file that has its name counts, also after an error",
+        _CHECKPOINT,
+        "and saved_generation(path, on_ssd.folders) == number:",
+        "and False:",
+        T_BESIDE,
+    ),
+    Mutant(
+        "a file is there and refers to the generation before",
+        _ON_SSD,
+        '(newer.details["checkpoint"], self.folders) == newer.number',
+        '(newer.details["checkpoint"], self.folders) is not None',
+        T_BESIDE,
+    ),
+    Mutant(
+        "a generation that could not be let go of is tried again",
+        _ON_SSD,
+        "        if self._to_settle is not None:\n",
+        "        if False:\n",
+        T_BESIDE,
+    ),
+    Mutant(
+        "the state of another model is refused",
+        _ON_SSD,
+        "            self.store.check_found(",
+        "            dict(",
+        T_BESIDE,
+    ),
+    Mutant(
+        "nothing is made where state is gone",
+        _CHECKPOINT,
+        "    if missing:  # a store",
+        "    if False:  # a store",
+        T_BESIDE,
+    ),
+    Mutant("two generations are one before a commit", _CHECKPOINT, "    on_ssd.make_room()\n", "", T_BESIDE),
     Mutant(
         "a run that begins anew can write where one was killed while it saved",
         _ON_SSD,
-        "            self.store.settle(stays.number)\n",
+        "            self.settle(stays.number)\n",
         "            pass\n",
         T_KILLS,
     ),
     Mutant(
         "it keeps the state of the checkpoint that is there",
         _ON_SSD,
-        'if os.path.exists(kept[1].details["checkpoint"]) else kept[0]',
-        "if True else kept[0]",
+        "stays = newer if is_saved else older",
+        "stays = newer",
         T_KILLS,
     ),
     Mutant(
         "the name of a checkpoint lies on the disk before state is let go of",
         _FILE,
-        "            os.fsync(folder)",
-        "            pass",
+        "        os.fsync(folder)",
+        "        pass",
         T_KILLS,
+    ),
+    Mutant(
+        "the names of new folders lie on the disk, too",
+        _FILE,
+        "(target.parent, *(each.parent for each in made))",
+        "(target.parent,)",
+        T_BESIDE,
     ),
     Mutant(
         "what a generation has is not written to",
@@ -112,9 +176,23 @@ MUTANTS = (
     Mutant(
         "both generations stay until the file is there",
         _CHECKPOINT,
-        "    on_ssd.owns_generations = True\n    try:\n",
-        "    on_ssd.owns_generations = True\n    store.settle(number)\n    try:\n",
+        "        on_ssd.owns_generations = True\n",
+        "        on_ssd.owns_generations = True\n        store.settle(number)\n",
         T_KILLS,
+    ),
+    Mutant(
+        "all optimizers are given back, also where one cannot be",
+        "lightning_cxl/updates/adoption.py",
+        "                rest.callback(self._release, *each)\n",
+        "                self._release(*each)\n",
+        T_RUN,
+    ),
+    Mutant(
+        "users see the error that ended a run when their optimizers are given back",
+        "lightning_cxl/run/run.py",
+        "cleanup.callback(self._end, self._adoption.release)",
+        "cleanup.callback(self._adoption.release)",
+        T_RUN,
     ),
     Mutant(
         "users see the error that ended a run",

@@ -141,6 +141,16 @@ MUTANTS = (
         '            raise storage_error("replace", path, error) from None\n',
         T_POWER,
     ),
+    Mutant(
+        "a new folder is synced into its parent", _FOLDER, "                self._sync(path.parent)\n", "", T_PLACES
+    ),
+    Mutant(
+        "threads end after all transfers, also where the wait was interrupted",
+        _ENGINE,
+        "                transfer._event.wait()\n",
+        "                pass\n",
+        T_ENGINE,
+    ),
     Mutant("new data files are synced into their folder", _PLACES, "            folder.sync()\n", "", T_POWER),
     Mutant(
         "after a failed sync nothing counts as written",

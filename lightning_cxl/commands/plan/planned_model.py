@@ -11,7 +11,7 @@ from lightning_cxl.planning.compare import with_working_memory
 from lightning_cxl.planning.free_memory import FreeMemory
 from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
 from lightning_cxl.planning.settle_state import settle_state
-from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.planning.ssd_room import MEMORY_LEFT_FREE, SsdRoom
 
 
 class PlannedModel:
@@ -51,5 +51,5 @@ class PlannedModel:
             return planned
         room = with_working_memory(planned.job, machine)
         free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes)
-        ssd = SsdRoom(machine.ssd.capacity_bytes, machine.ssd.versions, machine.ssd.num_drives)
+        ssd = SsdRoom(machine.ssd.capacity_bytes, machine.ssd.versions, machine.ssd.num_drives, MEMORY_LEFT_FREE)
         return model_job(self.name, settle_state(inventory, free.usable_bytes, ssd, "spill"))

@@ -229,7 +229,7 @@ def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
     on_ssd = {role: tiers["ssd"] for role, tiers in data["policies"]["bandwidth"]["bytes"].items() if "ssd" in tiers}
     assert set(on_ssd) == {"momentum", "variance", "master_weights"}
     assert sum(on_ssd.values()) == data["ssd"]["used_bytes"] == data["ssd"]["wear"]["written_bytes_per_step"] > 0
-    in_memory = sum(tiers["dram0"] for tiers in data["policies"]["bandwidth"]["bytes"].values())
+    in_memory = sum(tiers.get("dram0", 0) for tiers in data["policies"]["bandwidth"]["bytes"].values())
     assert in_memory == data["host_bytes"] <= dram
     assert data["host_bytes_left"] == dram - data["host_bytes"]
     predicted = data["policies"]["bandwidth"]["predicted"]

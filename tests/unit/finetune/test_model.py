@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,6 +135,21 @@ def test_name_or_path_takes_that_models_weights_for_training(gpt2_folder, data, 
         losses = [expected(**batch, labels=batch["input_ids"]).loss for batch in data.val_dataloader()]
     assert validated == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)
     assert all(part.training for part in module.model.modules())
+
+
+def test_mapped_weights_are_those_of_the_files(gpt2_folder):
+    expected = GPT2LMHeadModel.from_pretrained(gpt2_folder).state_dict()
+    module = CausalLM(str(gpt2_folder), mapped=True)
+    module.configure_model()
+    for name, value in module.model.state_dict().items():
+        assert value.equal(expected[name])
+    assert str(gpt2_folder) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("name_or_path", [None, "hub/id"])
+def test_only_files_in_a_folder_can_be_mapped(name_or_path):
+    with pytest.raises(ConfigError, match=f"mapped=True needs a local folder .*{name_or_path}"):
+        CausalLM(name_or_path, mapped=True)
 
 
 def test_name_or_path_that_is_no_model_is_refused(tmp_path):

@@ -1,7 +1,10 @@
 """State on SSD is updated as state in memory is, bit for bit, through slots that never take more than their cap."""
 
+import contextlib
 import copy
+import errno
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,15 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
+from tests.faulty_system import FaultySystem
 
 SHAPES = [(96, 64), (64,), (33, 130), (128, 64), (64, 128), (7,), (5000,)]
 NUM_RECORDS = 3  # the parameters after those of the records are in memory
@@ -68,6 +74,13 @@ def give_gradients(parameters: list[torch.nn.Parameter], step: int, leave_out: f
     for index, parameter in enumerate(parameters):
         grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         parameter.grad = None if index in leave_out else grad
+
+
+def step_both(own: "OnSsd", plain: CPUAdam, plain_parameters: list[torch.nn.Parameter], step: int) -> None:
+    give_gradients(own.parameters, step)
+    give_gradients(plain_parameters, step)
+    own.optimizer.step()
+    plain.step()
 
 
 def state_of(optimizer: CPUAdam) -> dict[int, dict[str, torch.Tensor]]:
@@ -194,10 +207,7 @@ def test_state_outlives_the_store_as_memory(tmp_path) -> None:
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     for step in range(2):
-        give_gradients(own.parameters, step)
-        give_gradients(plain_parameters, step)
-        own.optimizer.step()
-        plain.step()
+        step_both(own, plain, plain_parameters, step)
     own.optimizer.leave_run()
     own.close()
     assert os.listdir(tmp_path) == ["lightning_cxl.lock"]
@@ -236,10 +246,7 @@ def test_reads_follow_writes_in_their_slots(tmp_path) -> None:
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     for step in range(4):
-        give_gradients(own.parameters, step)
-        give_gradients(plain_parameters, step)
-        own.optimizer.step()
-        plain.step()
+        step_both(own, plain, plain_parameters, step)
     assert own.visits.num_late == 0
     assert_equal_runs(own, plain, plain_parameters)
     own.close()
@@ -258,10 +265,7 @@ def test_reads_behind_slow_writes_find_what_was_written(tmp_path) -> None:
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     for step in range(3):
-        give_gradients(own.parameters, step)
-        give_gradients(plain_parameters, step)
-        own.optimizer.step()
-        plain.step()
+        step_both(own, plain, plain_parameters, step)
         assert torch.equal(
             own.optimizer.state[own.parameters[5]]["exp_avg"], plain.state[plain_parameters[5]]["exp_avg"]
         )
@@ -337,3 +341,134 @@ def test_a_visit_takes_the_slot_of_what_was_read_ahead(tmp_path) -> None:
     with own.visits.visit([own.records[0]]) as visit:
         assert visit.places[0][1].nbytes == own.records[0].record.padded_nbytes
     own.close()
+
+
+def visit_and_add(visits: StateVisits, record: StateRecord, tensor: torch.Tensor, inside=None) -> None:
+    with visits.visit([record]) as visit:
+        if inside is not None:
+            inside()
+        visit.at_slot(tensor).add_(1)
+
+
+def test_what_is_visited_is_not_read_ahead(tmp_path) -> None:
+    """One thread updates a record; another one's record is followed by it, and must not read it yet."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9)
+    first, second = own.records[:2]
+    tensors = [own.optimizer.kept.of(own.parameters[index]).momentum.flat for index in (0, 2)]
+    for _ in range(2):
+        for record, tensor in zip((first, second), tensors, strict=True):
+            with own.visits.visit([record]) as visit:
+                visit.at_slot(tensor).fill_(0)
+
+    def other_thread():
+        thread = threading.Thread(target=visit_and_add, args=(own.visits, second, tensors[1]))
+        thread.start()
+        thread.join()
+
+    visit_and_add(own.visits, first, tensors[0], inside=other_thread)
+    visit_and_add(own.visits, first, tensors[0])
+    own.visits.wait()
+    assert tensors[0].unique().tolist() == [2]
+    own.close()
+
+
+def test_two_threads_visit_one_record_one_after_the_other(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9)
+    tensor = own.optimizer.kept.of(own.parameters[0]).momentum.flat
+    with own.visits.visit([own.records[0]]) as visit:
+        visit.at_slot(tensor).fill_(0)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: visit_and_add(own.visits, own.records[0], tensor), range(40)))
+    own.visits.wait()
+    assert tensor.unique().tolist() == [40]
+    own.close()
+
+
+class SlowReads(System):
+    def preadv(self, *args):
+        time.sleep(0.1)
+        return super().preadv(*args)
+
+
+def test_a_slot_is_not_given_away_while_it_is_read_into(tmp_path, monkeypatch) -> None:
+    """A visit is interrupted while it waits for its read; another record then needs the slot."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=1.8, system=SlowReads())
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    own.visits.wait()
+
+    def interrupted(transfer):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StorageTransfer, "wait_host", interrupted)
+    with pytest.raises(KeyboardInterrupt), own.visits.visit([own.records[0]]):
+        pass
+    with own.visits.visit([own.visits.reserve("new", 200_000)]) as visit:
+        memory = visit.places[0][1].tensor((200_000,), torch.uint8).fill_(9)
+        time.sleep(0.2)
+        assert memory.unique().tolist() == [9]
+    own.close()
+
+
+def test_state_whose_write_failed_is_refused_from_then_on(tmp_path) -> None:
+    system = FaultySystem()
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=1.8, system=system)
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    own.visits.wait()
+    system.fault, system.at = "EIO", len(system.calls) + 1  # of the first record's write: its read comes before
+    with pytest.raises(StorageError):
+        own.optimizer.step()
+        own.visits.wait()
+    for _ in range(2):
+        with pytest.raises(StorageError, match="not whole"):
+            own.optimizer.state_dict()
+    with pytest.raises(StorageError, match="not whole"):
+        own.optimizer.leave_run()
+    own.close()
+    for use in (own.optimizer.state_dict, own.optimizer.step):
+        with pytest.raises(StorageError, match="lost with its run"):
+            use()
+
+
+def test_float32_state_that_is_loaded_into_8_bit_counts(tmp_path) -> None:
+    """It is coded by a kernel, which counts versions up as operations of torch do."""
+    plain_parameters = make_parameters(torch.float32)
+    source = torch.optim.AdamW(plain_parameters)
+    give_gradients(plain_parameters, 0)
+    source.step()
+    own = OnSsd(tmp_path, make_parameters(torch.float32), state="8bit")
+    plain = CPUAdam(plain_parameters, state="8bit")
+    with torch.no_grad():
+        for ours, theirs in zip(own.parameters, plain_parameters, strict=True):
+            ours.copy_(theirs)
+    for optimizer in (own.optimizer, plain):
+        optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+        give_gradients(optimizer.param_groups[0]["params"], 1)
+        optimizer.step()
+    assert_equal_runs(own, plain, plain_parameters)
+    own.close()
+
+
+class FailingWrites(System):
+    fails = False
+
+    def pwritev(self, *args):
+        if not self.fails:
+            return super().pwritev(*args)
+        time.sleep(0.05)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
+    system = FailingWrites()
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9, system=system)
+    system.fails = True
+    for record in own.records[:2]:
+        with own.visits.visit([record]):
+            pass
+    with pytest.raises(StorageError, match="EIO"):
+        own.visits.close()
+    with contextlib.suppress(StorageError):
+        own.store.close()

@@ -251,3 +251,21 @@ def test_a_transfer_without_bytes_is_done(engine):
     transfer = engine.read([])
     transfer.wait_host()
     assert transfer.done()
+
+
+def test_what_follows_another_transfer_is_done_where_closing_was_interrupted(engine, system, monkeypatch):
+    system.shut()
+    first = engine.write(pieces([memory_of(BLOCK)]))
+    second = engine.write(pieces([memory_of(BLOCK)]), after=[first])
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "wait", interrupted)
+    opener = threading.Timer(0.1, system.opens.release, [1000])
+    opener.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    opener.join()
+    monkeypatch.undo()
+    assert first.done() and second.done()

@@ -84,6 +84,25 @@ def test_a_part_that_cannot_be_read_is_not_taken(tmp_path):
     check_restored(paths, contents)
 
 
+class NotesSyncs(System):
+    """Notes what is synced."""
+
+    def __init__(self):
+        self.synced = []
+
+    def sync(self, fd):
+        self.synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        super().sync(fd)
+
+
+def test_the_name_of_a_new_folder_lies_on_the_disk(tmp_path):
+    system = NotesSyncs()
+    for is_new in (True, False):
+        Store(folders(tmp_path), budget_bytes=BUDGET, system=system).close()
+        assert (str(tmp_path) in system.synced) == is_new
+        system.synced.clear()
+
+
 def test_a_vanished_file_is_found_at_the_commit(tmp_path):
     store = Store([tmp_path], budget_bytes=BUDGET, keeps=True)
     put(store, store.reserve("state", BLOCK), 1)

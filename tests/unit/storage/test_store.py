@@ -336,19 +336,44 @@ def test_both_generations_can_be_restored_until_one_is_settled(opened):
 
 def test_a_folder_with_a_generation_takes_only_the_same_records(opened):
     store = opened(2, keeps=True)
+    store.check_found({"other": 5})
     store.reserve("state", BLOCK)
     store.commit({"step": 5})
     store.close()
     store = opened(2, keeps=True)
+    store.check_found({"state": BLOCK})
     with pytest.raises(ConfigError, match=r"generation 1 \{'step': 5\}, which has no record `other`"):
-        store.reserve("other", BLOCK)
-    with pytest.raises(ConfigError, match=r"`state` has 4096 bytes and not 5.*another folder, or delete"):
-        store.reserve("state", 5)
+        store.check_found({"state": BLOCK, "other": BLOCK})
+    for refuses in (lambda: store.check_found({"state": 5}), lambda: store.reserve("state", 5)):
+        with pytest.raises(ConfigError, match=r"`state` has 4096 bytes and not 5.*another folder, or delete"):
+            refuses()
     store.close()
     with pytest.raises(ConfigError, match="on 2 drives"):
         opened(1, keeps=True)
     with pytest.raises(ConfigError, match="this run keeps none"):
         opened(2)
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_record_that_comes_later_lies_beside_what_an_earlier_run_left(opened, commits):
+    store = opened(2, keeps=True)
+    wrote = put(store, store.reserve("state", 3 * BLOCK), 1)
+    store.commit({"step": 1})
+    store.close()
+    store = opened(2, keeps=True)
+    record = store.reserve("state", 3 * BLOCK)
+    if commits:
+        wrote = put(store, record, 2)
+        store.settle(store.commit({"step": 2}))
+    other = store.reserve("other", 3 * BLOCK)
+    assert not {*other.versions} & {*record.versions}
+    for seed in range(2):
+        assert put(store, other, 3 + seed) == get(store, other)
+    store.close()
+    store = opened(2, keeps=True)
+    record = store.reserve("state", 3 * BLOCK)
+    store.restore(store.generations()[0].number)
+    assert get(store, record) == wrote
 
 
 def test_details_that_cannot_be_kept_are_refused_before_anything_is_done(opened):
