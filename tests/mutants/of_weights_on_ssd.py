@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 _HOP = "lightning_cxl/streaming/hop.py"
+_FETCH = "lightning_cxl/streaming/fetch.py"
 _SLOTS = "lightning_cxl/streaming/slots.py"
 _PARAMS = "lightning_cxl/streaming/params.py"
 _UNIT = "lightning_cxl/streaming/unit_weights.py"
@@ -25,11 +26,11 @@ T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 
 MUTANTS = (
     Mutant(
-        "what was dropped is not copied", _HOP, "            self._is_dropped = True\n", "            pass\n", T_HOP
+        "what was dropped is not copied", _FETCH, "            self._is_dropped = True\n", "            pass\n", T_HOP
     ),
     Mutant(
         "a copy that is being started ends first",
-        _HOP,
+        _FETCH,
         "        with self._lock:\n            self._is_dropped = True\n",
         "        self._is_dropped = True\n",
         T_HOP,
@@ -41,7 +42,7 @@ MUTANTS = (
         "                pass\n",
         T_WAYS,
     ),
-    Mutant("a copy waits for its read", _HOP, "        self.read.wait_host()\n", "        pass\n", T_HOP),
+    Mutant("a copy waits for its read", _FETCH, "        self.read.wait_host()\n", "        pass\n", T_HOP),
     Mutant(
         "what a user wrote is copied",
         _HOP,

@@ -293,6 +293,23 @@ def test_a_copy_that_cannot_be_started_leaves_nothing_behind(on_host, monkeypatc
     assert_same(on_host.grads(), expected)
 
 
+def test_a_copy_that_fails_later_is_an_error_of_whoever_reads(on_host, monkeypatch):
+    class Failed:
+        def wait(self):
+            pass
+
+        def done(self):
+            return True
+
+        wait_host = fail
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostEngine, "d2h", lambda *_args, **_options: Failed())
+        loss = on_host.loss()
+    with pytest.raises(StorageError, match="nothing was written to it"):
+        loss.backward()
+
+
 def test_one_tensor_given_to_two_units_is_stored_once(two):
     device = two.engine.device
     x = two.net.stem(torch.ones(16, FEATURES, device=device))
