@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "a slot is not free before its write is done",
         _INPUTS,
-        "        if not self._write.done():\n            return False\n",
-        "",
+        "        if not self._write.done():\n            return False\n        self.wait_host()\n        return True\n",
+        "        return True\n",
         T_INPUTS,
     ),
     Mutant(
@@ -90,7 +90,7 @@ MUTANTS = (
         _INPUTS,
         "= NUM_INPUT_SLOTS * record.padded_nbytes",
         "= 99 * record.padded_nbytes",
-        (f"{_RUN}::test_memory_of_inputs_does_not_grow_with_the_number_of_units", *T_INPUTS),
+        T_INPUTS,
     ),
     Mutant(
         "a read that cannot be started is told to whoever waits",

@@ -14,7 +14,7 @@ from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
+from lightning_cxl.streaming.inputs_on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.transfer.engine import HostEngine
 from tests.storage_cases import BLOCK, memory_of
@@ -155,6 +155,13 @@ def test_a_forward_that_outruns_the_drive_takes_no_more_memory(two, memory, seco
         assert_same(two.grads(seed), two.expected(seed))
     assert two.allocated == [4 * BLOCK]
     assert memory.requests == []
+
+
+def test_where_sizes_are_not_known_the_first_input_says_how_large_slots_are(tmp_path, memory):
+    rig = Rig(tmp_path, HostEngine(), memory, num_slots=0)
+    assert_same(rig.grads(), rig.expected())
+    assert rig.allocated == [NUM_INPUT_SLOTS * BLOCK]
+    rig.close()
 
 
 def test_a_forward_waits_for_a_write_when_all_slots_are_taken(on_host):
