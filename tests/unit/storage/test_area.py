@@ -68,11 +68,15 @@ def test_space_is_taken_when_the_area_is_made_and_again_only_where_it_is_too_sma
         assert store.stats()["reserved_bytes"] == 6 * BLOCK
         for record in records:
             area.give_back(record)
-    larger = area.take(9 * BLOCK)  # what was there and what was added are one piece
+    larger = area.take(9 * BLOCK)
     assert store.stats()["reserved_bytes"] == 15 * BLOCK
-    put(store, larger, 1)
+    area.give_back(larger)
+    whole = area.take(15 * BLOCK)  # what was there and what was added are one piece
+    assert store.stats()["reserved_bytes"] == 15 * BLOCK
+    contents = put(store, whole, 1)
     with pytest.raises(TierFullError, match=r"of 64\.0 KiB free"):
-        area.take(7 * BLOCK)
+        area.take(2 * BLOCK)
+    assert get(store, whole) == contents
 
 
 def test_an_area_that_does_not_fit_is_refused_when_it_is_made(store):
