@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "a slot is not free before its write is done",
         _INPUTS,
-        "        if not self._write.done():\n            return False\n        self.wait_host()\n        return True\n",
-        "        return True\n",
+        "        if not self._write.done():\n            return False\n        self.wait_host()\n",
+        "        if self._write.done():\n            self.wait_host()\n",
         T_INPUTS,
     ),
     Mutant(

@@ -185,6 +185,31 @@ def test_a_late_write_is_not_overtaken_by_a_read(tmp_path, engine, memory):
     rig.close()
 
 
+def test_a_slot_that_is_being_written_gets_no_other_image(on_host, monkeypatch):
+    goes_on, held = threading.Event(), []
+
+    def first_waits(fd, views, offset):
+        if not held:
+            held.append(offset)
+            assert goes_on.wait(20)
+        return System.pwritev(on_host.gate, fd, views, offset)
+
+    monkeypatch.setattr(on_host.gate, "pwritev", first_waits)
+    values = [torch.full((1024,), float(index)) for index in range(2)]  # two slots, of two blocks each
+    places = [on_host.place(2 * BLOCK, "unit") for _ in values]
+    for place, value in zip(places, values, strict=True):
+        place.store(value, 1024)
+        while not place.can_be_read:
+            time.sleep(0.001)
+    found = [torch.zeros(2048) for _ in values]
+    second = places[1].fetch(found[1])
+    time.sleep(0.05)
+    goes_on.set()
+    second.wait_host()
+    places[0].fetch(found[0]).wait_host()
+    assert all(torch.equal(image[1024:], value) for image, value in zip(found, values, strict=True))
+
+
 def test_the_next_input_is_read_while_a_unit_is_recomputed(two, monkeypatch):
     read, seen = [], []
     original = Store.read
