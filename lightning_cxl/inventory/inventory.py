@@ -13,7 +13,7 @@ model as it is; they know which state there will be. Inputs of units are known w
 the size of a micro-batch; else the first forward of the run tells it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -118,18 +118,15 @@ def list_tensors(
     precisions = precisions_of(model, config)
     precisions.consider(optimizers)
     found = list(streamable(model, units if streams else []))
-    foreign = {
-        id(p)
-        for optimizer in optimizers
-        if not precisions.becomes_cpu_adam(optimizer)
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    foreign = _held_by(each for each in optimizers if not precisions.becomes_cpu_adam(each))
     asked.may_leave_memory(p for _, _, own in found for p in own if id(p) not in foreign)
-    has_ssd = config.ssd() is not None
+    trained, ssd = _held_by(optimizers), config.ssd()
+
+    def is_updated(parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and id(parameter) in trained
 
     def piece_of(parameter: nn.Parameter) -> tuple[str | None, bool]:
-        return asked.tier(parameter, TensorRole.COMPUTE_WEIGHTS), has_ssd and parameter.requires_grad
+        return asked.tier(parameter, TensorRole.COMPUTE_WEIGHTS), ssd is not None and is_updated(parameter)
 
     streamed = tuple(StreamedUnit(name, module, grouped(own, piece_of)) for name, module, own in found)
     unit_of = units_by_parameter(streamed)
@@ -149,7 +146,7 @@ def list_tensors(
     reserves_all = overlap != "backward" or workload.num_micro_batches > 1
     staged = staged_gradients(state, workload)
     tensors = (
-        *_weights(model, streamed, computes_on_host=workload.computes_on_host),
+        *_weights(model, streamed, is_updated, computes_on_host=workload.computes_on_host),
         *(state if reserves_all else gradients_at_once(state)),
         *widened_gradients(state),
         *staged.at_once,
@@ -164,7 +161,7 @@ def list_tensors(
         asked=asked,
         units=units,
         streamed=streamed,
-        tensors=with_slots(tensors, record_of),
+        tensors=with_slots(tensors, record_of, 1 if ssd is None else len(ssd.paths)),
         gradients=tuple(each for each in state if each.role in GRADIENTS),
         staged_bytes=staged.nbytes,
         measured=measured,
@@ -179,13 +176,24 @@ def precisions_of(model: nn.Module, config: OffloadConfig) -> Precisions:
     return Precisions(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
 
 
-def _weights(model: nn.Module, streamed: Sequence[StreamedUnit], *, computes_on_host: bool) -> list[HostTensor]:
+def _held_by(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the ids of the parameters that optimizers have."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def _weights(
+    model: nn.Module,
+    streamed: Sequence[StreamedUnit],
+    is_updated: Callable[[nn.Parameter], bool],
+    *,
+    computes_on_host: bool,
+) -> list[HostTensor]:
     """Return the weights on the host: pieces of units that stream, and where the CPU computes, all other weights."""
     role = TensorRole.COMPUTE_WEIGHTS
     in_units = units_by_parameter(streamed)
     rest = [p for p in known_parameters(model) if computes_on_host and id(p) not in in_units]
     return [
-        HostTensor(group[0], role, piece_nbytes(unit.module, group), unit.name)
+        HostTensor(group[0], role, piece_nbytes(unit.module, group), unit.name, is_updated=is_updated(group[0]))
         for unit in streamed
         for group in unit.groups
     ] + [HostTensor(parameter, role, parameter.nbytes) for parameter in rest]
@@ -196,4 +204,4 @@ def _inputs(measured: Measured, units: NamedUnits, asked: AskedTiers) -> list[Ho
     role, stored = TensorRole.ACTIVATIONS, dict(measured.run.stored_bytes)
     if not stored:
         stored = {name: 0 for name, _ in units if asked.tier(name, role) == SSD}
-    return [HostTensor(None, role, nbytes, unit) for unit, nbytes in stored.items()]
+    return [HostTensor(None, role, nbytes, unit, is_updated=False) for unit, nbytes in stored.items()]

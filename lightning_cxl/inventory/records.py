@@ -1,7 +1,8 @@
 """`PlannedRecord`: state, weights or inputs that are read from and written to the tier `ssd` as one."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -23,7 +24,8 @@ RECORD_ALIGNMENT = BLOCK_BYTES
 """Of where a record begins and ends, in bytes: what direct access to a drive wants."""
 
 
-class PlannedRecord(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PlannedRecord:
     """The state of one unit, or of one parameter outside of units; weights of one unit that streams; or its inputs.
 
     Args:
@@ -54,14 +56,23 @@ class PlannedRecord(NamedTuple):
     @property
     def is_updated(self) -> bool:
         """Whether steps write it: weights that are frozen are only read."""
-        return any(each.is_trained for each in self.tensors)
+        return any(each.is_updated for each in self.tensors)
 
-    @property
+    @cached_property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors alone."""
+        return sum(each.nbytes for each in self.tensors)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the record, with the gaps that alignment leaves, also between 8-bit numbers and their scales."""
         if self.is_inputs and not self.tensors[0].nbytes:
             return 0
         return round_up(sum(taken_nbytes(each.nbytes) + taken_nbytes(1) for each in self.tensors), RECORD_ALIGNMENT)
+
+    def nbytes_on(self, num_drives: int) -> int:
+        """Return the bytes of the record where it is cut over several drives; a slot for it has as many."""
+        return round_up(self.nbytes, RECORD_ALIGNMENT * num_drives)
 
 
 def round_up(nbytes: int, alignment: int) -> int:
@@ -120,7 +131,7 @@ def weight_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor],
     num_pieces: dict[str, int] = {}
     for each in tensors:
         if each.role is TensorRole.COMPUTE_WEIGHTS and each.unit:
-            name = f"{each.unit} weights" if each.is_trained else f"{each.unit} frozen weights"
+            name = f"{each.unit} weights" if each.is_updated else f"{each.unit} frozen weights"
             index = num_pieces[name] = num_pieces.get(name, 0) + 1
             if wanted(each):
                 records.append(PlannedRecord(name if index == 1 else f"{name} {index}", each.unit, (each,)))
@@ -152,34 +163,41 @@ def records_on_ssd(tensors: Sequence[HostTensor], record_of: Mapping[int, str]) 
     )
 
 
-def with_slots(tensors: Iterable[HostTensor], record_of: Mapping[int, str]) -> tuple[HostTensor, ...]:
-    """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now."""
+def with_slots(
+    tensors: Iterable[HostTensor], record_of: Mapping[int, str], num_drives: int = 1
+) -> tuple[HostTensor, ...]:
+    """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now.
+
+    Args:
+        tensors: of the inventory.
+        record_of: see `record_names`.
+        num_drives: over which each record is cut.
+    """
     others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)
     records = records_on_ssd(others, record_of)
-    nbytes = slot_bytes(records)
+    nbytes = slot_bytes(records, num_drives)
     return (*others, HostTensor(None, TensorRole.STAGING, nbytes, SLOTS_OWNER)) if nbytes else others
 
 
-def slot_bytes(records: Iterable[PlannedRecord]) -> int:
-    """Return the bytes of all slots that these records visit."""
-    records = tuple(records)
-    return update_slot_bytes(records) + hop_slot_bytes(records) + input_slot_bytes(records)
+def slot_bytes(records: Sequence[PlannedRecord], num_drives: int = 1) -> int:
+    """Return the bytes of all slots that these records visit, each cut over some drives."""
+    return sum(count(records, num_drives) for count in (update_slot_bytes, hop_slot_bytes, input_slot_bytes))
 
 
-def update_slot_bytes(records: Iterable[PlannedRecord]) -> int:
+def update_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
     """Return the bytes of the slots of updates; each holds the largest of what is updated together."""
     of_owner: dict[str, int] = {}
     for record in records:
         if record.is_updated:
-            of_owner[record.owner] = of_owner.get(record.owner, 0) + record.nbytes
+            of_owner[record.owner] = of_owner.get(record.owner, 0) + record.nbytes_on(num_drives)
     return NUM_UPDATE_SLOTS * max(of_owner.values(), default=0)
 
 
-def hop_slot_bytes(records: Iterable[PlannedRecord]) -> int:
+def hop_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
     """Return the bytes of the slots of weights on their way to the device; each holds the largest of them."""
-    return NUM_HOP_SLOTS * max((record.nbytes for record in records if record.is_weights), default=0)
+    return NUM_HOP_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_weights), default=0)
 
 
-def input_slot_bytes(records: Iterable[PlannedRecord]) -> int:
+def input_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
     """Return the bytes of the slots of inputs of units; each holds the inputs of the largest of them."""
-    return NUM_INPUT_SLOTS * max((record.nbytes for record in records if record.is_inputs), default=0)
+    return NUM_INPUT_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_inputs), default=0)

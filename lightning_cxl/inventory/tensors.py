@@ -23,6 +23,7 @@ class HostTensor(NamedTuple):
         tier: that a decorator or rule asks for; None leaves it to the policy.
         in_state: it is part of `CPUAdam`'s state: momentum, variance, or what a split master weight has beyond the
             bfloat16 weight. Only that, weights of units that stream, and inputs of units may lie on the tier `ssd`.
+        is_updated: steps write it; of weights, an optimizer has to hold them.
     """
 
     parameter: torch.Tensor | None
@@ -31,16 +32,12 @@ class HostTensor(NamedTuple):
     unit: str = ""
     tier: str | None = None
     in_state: bool = False
+    is_updated: bool = True
 
     @property
     def owner(self) -> torch.Tensor | str:
         """The parameter, or the unit whose input it is."""
         return self.unit if self.parameter is None else self.parameter
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether the parameter is."""
-        return self.parameter is not None and self.parameter.requires_grad
 
     @property
     def parameter_nbytes(self) -> int:
@@ -55,7 +52,7 @@ class StreamedUnit(NamedTuple):
         name: of the unit.
         module: the unit.
         groups: its parameters that stream, those that the same tier is asked for together. Where there is a tier
-            `ssd`, frozen ones are by themselves: no step writes them.
+            `ssd`, those that no step writes are by themselves.
     """
 
     name: str

@@ -67,7 +67,7 @@ class MachineSsd:
     num_drives: int = 1
     """Over which every record is cut."""
     versions: int = 1
-    """How often every byte lies on the drives: 2 where checkpoints refer to it."""
+    """How often optimizer state lies on the drives: 2 where checkpoints refer to it. Weights lie there once."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no drive has."""

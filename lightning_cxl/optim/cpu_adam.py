@@ -261,6 +261,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         step.apply(work, self.grad_scale)
         self.grad_scale = 1.0
         torch.autograd.graph.increment_version(written_by(work))
+        self.kept.visits.show_weights()  # step hooks may look at parameters, and write to them
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of CPUAdam, ``torch.optim.Adam`` or ``torch.optim.AdamW`` into the memory held already.

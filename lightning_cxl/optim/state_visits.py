@@ -77,6 +77,7 @@ class StateVisits:
         self._before_write = before_write
         self._records: list[Visitor] = []  # in the order of their windows' addresses
         self._own: list[StateRecord] = []
+        self._weights: list[Visitor] = []
         self._fetched: dict[Visitor, _Fetched] = {}  # in the order in which they are expected
         self._visited: set[Visitor] = set()
         self._writing: deque[_Written] = deque()
@@ -89,11 +90,12 @@ class StateVisits:
         """Return a new record; see `StateRecord`."""
         record = StateRecord(self._store, name, nbytes)
         self._own.append(record)
-        self.include(record)
+        insort(self._records, record, key=_address)
         return record
 
     def include(self, record: Visitor) -> None:
-        """Let a record be visited from now on."""
+        """Let a record of weights be visited from now on."""
+        self._weights.append(record)
         insort(self._records, record, key=_address)
 
     def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
@@ -180,19 +182,27 @@ class StateVisits:
             if each.read is not None:
                 each.read.wait_host()
 
-    def check(self, records: Iterable[Visitor] | None = None) -> None:
-        """Read what is written and compare checksums, before someone copies what windows show.
-
-        Args:
-            records: that are checked; None: all.
+    def check(self) -> None:
+        """Read state that is written and compare checksums, before someone copies what windows show.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
         self.wait()
-        for record in self._records if records is None else records:
-            with self._entering([record]), self._in_slots([record]) as fetched:
-                self._wait_for(fetched)
+        for record in self._own:
+            with self.checked(record):
+                pass
+
+    @contextmanager
+    def checked(self, record: StateRecord) -> Iterator[Buffer]:
+        """Return a region in which what was written of a record is in a slot; its checksum has been compared.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged the record.
+        """
+        with self._entering([record]), self._in_slots([record]) as fetched:
+            self._wait_for(fetched)
+            yield fetched[record].slot
 
     def touched(self, record: Visitor) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""
@@ -213,6 +223,17 @@ class StateVisits:
             for record in self._records:
                 if not record.record.is_whole:
                     raise record.record.not_whole()
+
+    def show_weights(self) -> None:
+        """Return when parameters show what visits have made of them.
+
+        Raises:
+            StorageError: a write has failed.
+        """
+        for record in self._weights:
+            write = record.record.last_write
+            if write is not None:
+                write.wait_host()
 
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.

@@ -28,6 +28,9 @@ class Visits(Protocol):
     def wait(self) -> None:
         """Return when all windows show the state of the last update."""
 
+    def show_weights(self) -> None:
+        """Return when parameters show what visits have made of them."""
+
 
 class NoVisits:
     """All state and all weights are in memory."""
@@ -47,4 +50,7 @@ class NoVisits:
         """Return at once."""
 
     def wait(self) -> None:
+        """Return at once."""
+
+    def show_weights(self) -> None:
         """Return at once."""

@@ -93,7 +93,7 @@ def with_working_memory(job: Job, machine: Machine) -> Machine:
 
 
 def _check_ssd(job: Job, machine: Machine) -> None:
-    """Refuse state that the tier `ssd` cannot hold."""
+    """Refuse state and weights that the tier `ssd` cannot hold."""
     if job.ssd_bytes:
         ssd = machine.ssd
         room = SsdRoom(0) if ssd is None else SsdRoom(ssd.capacity_bytes, ssd.versions, ssd.num_drives)

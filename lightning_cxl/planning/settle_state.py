@@ -3,11 +3,11 @@
 What decorators and rules ask for is there already. Where memory cannot hold the rest, more state goes there: that of as
 many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the units whose
 state is in memory; then that of parameters outside of units, the largest first, but those that are larger than the
-largest unit last of all, because each of the slots in memory must hold the largest. Where that does not do, weights of
-streamed units go, evenly spread again: they are read twice in every micro-batch. The last are inputs of units, where
-their sizes are known, those first that wait longest: of the first units of a forward. What someone asks another tier
-for stays. All who read the inventory afterwards see the same: policies, the check whether a run fits, `plan`, and
-the run.
+largest unit last of all, because each of the slots in memory must hold the largest. Where that is not enough, weights
+of streamed units go, evenly spread again: they are read twice in every micro-batch. Those that no step writes go first.
+The last are inputs of units, where their sizes are known: those of the first units of a forward, which wait longest.
+What someone asks another tier for stays. All who read the inventory afterwards see the same: policies, the check
+whether a run fits, `plan`, and the run.
 """
 
 import warnings
@@ -61,7 +61,7 @@ def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_
     else:
         inventory = _as_ssd_can_hold(inventory, ssd)
     chosen = _without_room(inventory, memory_bytes, ssd)
-    return _placed(inventory, chosen, SSD, NO_ROOM) if chosen else inventory
+    return _placed(inventory, chosen, SSD, NO_ROOM, ssd.num_drives) if chosen else inventory
 
 
 def memory_bytes_of(inventory: Inventory) -> int:
@@ -90,7 +90,7 @@ def _as_ssd_can_hold(inventory: Inventory, ssd: SsdRoom) -> Inventory:
         SpillWarning,
         stacklevel=2,
     )
-    return _placed(inventory, refused, None, "tier ssd is full")
+    return _placed(inventory, refused, None, "tier ssd is full", ssd.num_drives)
 
 
 def _what(records: Sequence[PlannedRecord]) -> str:
@@ -107,57 +107,26 @@ def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequ
     if needed <= memory_bytes:
         return []
     there, movable = inventory.ssd_records, _movable(inventory)
-    all_records = [*movable.units, *movable.others]
-    on_drives = {record.name: ssd.bytes_of(record) for record in all_records}
-    state = {record.name: sum(each.nbytes for each in record.tensors) for record in all_records}
-    slots = {record.name: slot_bytes([record]) * inventory.copies_of(TensorRole.STAGING) for record in all_records}
-    slots_now = slot_bytes(there) * inventory.copies_of(TensorRole.STAGING)
-    without_slots = needed - slots_now
     room = ssd.capacity_bytes - sum(map(ssd.bytes_of, there))
+    copies = inventory.copies_of(TensorRole.STAGING)
+    without_slots = needed - slot_bytes(there, ssd.num_drives) * copies
+    enough = memory_bytes * (1 - ssd.memory_left_free)
     best: Sequence[PlannedRecord] = []
-    for chosen in _choices(movable):
-        names = [record.name for record in chosen]
-        if sum(on_drives[name] for name in names) > room:
-            continue
-        if any(record.is_weights for record in there):  # state of a unit is updated together with its weights
-            largest = slot_bytes([*there, *chosen]) * inventory.copies_of(TensorRole.STAGING)
-        else:
-            largest = max(slots_now, *(slots[name] for name in names))
-        left = without_slots - sum(state[name] for name in names) + largest
-        if left < needed:
-            best, needed = chosen, left
-        if left <= memory_bytes * (1 - ssd.memory_left_free):
-            break
-    for more in (_spread(movable.weights), _first(movable.inputs)):
-        best_before = best
-        for added in more if needed > memory_bytes else ():
-            chosen = [*best_before, *added]
+    for choices in (_choices_of_state(movable), _choices_of_weights(movable), _choices_of_inputs(movable)):
+        before = best
+        for more in choices:
+            chosen = [*before, *more]
             if sum(map(ssd.bytes_of, chosen)) > room:
-                break
-            moved = sum(_bytes_in_memory(inventory, record) for record in chosen)
-            left = without_slots - moved + slot_bytes([*there, *chosen]) * inventory.copies_of(TensorRole.STAGING)
+                continue
+            slots = slot_bytes([*there, *chosen], ssd.num_drives) * copies
+            left = without_slots - sum(_bytes_in_memory(inventory, record) for record in chosen) + slots
             if left < needed:
                 best, needed = chosen, left
-            if left <= memory_bytes:
-                break
+            if left <= enough:
+                return best
+        if needed <= memory_bytes:
+            return best
     return best
-
-
-def _spread(records: Sequence[PlannedRecord]) -> Iterator[Sequence[PlannedRecord]]:
-    """Yield more and more of some records, evenly spread over all of them."""
-    for count in range(1, len(records) + 1):
-        yield [records[index] for index in evenly_spread(count, len(records))]
-
-
-def _first(records: Sequence[PlannedRecord]) -> Iterator[Sequence[PlannedRecord]]:
-    """Yield more and more of some records, the first ones."""
-    for count in range(1, len(records) + 1):
-        yield records[:count]
-
-
-def _bytes_in_memory(inventory: Inventory, record: PlannedRecord) -> int:
-    """Return what the tensors of a record would take in memory."""
-    return sum(each.nbytes * inventory.copies_of(each.role) for each in record.tensors)
 
 
 def _movable(inventory: Inventory) -> _Movable:
@@ -175,17 +144,43 @@ def _movable(inventory: Inventory) -> _Movable:
     return _Movable(units, sorted(others, key=lambda record: -record.nbytes), weights, inputs)
 
 
-def _choices(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
+def _choices_of_state(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
     """Yield state that could go to the tier `ssd`, more and more of it; what makes the slots larger comes last."""
     units, others = movable.units, movable.others
-    yield from _spread(units)
+    yield from _more_and_more(units)
     largest = max((record.nbytes for record in units), default=0)
     in_turn = [r for r in others if r.nbytes <= largest] + [r for r in others if r.nbytes > largest]
     for count in range(1, len(others) + 1):
         yield [*units, *in_turn[:count]]
 
 
-def _placed(inventory: Inventory, records: Sequence[PlannedRecord], tier: str | None, source: str) -> Inventory:
+def _choices_of_weights(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
+    """Yield weights that could go, more and more of them; those that steps write come last."""
+    frozen = [record for record in movable.weights if not record.is_updated]
+    yield from _more_and_more(frozen)
+    for chosen in _more_and_more([record for record in movable.weights if record.is_updated]):
+        yield [*frozen, *chosen]
+
+
+def _choices_of_inputs(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
+    """Yield inputs that could go, more and more of them: those of the first units."""
+    for count in range(1, len(movable.inputs) + 1):
+        yield movable.inputs[:count]
+
+
+def _bytes_in_memory(inventory: Inventory, record: PlannedRecord) -> int:
+    """Return what the tensors of a record would take in memory."""
+    return record.tensor_bytes * inventory.copies_of(record.tensors[0].role)
+
+
+def _more_and_more(records: Sequence[PlannedRecord]) -> Iterator[Sequence[PlannedRecord]]:
+    for count in range(1, len(records) + 1):
+        yield [records[index] for index in evenly_spread(count, len(records))]
+
+
+def _placed(
+    inventory: Inventory, records: Sequence[PlannedRecord], tier: str | None, source: str, num_drives: int
+) -> Inventory:
     """Return the inventory with all of some records on a tier, and slots for what is on `ssd` now."""
     state = {id(each.parameter) for record in records if record.is_state for each in record.tensors}
     inputs = {record.owner for record in records if record.is_inputs}
@@ -204,4 +199,4 @@ def _placed(inventory: Inventory, records: Sequence[PlannedRecord], tier: str | 
         return each.in_state and id(each.parameter) in state
 
     tensors = (each._replace(tier=tier) if is_moved(each) else each for each in inventory.tensors)
-    return replace(inventory, tensors=with_slots(tensors, inventory.record_of))
+    return replace(inventory, tensors=with_slots(tensors, inventory.record_of, num_drives))

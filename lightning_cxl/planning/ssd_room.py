@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.inventory.records import RECORD_ALIGNMENT, PlannedRecord, round_up
+from lightning_cxl.inventory.records import PlannedRecord
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.units import format_bytes
@@ -36,7 +36,7 @@ class SsdRoom:
     def bytes_of(self, record: PlannedRecord) -> int:
         """Return what a record takes on the drives, all versions together."""
         versions = self.versions if record.is_state else 1  # checkpoints copy weights, and have no inputs
-        return versions * round_up(record.nbytes, RECORD_ALIGNMENT * self.num_drives)
+        return versions * record.nbytes_on(self.num_drives)
 
     def check(self, records: Iterable[PlannedRecord]) -> None:
         """Refuse records that the tier cannot hold; see `check_bytes`."""
@@ -49,9 +49,9 @@ class SsdRoom:
             TierFullError: says how much is needed, and how much there is.
         """
         if needed > self.capacity_bytes:
-            twice = ', twice because of checkpoint="reference"' if self.versions > 1 else ""
+            twice = ', with optimizer state twice because of checkpoint="reference"' if self.versions > 1 else ""
             raise TierFullError(
-                f"tier `ssd` is too small for what belongs there: that needs {format_bytes(needed)}{twice}, and it has "
-                f"{format_bytes(self.capacity_bytes)}. Raise its budget in `tiers`, free space on its drives, or keep "
-                f'less state there: state="bf16" or "8bit"'
+                f"tier `ssd` has {format_bytes(self.capacity_bytes)}, and what goes there needs "
+                f"{format_bytes(needed)}{twice}. Raise its budget in `tiers`, free space on its drives, place less "
+                f'there, or keep smaller state: state="bf16" or "8bit"'
             )

@@ -29,7 +29,7 @@ _DAY_S = 86400
 _YEAR_DAYS = 365
 _ADVICE = (
     'state="bf16" writes half as much of momentum and variance and state="8bit" a quarter; memory for more units keeps '
-    "their state off the drive; a larger drive lasts longer"
+    "their state and weights off the drive; a larger drive lasts longer"
 )
 
 
@@ -125,8 +125,8 @@ def say_wear(inventory: Inventory, topology: Topology, device: torch.device, mac
     if machine is not None:  # one process drives one of its devices
         machine = replace(machine, device=replace(machine.device, count=1))
     job = model_job(type(inventory.model).__name__, inventory).job
-    if not job.ssd_written_bytes:  # only what is never written, or inputs of a size that is not known
-        return
+    if not job.ssd_written_bytes:
+        return  # what is only read does not wear
     wear = predicted_wear(job, machine, topology.ssd.drive_bytes)
     if wear.wears_out:
         warnings.warn(wear_advice(wear), LightningCXLWarning, stacklevel=2)

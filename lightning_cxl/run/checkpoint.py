@@ -1,4 +1,4 @@
-"""Checkpoint files that cost no second copy of the model in memory, and what they hold beside the usual entries.
+"""What checkpoints hold beside the usual entries.
 
 A checkpoint is an ordinary Lightning file: `state_dict` and `optimizer_states` are what plain Lightning writes, reads.
 Under the key ``lightning_cxl`` lies what only we need: parameter names of the optimizers, so that state finds its
@@ -6,13 +6,9 @@ parameter when their order changed, and master weights where they are not the mo
 """
 
 import logging
-import os
-import pickle
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +23,7 @@ from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
 from lightning_cxl.run import ssd_checkpoint
 from lightning_cxl.run.saved_generation import KEY, SSD
 from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.run.straight_copy import copying_from
 
 log = logging.getLogger(__name__)
 
@@ -54,63 +51,6 @@ def own_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return checkpoint.own if isinstance(checkpoint, LoadedCheckpoint) else checkpoint.get(KEY) or {}
 
 
-def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
-    """Write `checkpoint` straight to a local file, which appears under its name only when it is complete.
-
-    Raises:
-        CheckpointError: the file system refused; nothing is left behind.
-    """
-    made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
-        os.replace(partial, target)
-        for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
-            _sync_folder(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a local checkpoint through a private memory map: its pages count as file cache, not as a second copy.
-
-    Raises:
-        CheckpointError: the file is damaged or not a checkpoint.
-        FileNotFoundError: there is no such file.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    mmap = zipfile.is_zipfile(path)  # files of torch before 1.6 are not
-    try:
-        loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        if mmap and "weights_only" in str(error).lower():
-            raise  # a sound file with other types in it: torch's own advice is the right one
-        raise _damaged(path, error) from error
-    except (EOFError, RuntimeError, KeyError, zipfile.BadZipFile) as error:
-        raise _damaged(path, error) from error
-    if not isinstance(loaded, dict):
-        raise _damaged(path, TypeError(f"it holds a {type(loaded).__name__}, not a dict"))
-    return loaded
-
-
 def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_received: int) -> dict[str, Any]:
     """Return our own entry for a checkpoint.
 
@@ -131,23 +71,31 @@ def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_receiv
 
 @contextmanager
 def refer_to_ssd(
-    checkpoint: dict[str, Any], own: dict[str, Any], on_ssd: StateOnSsd | None, path: str
+    checkpoint: dict[str, Any], own: dict[str, Any], on_ssd: StateOnSsd | None, path: str, *, by_us: bool
 ) -> Iterator[dict[str, Any]]:
-    """Return a region in which a checkpoint is written; yields what to write. See [Note: Referring checkpoints].
+    """Return a region in which a checkpoint is written; yields what to write.
+
+    See [Note: Referring checkpoints] and [Note: Copying checkpoints].
 
     Args:
         checkpoint: as the framework made it.
         own: our entry.
         on_ssd: state of the run that does not lie in memory.
         path: where it will be, for messages.
+        by_us: whether `save_file` writes it, in this thread.
 
     Raises:
-        StorageError: the state on SSD cannot be committed.
+        StorageError: the state on SSD cannot be committed or read, or is damaged.
     """
     if on_ssd is not None:
-        on_ssd.check()
+        on_ssd.check_weights()
     if on_ssd is None or not on_ssd.refers:
-        yield {**checkpoint, KEY: own}
+        with ExitStack() as stack:
+            if on_ssd is not None and by_us:
+                stack.enter_context(copying_from(on_ssd.visits))
+            elif on_ssd is not None:
+                on_ssd.visits.check()
+            yield {**checkpoint, KEY: own}
         return
     states = ssd_checkpoint.refer(checkpoint["optimizer_states"], on_ssd.visits)
     with ssd_checkpoint.commit_beside(on_ssd, path) as entry:
@@ -261,7 +209,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
     Momentum and variance become float32, also where they were 8 bit, which torch's Adam cannot read; weights whose
     float32 master weights are in the file become those. Takes 8 more bytes of memory per parameter. State on SSD that
-    the checkpoint refers to is read from there.
+    the checkpoint refers to is read from there, and its checksums are compared.
 
     Example::
 
@@ -274,6 +222,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one; or state on SSD, to which the
             checkpoint refers, that is not there any more.
+        StorageError: a drive cannot read that state, or has damaged it.
     """
     own = own_entry(checkpoint)
     weights = {**checkpoint["state_dict"]}
@@ -338,11 +287,3 @@ def restore_masters(
                     owner.note_written(pair.master)
             elif not pair.is_shared:
                 pair.master.copy_(value)
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    text = str(error).strip().splitlines()
-    return CheckpointError(
-        f"cannot read checkpoint `{path}`: {type(error).__name__}: {text[0] if text else 'file ends early'}. "
-        "The file is damaged or not a checkpoint: resume from another one."
-    )

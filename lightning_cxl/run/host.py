@@ -1,6 +1,7 @@
 """`Host`: the machine as one run uses it: tiers with budgets, the policy, and copies to the device."""
 
 import logging
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import Inventory, list_tensors
 from lightning_cxl.inventory.loop import Loop
@@ -31,6 +33,7 @@ from lightning_cxl.planning.settle_state import settle_state
 from lightning_cxl.planning.ssd_room import SsdRoom
 from lightning_cxl.planning.wear import say_wear
 from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
 from lightning_cxl.updates.unit_updates import why_after_backward
 
@@ -112,12 +115,11 @@ class Host:
         if optimizers and inventory.overlap == "forward":
             log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
         if self.ssd is not None:
+            _warn_of_weights_that_stay(inventory)
             room = free_for(model, self.memory).usable_bytes
             inventory = settle_state(inventory, room, self.ssd, self.config.on_tier_full)
             if inventory.ssd_records and inventory.units and not self.config.batch_tokens:
-                log.info(
-                    "no memory is kept for activations: with `batch_tokens`, more state goes to the tier ssd instead"
-                )
+                log.info("no memory is kept for activations: with `batch_tokens`, more goes to the tier ssd instead")
         return inventory
 
     def decide(self, inventory: Inventory) -> Placements:
@@ -165,3 +167,19 @@ class Host:
         with ExitStack() as cleanup:
             cleanup.callback(self.memory.close)
             cleanup.callback(self.engine.close)
+
+
+def _warn_of_weights_that_stay(inventory: Inventory) -> None:
+    """Say it where weights are asked for on the tier `ssd` and none can lie there: memory has to hold all of them."""
+    role = TensorRole.COMPUTE_WEIGHTS
+    if any(each.role is role and each.tier == SSD for each in inventory.tensors):
+        return
+    wishes = (inventory.asked.lookup(parameter, role) for parameter in inventory.model.parameters())
+    why = next((why for tier, why in wishes if tier is None and why), None)
+    if why is not None:
+        warnings.warn(
+            f"no weights lie on tier `ssd`: {why}. Set stream_weights=True, train with torch's Adam or AdamW, or ask "
+            f"for other modules",
+            LightningCXLWarning,
+            stacklevel=2,
+        )

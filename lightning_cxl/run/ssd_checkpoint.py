@@ -26,11 +26,14 @@ from typing import Any
 import torch
 
 from lightning_cxl.errors import CheckpointError, StorageError
+from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.folder import MANIFEST
+from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.visitor import Visitor
 
@@ -145,14 +148,18 @@ def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:
 def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return state dicts of optimizers with tensors in the place of references. The tensors show the files.
 
+    What is referred to is read once and its checksums compared, in memory as large as the largest record.
+
     Args:
         states: of a checkpoint.
         saved: what our entry of the checkpoint says about the state on SSD.
 
     Raises:
         CheckpointError: the state is not there any more.
+        StorageError: a drive has failed, or has damaged the state.
         ConfigError: a run uses it.
     """
+    states = list(states)
     paths = [Path(folder) for folder in saved["folders"]]
     missing = [path for path in (*paths, paths[0] / MANIFEST) if not path.exists()]
     if missing:  # a store would make the folders
@@ -165,7 +172,14 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
     try:
         records = {name: store.reserve(name, nbytes) for name, nbytes in store.found.items()}
         store.restore(saved["generation"])
-        windows = {name: store.window(record) for name, record in records.items()}
+        needed = _records_referred_to(states)
+        if not needed <= records.keys():
+            raise CheckpointError(
+                f"the optimizer state of this checkpoint is in record `{min(needed - records.keys())}`, and "
+                f"`{paths[0]}` has no record of this name: that is the state of another run"
+            )
+        _check(store, [records[name] for name in sorted(needed)])
+        windows = {name: store.window(records[name]) for name in needed}
     finally:
         store.close()
 
@@ -178,6 +192,26 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
         return flat.as_strided(value["shape"], value["stride"])
 
     return _converted(states, tensor_of)
+
+
+def _records_referred_to(states: Iterable[Mapping[str, Any]]) -> set[str]:
+    entries = (entry for each in states for entry in each["state"].values())
+    return {value[_REFERENCE] for entry in entries for value in entry.values() if is_reference(value)}
+
+
+def _check(store: Store, records: list[Record]) -> None:
+    """Read records and compare their checksums.
+
+    Raises:
+        StorageError: a drive has failed, or has damaged a record.
+    """
+    nbytes = max((record.padded_nbytes for record in records), default=0)
+    room = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8)
+    start = -room.data_ptr() % BLOCK_BYTES
+    memory = Buffer(room.data_ptr() + start, nbytes, (), None, room)
+    for record in records:
+        if record.is_written:
+            store.read(record, memory).wait_host()
 
 
 def resolve(state: Mapping[str, Any], optimizer: CPUAdam, visits: StateVisits) -> dict[str, Any]:

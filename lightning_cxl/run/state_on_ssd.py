@@ -69,10 +69,10 @@ class StateOnSsd:
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-            slots = HostSlots(allocate, update_slot_bytes(planned))
+            slots = HostSlots(allocate, update_slot_bytes(planned, len(options.paths)))
             self.visits = StateVisits(self.store, slots, self.make_room)
             cleanup.callback(self.visits.close)
-            self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned)), engine)
+            self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned, len(options.paths))), engine)
             cleanup.callback(self._hop.close)
             self.store.check_found({each.name: each.nbytes for each in planned if each.is_state})
             self.inputs = self._place_inputs(planned, len(options.paths), allocate, engine)
@@ -100,7 +100,7 @@ class StateOnSsd:
         """Take the space of all planned inputs together: each image gets its place in it when there is one."""
         nbytes = sum(round_up(each.nbytes, BLOCK_BYTES * num_drives) for each in planned if each.is_inputs)
         area = Area(self.store, "inputs of units", nbytes, num_drives)
-        return InputsOnSsd(self.store, area, HostSlots(allocate, input_slot_bytes(planned)), engine)
+        return InputsOnSsd(self.store, area, HostSlots(allocate, input_slot_bytes(planned, num_drives)), engine)
 
     def flat(
         self, parameter: torch.Tensor, name: str, role: TensorRole, dtype: torch.dtype, numel: int
@@ -129,13 +129,14 @@ class StateOnSsd:
         """Return the home of weights that were planned, by the first parameter of their piece."""
         return self._homes[id(first)]
 
-    def check(self) -> None:
-        """Compare checksums of what a checkpoint copies: weights, and state unless the checkpoint refers to it.
+    def check_weights(self) -> None:
+        """Read weights and compare checksums, before a checkpoint copies what windows show.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
-        self.visits.check(self._homes.values() if self.refers else None)
+        for home in self._homes.values():
+            self._hop.check(home.record)
 
     def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse optimizers whose state this run would overwrite while it copies that state.

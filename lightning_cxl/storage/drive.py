@@ -5,6 +5,7 @@ import errno
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -18,6 +19,7 @@ BLOCK_BYTES = 4096
 HEAD_BYTES = 256 * 2**10
 """At the start of each drive, without records: on a device, marks of filesystems and partitions would lie there."""
 _LABEL = b"lightning_cxl "
+_open: "weakref.WeakSet[Drive]" = weakref.WeakSet()
 _ADVICE = {
     errno.ENOSPC: "Free space there, or use a smaller budget.",
     errno.EDQUOT: "Your quota there is used up.",
@@ -59,6 +61,7 @@ class Drive:
                 raise storage_error("open", path, error) from None
             # a filesystem that refuses may have made the file before it looked at the flag
             self.fd = self._open_buffered(flags & ~os.O_EXCL if make else flags)
+        _open.add(self)
 
     def _open_buffered(self, flags: int) -> int:
         self.direct = False
@@ -199,6 +202,12 @@ class Drive:
         except OSError as error:
             raise storage_error("close", self.path, error) from None
 
+    def close_in_child(self) -> None:
+        """Let go of the descriptor that a fork has copied; the parent keeps its own."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
 
 @contextlib.contextmanager
 def aligned_memory(nbytes: int) -> Iterator[memoryview]:
@@ -230,3 +239,12 @@ def storage_error(what: str, path: Path, error: OSError, offset: int | None = No
     advice = _ADVICE.get(error.errno or 0, "")
     message = f"cannot {what} `{path}`{where}: {error.strerror} ({name}). {advice}".rstrip()
     return StorageError(message, path=path, offset=offset, errno=error.errno)
+
+
+def _close_in_child() -> None:
+    # a child that outlives its parent would keep a block device from the next run, and the space of a removed file
+    for drive in list(_open):
+        drive.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

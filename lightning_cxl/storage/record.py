@@ -1,16 +1,18 @@
 """`Record`: what is read and written as one, and what is known of its versions."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_cxl.errors import StorageError
-from lightning_cxl.storage.drive import BLOCK_BYTES
-from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.storage.drive import BLOCK_BYTES, Drive
+from lightning_cxl.storage.engine import Piece, StorageTransfer
 from lightning_cxl.storage.manifest import Entry
 from lightning_cxl.storage.window import Window
 
 
 class Record:
-    """A named range of bytes on all drives: each drive holds an equally large part of it.
+    """A named range of bytes on all drives: each drive has as much room for a part of it, the first ones fill theirs.
 
     A version is one place for these bytes: the same offset on every drive. The fields below `versions` belong to the
     store and change under its lock.
@@ -30,7 +32,7 @@ class Record:
         self.keeps = keeps
         self.nbytes = nbytes
         self.part_nbytes = part_nbytes(nbytes, num_drives)
-        self.padded_nbytes = self.part_nbytes * num_drives
+        self.padded_nbytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         self.versions = versions
         self.entries: list[Entry | None] = [None] * len(versions)  # what was last written to each version
         self.present: int | None = None  # the version that was written last; None: none was
@@ -55,6 +57,20 @@ class Record:
         """Return what generations keep of it; None: it was never written."""
         return None if self.present is None else self.entries[self.present]
 
+    def extents(self, start: int, nbytes: int) -> Iterator[tuple[Drive | None, int, int]]:
+        """Yield where a part of the present bytes lies: drive, offset there, and bytes, in the order of the part.
+
+        The drive is None where its bytes are encrypted, or where no window says which drives there are.
+        """
+        entry, end = self.entry(), start + nbytes
+        plain = entry is not None and not entry.seal and self.window is not None
+        while start < end:
+            index, position = divmod(start, self.part_nbytes)
+            length = min(end - start, self.part_nbytes - position)
+            drive = self.window.drives[index] if plain and self.window is not None else None
+            yield drive, position + (self.versions[entry.version] if entry is not None else 0), length
+            start += length
+
     def becomes(self, entry: Entry | None) -> None:
         """Say that its bytes are those of `entry` from now on; None: it was never written."""
         self.present = self.target = None
@@ -63,6 +79,21 @@ class Record:
             self.entries[entry.version] = entry
         self.last_whole = self.num_begun
         self.show()
+
+    def pieces(self, version: int, memory: Buffer) -> list[Piece]:
+        """Return what to read or write: memory, and where its bytes lie in a version.
+
+        Raises:
+            ValueError: the memory is too small, or not page-aligned.
+        """
+        if memory.address % BLOCK_BYTES or memory.nbytes < self.padded_nbytes:
+            raise ValueError(
+                f"record `{self.name}` needs {self.padded_nbytes} bytes of page-aligned memory, got "
+                f"{memory.nbytes} bytes at {memory.address:#x}"
+            )
+        part, nbytes, offset = self.part_nbytes, self.padded_nbytes, self.versions[version]
+        starts = range(0, nbytes, part)
+        return [Piece(drive, offset, memory.slice(at, min(part, nbytes - at))) for drive, at in enumerate(starts)]
 
     def not_whole(self) -> StorageError:
         """Return the error of whoever needs the bytes after a write that failed; it says why that did."""
@@ -101,5 +132,5 @@ class Record:
 
 
 def part_nbytes(nbytes: int, num_drives: int) -> int:
-    """Return how many bytes of a record each drive holds: whole blocks, the same on every drive."""
+    """Return how many bytes each drive has for a record: whole blocks, the same on every drive."""
     return -(-nbytes // (num_drives * BLOCK_BYTES)) * BLOCK_BYTES

@@ -12,13 +12,13 @@ from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, Tie
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.cipher import Seal, Sealer
 from lightning_cxl.storage.drive import BLOCK_BYTES, HEAD_BYTES
-from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, Piece, StorageTransfer
+from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, StorageTransfer
 from lightning_cxl.storage.generations import Generations
 from lightning_cxl.storage.manifest import Entry, Generation
 from lightning_cxl.storage.places import Places
 from lightning_cxl.storage.record import Record, part_nbytes
 from lightning_cxl.storage.system import System
-from lightning_cxl.storage.window import Window
+from lightning_cxl.storage.window import Window, next_unseen
 from lightning_cxl.units import format_bytes
 
 
@@ -100,8 +100,11 @@ class Store:
             if nbytes < 1:
                 raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
             part = part_nbytes(nbytes, len(self._drives))
-            found = self._generations.found_versions(name, nbytes) if keeps else ()
-            versions = found or tuple(self._end + index * part for index in range(1 + (self._keeps and keeps)))
+            versions = self._generations.found_versions(name, nbytes) if keeps else ()
+            if not versions:
+                count = 1 + (self._keeps and keeps)  # not where a model still shows weights of an earlier run
+                self._end = next_unseen(self._drives, self._end, count * part)
+                versions = tuple(self._end + index * part for index in range(count))
             total = part * len(self._drives) * len(versions)
             self._check_budget(name, total)
             end = max(versions) + part
@@ -140,7 +143,7 @@ class Store:
         with self._lock:
             if record.window is None:
                 self._check_open()
-                window = Window(self._drives, record.part_nbytes)
+                window = Window(self._drives, record.part_nbytes, record.padded_nbytes)
                 record.window = window
                 try:
                     record.show()
@@ -189,7 +192,7 @@ class Store:
 
             before = [*after, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
-            transfer = self._engine.read(self._pieces(record, version, memory), finish=check, after=before, seal=seal)
+            transfer = self._engine.read(record.pieces(version, memory), finish=check, after=before, seal=seal)
             record.reads = [*(read for read in record.reads if not read.done()), transfer]
             return transfer
 
@@ -218,21 +221,12 @@ class Store:
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
             seal = self._seal(record, version, name)
-            transfer = self._engine.write(self._pieces(record, version, memory), finish=end, after=after, seal=seal)
+            transfer = self._engine.write(record.pieces(version, memory), finish=end, after=after, seal=seal)
             record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
             return transfer
 
     def _seal(self, record: Record, version: int, name: str) -> Seal | None:
         return None if self._sealer is None else self._sealer.seal(name, record.versions[version])
-
-    def _pieces(self, record: Record, version: int, memory: Buffer) -> list[Piece]:
-        if memory.address % BLOCK_BYTES or memory.nbytes < record.padded_nbytes:
-            raise ValueError(
-                f"record `{record.name}` needs {record.padded_nbytes} bytes of page-aligned memory, got "
-                f"{memory.nbytes} bytes at {memory.address:#x}"
-            )
-        part, offset = record.part_nbytes, record.versions[version]
-        return [Piece(drive, offset, memory.slice(drive * part, part)) for drive in range(len(self._drives))]
 
     # -- generations ---------------------------------------------------------------------------------------------------
 

@@ -3,20 +3,50 @@
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.storage.drive import Drive, storage_error
 
-_shown: weakref.WeakKeyDictionary[Buffer, tuple[Path, ...]] = weakref.WeakKeyDictionary()
+
+class _Shown(NamedTuple):
+    """What a window shows: the same range of each file."""
+
+    paths: tuple[Path, ...]
+    begin: int
+    end: int
+
+
+_shown: weakref.WeakKeyDictionary[Buffer, _Shown] = weakref.WeakKeyDictionary()
 
 
 def files_shown_at(address: int) -> tuple[Path, ...]:
     """Return the files that a window of this process shows at an address; empty where there is no window."""
-    for buffer, paths in list(_shown.items()):
+    for buffer, shown in list(_shown.items()):
         if 0 <= address - buffer.address < buffer.nbytes:
-            return paths
+            return shown.paths
     return ()
+
+
+def next_unseen(drives: Sequence[Drive], offset: int, nbytes: int) -> int:
+    """Return the first offset from which on no window of this process shows bytes of these drives.
+
+    Args:
+        drives: of one store.
+        offset: where the search begins.
+        nbytes: that no window may show.
+    """
+    own = set(_paths(drives))
+    seen = sorted((shown.begin, shown.end) for shown in list(_shown.values()) if own.intersection(shown.paths))
+    for begin, end in seen:
+        if begin < offset + nbytes and offset < end:
+            offset = end
+    return offset
+
+
+def _paths(drives: Sequence[Drive]) -> tuple[Path, ...]:
+    return tuple(drive.path.resolve() for drive in drives)
 
 
 class Window:
@@ -29,14 +59,16 @@ class Window:
     Args:
         drives: in the order of the parts.
         part_nbytes: of each part, whole blocks.
+        nbytes: of all of them that are used.
     """
 
-    def __init__(self, drives: Sequence[Drive], part_nbytes: int) -> None:
-        self._drives = drives
+    def __init__(self, drives: Sequence[Drive], part_nbytes: int, nbytes: int) -> None:
+        self.drives = drives
         self._part_nbytes = part_nbytes
         self._mapping = Mapping(len(drives) * part_nbytes)
-        self.buffer = Buffer(self._mapping.address, self._mapping.nbytes, (), None, self._mapping)
-        _shown[self.buffer] = tuple(drive.path for drive in drives)
+        self.buffer = Buffer(self._mapping.address, nbytes, (), None, self._mapping)
+        self._paths = _paths(drives)
+        _shown[self.buffer] = _Shown(self._paths, 0, 0)
 
     def show(self, offset: int) -> None:
         """Show what lies at `offset` of every drive.
@@ -44,7 +76,8 @@ class Window:
         Raises:
             StorageError: the kernel refuses; a part then reads as zeros.
         """
-        for index, drive in enumerate(self._drives):
+        _shown[self.buffer] = _Shown(self._paths, offset, offset + self._part_nbytes)
+        for index, drive in enumerate(self.drives):
             try:
                 self._mapping.show(index * self._part_nbytes, self._part_nbytes, drive.fd, offset)
             except OSError as error:

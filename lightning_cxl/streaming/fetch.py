@@ -1,4 +1,4 @@
-"""`Fetch`: one read of a record on SSD, and the copy of its bytes to the device."""
+"""`Fetch`: one copy of a record to the device, and what else the hop's thread runs. See [Note: Weights on SSD]."""
 
 import threading
 from typing import Protocol
@@ -9,7 +9,6 @@ from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
-from lightning_cxl.storage.store import Store
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
@@ -28,8 +27,30 @@ class HasRecord(Protocol):
         """Bring bytes that are not in the record to a slot that it was read into."""
 
 
+class SlotKeeper(Protocol):
+    """What a slot is kept for."""
+
+    def done(self) -> bool:
+        """Return whether the slot is free."""
+
+    def wait_host(self) -> None:
+        """Block until the slot is free."""
+
+
+class Trip(Protocol):
+    """What the hop's thread runs in turn: a `Fetch`, or what leaves for SSD."""
+
+    slot: Buffer | None
+
+    def start(self, engine: TransferEngine) -> SlotKeeper | None:
+        """Start the last transfer of the trip, which keeps the slot; None where there is none."""
+
+    def end(self, error: BaseException | None) -> None:
+        """Learn that it was started, or why not."""
+
+
 class Fetch:
-    """One copy of a record to the device. See [Note: Weights on SSD].
+    """One copy of a record to the device: asked for, read, started, waited for.
 
     Args:
         home: what is copied.
@@ -37,15 +58,16 @@ class Fetch:
         after: device work that uses the destination.
     """
 
-    def __init__(self, home: "HasRecord", destination: torch.Tensor, after: list[Transfer]) -> None:
+    def __init__(self, home: HasRecord, destination: torch.Tensor, after: list[Transfer]) -> None:
         self.home = home
         self.slot: Buffer | None = None
         self.read: StorageTransfer | None = None
+        self.refused: Exception | None = None
+        """Why there is no read."""
         self._destination: torch.Tensor | None = destination
         self._after = after
         self._copy: Transfer | None = None
         self._error: BaseException | None = None
-        self._why_not_read: StorageError | None = None
         self._lock = threading.Lock()  # held while the copy is started
         self._is_dropped = False
         self._is_started = threading.Event()
@@ -79,19 +101,11 @@ class Fetch:
         with self._lock:
             self._is_dropped = True
 
-    def begin(self, store: Store, slot: Buffer) -> None:
-        """Start reading into a slot. That this fails is told to whoever waits for the copy."""
-        self.slot = slot
-        try:
-            self.read = store.read(self.home.record, slot)
-        except StorageError as error:
-            self._why_not_read = error
-
     def start(self, engine: TransferEngine) -> Transfer | None:
         """Bring the bytes to the slot and start the copy; None where it was dropped. For the hop's thread."""
+        if self.refused is not None:
+            raise self.refused
         assert self.slot is not None
-        if self._why_not_read is not None:
-            raise self._why_not_read
         assert self.read is not None
         self.read.wait_host()
         if not self._is_dropped:

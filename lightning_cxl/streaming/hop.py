@@ -18,26 +18,29 @@ window, so they can be read at any time like weights in memory. To the device::
   these bytes when the code that has looked at the parameters is over, and earlier where all that was looked at would
   take more memory than the slots have. Whoever looks waits for copies and for the record's write: the end of a write
   drops the private pages.
+* Who asks for a copy never waits for another one. A slot is given back when nothing reads or writes it any more, also
+  where someone is interrupted.
 * Errors of a read are raised where the copy is waited for; those of a write where someone looks, or at the end.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
-from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.host_tensors import copy_bytes
 from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
-from lightning_cxl.streaming.fetch import Fetch, HasRecord
+from lightning_cxl.streaming.fetch import Fetch, HasRecord, SlotKeeper, Trip
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
@@ -101,28 +104,6 @@ class WeightRecord:
         """Return at once: the kernel knows what is private."""
 
 
-class SlotKeeper(Protocol):
-    """What a slot is kept for."""
-
-    def done(self) -> bool:
-        """Return whether the slot is free."""
-
-    def wait_host(self) -> None:
-        """Block until the slot is free."""
-
-
-class Trip(Protocol):
-    """What the hop's thread runs in turn: a `Fetch`, or what leaves for SSD."""
-
-    slot: Buffer | None
-
-    def start(self, engine: TransferEngine) -> SlotKeeper | None:
-        """Start the last transfer of the trip, which keeps the slot; None where there is none."""
-
-    def end(self, error: BaseException | None) -> None:
-        """Learn that it was started, or why not."""
-
-
 class Hop:
     """Brings records to the device, and writes what was written to their windows. See [Note: Weights on SSD].
 
@@ -142,6 +123,7 @@ class Hop:
         self._queue: SimpleQueue[Trip | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._looked_at: dict[WeightRecord, None] = {}
+        self._pid = os.getpid()
 
     def reserve(self, name: str, nbytes: int) -> WeightRecord:
         """Return a home with a record of its own, to be filled before anything else.
@@ -157,12 +139,16 @@ class Hop:
         return WeightRecord(self, record, self._store.window(record))
 
     def fetch(self, home: HasRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
-        """Start bringing a record to the device."""
+        """Start bringing a record to the device.
+
+        Raises:
+            StorageError: in a forked child, which has no thread for it.
+        """
+        self._check_process()
         fetch = Fetch(home, destination, after)
         with self._changed:
             self._start_thread()
-            while self._copying and self._copying[0][1].done():
-                self._slots.give_back(self._copying.popleft()[0])
+            self._free_done()
             self._waiting.append(fetch)
             self._start_reads()
             self._queue.put(fetch)
@@ -173,17 +159,24 @@ class Hop:
 
         Raises:
             TierFullError: there is no memory for slots.
+            StorageError: in a forked child.
         """
+        self._check_process()
         with self._changed:
             self._start_thread()
-            trip.slot = slot = self._take(nbytes)
+            trip.slot = slot = self._take_locked(nbytes)
             self._queue.put(trip)  # in the order of slots: what waits for a slot never comes before what keeps it
             return slot
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StorageError("a forked child cannot fetch what is on SSD: only its parent has the thread for it")
+
     def _start_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="lightning_cxl hop", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="lightning_cxl hop", daemon=True)
+            thread.start()
+            self._thread = thread
 
     @contextmanager
     def writing(self, record: Record) -> Iterator[Buffer]:
@@ -192,14 +185,20 @@ class Hop:
         Raises:
             StorageError: the write has failed.
         """
-        slot = self._take(record.padded_nbytes)
-        try:
+        with self._lent(record) as (slot, uses):
             yield slot
-            self._store.write(record, slot).wait_host()
-        finally:
-            with self._changed:
-                self._slots.give_back(slot)
-                self._changed.notify_all()
+            uses.append(self._store.write(record, slot))
+            uses[0].wait_host()
+
+    def check(self, record: Record) -> None:
+        """Read a record and compare its checksum.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged the record.
+        """
+        with self._lent(record) as (slot, uses):
+            uses.append(self._store.read(record, slot))
+            uses[0].wait_host()
 
     def write_back(self, home: WeightRecord) -> None:
         """Write what someone has written to a window, and drop the private pages. No one else writes to it meanwhile.
@@ -219,10 +218,10 @@ class Hop:
         Raises:
             StorageError: a write has failed.
         """
-        if sum(each.window.nbytes for each in self._looked_at) > self._slots.cap_bytes:
-            for each in list(self._looked_at):
-                self.write_back(each)
         self._looked_at[home] = None
+        if sum(each.window.nbytes for each in self._looked_at) > self._slots.cap_bytes:
+            for each in [each for each in self._looked_at if each is not home]:
+                self.write_back(each)
 
     def close(self) -> None:
         """End the thread, and let go of the slots. Nobody asks for copies any more. Idempotent."""
@@ -231,22 +230,41 @@ class Hop:
             self._queue.put(None)
             thread.join()
         with self._changed:
-            self._free_all()
+            while self._copying:
+                self._wait_for_oldest()
         self._slots.close()
 
     def forget_looks(self, home: WeightRecord) -> None:
         """Learn that an update brings what someone has written to a window."""
         self._looked_at.pop(home, None)
 
+    @contextmanager
+    def _lent(self, record: Record) -> Iterator[tuple[Buffer, list[StorageTransfer]]]:
+        """Yield a slot for a record, and a list for what then reads or writes the slot."""
+        uses: list[StorageTransfer] = []
+        slot = self._take(record.padded_nbytes)
+        try:
+            yield slot, uses
+        finally:
+            with self._changed:
+                if all(use.done() for use in uses):
+                    self._slots.give_back(slot)
+                else:  # interrupted
+                    self._copying.append((slot, uses[0]))
+                self._changed.notify_all()
+
     def _take(self, nbytes: int) -> Buffer:
         """Return a slot for the calling thread, which waits for it behind those that wait already."""
         with self._changed:
-            while self._waiting or (slot := self._slots.take(nbytes)) is None:
-                if self._waiting or not self._copying:
-                    self._changed.wait()
-                else:
-                    self._free_oldest()
-            return slot
+            return self._take_locked(nbytes)
+
+    def _take_locked(self, nbytes: int) -> Buffer:
+        while self._waiting or (slot := self._slots.take(nbytes)) is None:
+            if self._waiting or not self._copying:
+                self._changed.wait()
+            else:
+                self._wait_for_oldest()
+        return slot
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -257,54 +275,61 @@ class Hop:
             del trip  # it would keep the device's memory until the next one
 
     def _run(self, trip: Trip) -> None:
-        slot: Buffer | None = None
         copy: SlotKeeper | None = None
         error: BaseException | None = None
         try:
-            slot = self._slot_of(trip)
+            self._wait_for_slot(trip)
             copy = trip.start(self._engine)
         except BaseException as caught:
             error = caught
         with self._changed:
-            if copy is not None and slot is not None:
-                self._copying.append((slot, copy))
-            elif slot is not None:
-                self._slots.give_back(slot)
+            if copy is not None and trip.slot is not None:
+                self._copying.append((trip.slot, copy))
+            elif trip.slot is not None:
+                self._slots.give_back(trip.slot)
             self._start_reads()
             self._changed.notify_all()
         trip.end(error)
 
-    def _slot_of(self, trip: Trip) -> Buffer:
-        """Return the slot of the oldest request; wait for copies until there is one."""
+    def _wait_for_slot(self, trip: Trip) -> None:
+        """Wait for copies until the oldest request has a slot, or was refused."""
         with self._changed:
-            while trip.slot is None:
-                self._start_reads()
-                if trip.slot is None and self._copying:
-                    self._free_oldest()
-                elif trip.slot is None:
+            self._start_reads()
+            while trip in self._waiting:
+                if self._copying:
+                    self._wait_for_oldest()
+                else:
                     self._changed.wait()
-            return trip.slot
+                self._start_reads()
 
     # -- with the lock -----------------------------------------------------------------------------------------------
 
     def _start_reads(self) -> None:
         while self._waiting:
             fetch = self._waiting[0]
-            slot = self._slots.take(fetch.home.record.padded_nbytes) if fetch.home.can_be_read else None
-            if slot is None:
+            if not fetch.home.can_be_read:
                 return
-            self._waiting.popleft()
-            fetch.begin(self._store, slot)
-
-    def _free_oldest(self) -> None:
-        """Wait for the oldest copy."""
-        if self._copying:
-            slot, copy = self._copying.popleft()
+            record = fetch.home.record
             try:
-                copy.wait_host()
-            finally:
-                self._slots.give_back(slot)
+                fetch.slot = self._slots.take(record.padded_nbytes)
+                if fetch.slot is None:
+                    return
+                fetch.read = self._store.read(record, fetch.slot)
+            except Exception as error:  # for whoever waits for this copy
+                fetch.refused = error
+            self._waiting.popleft()
 
-    def _free_all(self) -> None:
-        while self._copying:
-            self._free_oldest()
+    def _wait_for_oldest(self) -> None:
+        """Wait for the oldest copy, without the lock."""
+        copy = self._copying[0][1]
+        self._changed.release()
+        try:
+            with suppress(Exception):  # for whoever waits for that copy
+                copy.wait_host()
+        finally:
+            self._changed.acquire()
+            self._free_done()
+
+    def _free_done(self) -> None:
+        while self._copying and self._copying[0][1].done():
+            self._slots.give_back(self._copying.popleft()[0])

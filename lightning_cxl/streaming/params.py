@@ -124,20 +124,21 @@ class ParamStreamer:
         if id(unit) not in self._entered:
             unit.unwatch()
             unit.take_in()
-        with self._lock:
-            slot = self._occupy(unit)
-            visit = _Visit(unit, in_backward)
-            if self._latest is not None:
-                self._next[self._latest] = visit
-            self._latest = visit
-        if slot is not None:
-            try:
+        try:
+            with self._lock:
+                slot = self._occupy(unit)
+                visit = _Visit(unit, in_backward)
+                if self._latest is not None:
+                    self._next[self._latest] = visit
+                self._latest = visit
+            if slot is not None:
                 slot.wait()
-            except BaseException:
-                with self._lock:
-                    del self._entered[id(unit)]
-                unit.watch()
-                raise
+        except BaseException:
+            with self._lock:
+                self._entered.pop(id(unit), None)
+            unit.watch()
+            raise
+        if slot is not None:
             unit.enter(slot.memory)
         self.fetch_ahead()
 

@@ -26,11 +26,11 @@ class Slot:
         The copy waits only for device work that uses this memory. Other device work runs at the same time.
         """
         before = [self._users, *self.drop()]  # these, if they have brought what was not needed
-        self.unit, self._versions = unit, versions
-        self._transfers = [
-            home.fetch(self._engine, flat, self.memory[offset : offset + flat.numel()], before)
-            for offset, flat, home in unit.pieces
-        ]
+        self.unit, self._transfers = None, []
+        for offset, flat, home in unit.pieces:
+            into = self.memory[offset : offset + flat.numel()]
+            self._transfers.append(home.fetch(self._engine, flat, into, before))
+        self.unit, self._versions = unit, versions  # only now: a copy that cannot be started leaves nobody's weights
         unit.readers = self._transfers
 
     def drop(self) -> list[Transfer]:

@@ -183,7 +183,8 @@ class UnitUpdates(WholeUpdates):
 
     def wait(self) -> None:
         """Return when every update is done and written back, e.g. before an optimizer's state is read."""
-        self._settle()
+        for unit in self._units:
+            unit.settle()
         wait([update for _, update in self._residents])  # an error is raised by the step
         self._masters.wait()
 

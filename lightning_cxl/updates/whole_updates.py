@@ -71,18 +71,12 @@ class WholeUpdates:
         """
         self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
         self._masters.wait()
-        self._settle()
-
-    def _settle(self) -> None:
-        for unit in self._units:
-            unit.settle()
 
     # -- what others ask
 
     def wait(self) -> None:
         """Return when every update is done and written back, e.g. before an optimizer's state is read."""
         self._masters.wait()
-        self._settle()
 
     def close(self, *, after_error: bool = False) -> None:
         """Return when every update is done; see `UnitUpdates`."""

@@ -55,6 +55,8 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stream", [False, True], ids=["weights stay", "weights stream"])
 def test_training_is_that_of_inputs_in_memory(tmp_path, rules, dtype, stream):
+    if not stream:
+        rules = {"*": {field: tier for field, tier in rules["*"].items() if field != "weights"}}
     strategy = both(tmp_path, lambda: tiny_llama(4).to(dtype), rules, stream_weights=stream, on_overflow="ignore")
     assert strategy.report()["tiers"]["ssd"]["peak_bytes"] > 0
     assert os.listdir(tmp_path / "ssd") == ["lightning_cxl.lock"]
@@ -171,7 +173,7 @@ def test_a_batch_that_was_planned_takes_its_space_when_the_run_begins(tmp_path):
 
 
 def test_a_drive_that_is_too_small_shows_when_the_run_begins(tmp_path):
-    with pytest.raises(TierFullError, match="tier `ssd` is too small for what belongs there"):
+    with pytest.raises(TierFullError, match="and what goes there needs"):
         strategy = on_ssd(tmp_path, batch_tokens=24, ssd={"budget": 3 * 4096}, on_tier_full="error")
         train(tiny_four, strategy, steps=1, task=LlamaTask)
 
@@ -236,12 +238,12 @@ def test_inputs_that_memory_cannot_hold_go_there_by_themselves(tmp_path):
     theirs = run(everything)
     peak = everything.report()["tiers"]["dram"]["peak_bytes"]
     ssd = {"ssd": {"path": str(tmp_path), "budget": "64MiB"}}
-    strategy = with_memory(peak * 8 // 10, **ssd)
+    strategy = with_memory(peak * 9 // 10, **ssd)
     assert_same(run(strategy), theirs)
     report = strategy.report()
     activations = report["planned_roles"]["activations"]
     assert 0 < activations["ssd"] < 6 * 16 * 64 * 32 * 4
-    assert report["tiers"]["dram"]["peak_bytes"] <= peak * 8 // 10
+    assert report["tiers"]["dram"]["peak_bytes"] <= peak * 9 // 10
 
 
 def large_batches():

@@ -7,12 +7,13 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.storage.record_copy import RecordCopy
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
@@ -66,6 +67,7 @@ def test_training_is_that_of_state_in_memory(tmp_path, state, dtype, overlap):
 # -- checkpoints that refer to the state ------------------------------------------------------------------------------
 
 REFERENCE = {"ssd": {"checkpoint": "reference"}}
+WEIGHTS = {"tier_rules": {"*": {"weights": "ssd"}}, "stream_weights": True}
 
 
 class Sequential(LlamaTask):
@@ -131,6 +133,22 @@ def test_a_checkpoint_that_refers_becomes_a_whole_one(tmp_path):
         for name, value in entry.items():
             assert torch.equal(plain["optimizer_states"][0]["state"][key][name], value), (key, name)
     assert_same(([], plain["state_dict"]), ([], copied["state_dict"]))
+
+
+def test_a_checkpoint_gets_its_copy_from_the_drives(tmp_path, monkeypatch):
+    monkeypatch.setattr(StateVisits, "check", None)
+    put, nbytes = RecordCopy.put, []
+
+    def noting(copy, record, memory, start, length, at):
+        nbytes.append(length)
+        return put(copy, record, memory, start, length, at)
+
+    monkeypatch.setattr(RecordCopy, "put", noting)
+    fit(on_ssd(tmp_path / "ssd"), 3, callbacks=[every_step(tmp_path)])
+    (path,) = tmp_path.glob("*.ckpt")
+    entries = torch.load(path, weights_only=True, map_location="cpu")["optimizer_states"][0]["state"].values()
+    expected = sum(value.nbytes for entry in entries for name, value in entry.items() if name != "step")
+    assert sum(nbytes) == 3 * expected
 
 
 def test_only_the_latest_checkpoint_of_a_run_can_be_loaded(tmp_path):
@@ -403,10 +421,16 @@ class DamagesTheDrive(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def test_damaged_state_is_not_copied_into_a_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "plugin"),
+    [({}, None), ({}, TorchCheckpointIO), (WEIGHTS, None), ({**WEIGHTS, **REFERENCE}, None)],
+    ids=["state", "state, by another plug-in", "weights", "weights beside state that is referred to"],
+)
+def test_what_is_damaged_is_not_copied_into_a_checkpoint(tmp_path, options, plugin):
     callback = DamagesTheDrive(tmp_path / "ssd", tmp_path / "it.ckpt")
+    strategy = on_ssd(tmp_path / "ssd", **options, **({} if plugin is None else {"checkpoint_io": plugin()}))
     with pytest.raises(StorageError, match="is damaged"):
-        fit(on_ssd(tmp_path / "ssd"), 2, callbacks=[callback])
+        fit(strategy, 2, callbacks=[callback])
     assert not (tmp_path / "it.ckpt").exists()
 
 

@@ -11,7 +11,11 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
-from lightning_cxl.errors import StorageError
+from lightning_cxl.errors import LightningCXLWarning, StorageError
+from lightning_cxl.inventory.records import NUM_HOP_SLOTS, PlannedRecord
+from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.run import run
+from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage import store
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
@@ -77,7 +81,11 @@ def test_every_way_to_train_gives_the_same(tmp_path, kind):
     def make_model():
         return tiny_llama(4, hidden_size=64, intermediate_size=128).to(torch.bfloat16)
 
-    both(tmp_path, make_model, WEIGHTS if kind == "another optimizer" else ALL, **KINDS[kind])
+    if kind == "another optimizer":
+        with pytest.warns(LightningCXLWarning, match=r"no weights lie on tier `ssd`: rule '\*' asks for ssd, and only"):
+            both(tmp_path, make_model, WEIGHTS, **KINDS[kind])
+    else:
+        both(tmp_path, make_model, ALL, **KINDS[kind])
 
 
 def test_weights_are_read_for_forward_backward_and_update_and_written_once(tmp_path):
@@ -90,6 +98,51 @@ def test_weights_are_read_for_forward_backward_and_update_and_written_once(tmp_p
     # before forward, backward and update; of the six units, one or two are on the device still where it turns round
     assert 2 * nbytes < moved["read_bytes_per_step"] < 3.4 * nbytes
     assert report["peak_roles"].get("compute_weights", {}) == planned, "weights were in memory"
+
+
+@pytest.mark.parametrize("num_drives", [1, 3])
+@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
+def test_a_run_takes_the_bytes_that_were_planned(tmp_path, monkeypatch, num_drives, checkpoint):
+    records = planned_records(monkeypatch)
+    paths = [str(tmp_path / f"ssd{drive}") for drive in range(num_drives)]
+    strategy = on_ssd(paths[0], ssd={"path": paths, "checkpoint": checkpoint})
+    seed_everything(11, verbose=False)
+    make_trainer(strategy, max_steps=3, default_root_dir=str(tmp_path)).fit(
+        SmallPartTrained(tiny_llama(4)), token_data()
+    )
+    report, room = strategy.report(), SsdRoom(0, versions=2 if checkpoint == "reference" else 1, num_drives=num_drives)
+    assert report["tiers"]["ssd"]["peak_bytes"] == sum(map(room.bytes_of, records))
+    staging = report["planned_roles"]["staging"]
+    assert sum(staging.values()) >= NUM_HOP_SLOTS * max(each.nbytes_on(num_drives) for each in records)
+    for tier, nbytes in report["peak_roles"]["staging"].items():
+        assert nbytes <= staging[tier]
+
+
+def planned_records(monkeypatch):
+    """Return a list that gets the records of the next run."""
+    planned: list[PlannedRecord] = []
+
+    def noted(options, budget_bytes, records, *args):
+        planned.extend(records)
+        return StateOnSsd(options, budget_bytes, records, *args)
+
+    monkeypatch.setattr(run, "StateOnSsd", noted)
+    return planned
+
+
+class SmallPartTrained(LlamaTask):
+    """Trains little of each block, as adapters do, and saves while it trains."""
+
+    def __init__(self, model, *args, **options):
+        super().__init__(model, *args, **options)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layernorm" in name)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+    def on_train_batch_end(self, *args):
+        self.trainer.save_checkpoint(self.trainer.default_root_dir + "/saved.ckpt")
 
 
 class Frozen(LlamaTask):
@@ -126,7 +179,7 @@ def written_records(monkeypatch):
 
 class Evaluated(LlamaTask):
     def validation_step(self, batch, batch_idx):
-        self.losses.append(float(self.loss(batch)))
+        self.record(self.loss(batch))
 
     def val_dataloader(self):
         return token_data(2)
@@ -161,7 +214,7 @@ def test_whoever_looks_between_steps_sees_the_weights_of_now(tmp_path, monkeypat
 
     class Summed(LlamaTask):
         def on_train_batch_end(self, *args):
-            self.losses.extend(float(parameter.detach().double().sum()) for parameter in self.parameters())
+            self.record_sums(self.parameters())
 
     both(tmp_path, task=Summed, **OVERLAPS[overlap])
 
@@ -289,7 +342,7 @@ def test_what_a_user_wrote_to_frozen_weights_is_written_once(tmp_path, monkeypat
 
 class SlowWrites(System):
     def pwritev(self, fd, views, offset):
-        time.sleep(0.01)
+        time.sleep(0.03)
         return super().pwritev(fd, views, offset)
 
 
@@ -299,7 +352,97 @@ def test_without_overlap_parameters_that_someone_holds_are_new_after_a_step(tmp_
             self.held = list(self.parameters())
 
         def on_train_batch_end(self, *args):
-            self.losses.extend(float(parameter.detach().double().sum()) for parameter in self.held)
+            self.record_sums(self.held)
 
     monkeypatch.setattr(store, "System", SlowWrites)
     both(tmp_path, task=Holding, overlap_step=False)
+
+
+@pytest.mark.parametrize("overlap", list(OVERLAPS))
+def test_what_hooks_of_a_step_see_and_write_counts(tmp_path, monkeypatch, overlap):
+    """Who has looked before the step looks again after it, while weights are still written."""
+
+    class Hooked(LlamaTask):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            made["optimizer"].register_step_pre_hook(lambda *args: self.record_sums(self.parameters()))
+            made["optimizer"].register_step_post_hook(self.after)
+            return made
+
+        @torch.no_grad()
+        def after(self, *args):
+            self.record_sums(self.parameters())
+            for parameter in self.parameters():
+                parameter.mul_(0.99)
+
+    monkeypatch.setattr(store, "System", SlowWrites)
+    both(tmp_path, lambda: tiny_llama(5), task=Hooked, **OVERLAPS[overlap])
+
+
+@pytest.mark.parametrize("overlap", list(OVERLAPS))
+def test_whoever_looks_through_the_optimizer_sees_the_weights_of_now(tmp_path, monkeypatch, overlap):
+    class Held(LlamaTask):
+        def on_train_batch_end(self, *args):
+            (optimizer,) = self.trainer.optimizers
+            self.record_sums(reversed([p for group in optimizer.param_groups for p in group["params"]]))
+
+    monkeypatch.setattr(store, "System", SlowWrites)
+    both(tmp_path, lambda: tiny_llama(5), task=Held, **OVERLAPS[overlap])
+
+
+def test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved(tmp_path):
+    """They lie in the file of the new run where that keeps a generation, and at other places there."""
+
+    class Saved(LlamaTask):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if not (tmp_path / "saved.ckpt").exists():
+                self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    state = {"*": {"optimizer_state": "ssd"}}
+    fewer = {**state, "*layers.1": {"weights": "ssd"}, "*layers.2": {"weights": "ssd"}}
+    tasks = []
+    for make in (
+        lambda rules: on_ssd(tmp_path / "ssd", rules, ssd={"checkpoint": "reference"}),
+        lambda rules: offload(stream_weights=True),
+    ):
+        seed_everything(11, verbose=False)
+        task = Saved(tiny_llama())
+        for rules in (ALL, fewer, ALL):
+            make_trainer(make(rules), max_steps=2).fit(task, token_data())
+        tasks.append(task)
+    ours, theirs = tasks
+    assert_same((ours.losses, ours.state_dict()), (theirs.losses, theirs.state_dict()))
+
+
+class LargeFrozen(LlamaTask):
+    """Trains what lies outside of units: no update needs memory for weights of units."""
+
+    def __init__(self, model, *args, **options):
+        super().__init__(model, *args, **options)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers" not in name)
+
+    def on_train_batch_end(self, *args):
+        self.trainer.save_checkpoint(self.trainer.default_root_dir + "/saved.ckpt")
+
+
+def test_a_checkpoint_takes_no_more_memory_for_slots_than_planned(tmp_path):
+    strategy = on_ssd(tmp_path / "ssd")
+    args = {"default_root_dir": str(tmp_path)}
+    train(lambda: tiny_llama(hidden_size=64), strategy, steps=1, task=LargeFrozen, trainer_args=args)
+    report = strategy.report()
+    assert report["peak_roles"]["staging"] == report["planned_roles"]["staging"]
+
+
+def test_damaged_weights_are_not_saved(tmp_path):
+    class Damaged(LlamaTask):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                (file,) = (tmp_path / "ssd").glob("*.data")
+                contents = file.read_bytes()
+                file.write_bytes(bytes(byte ^ 1 for byte in contents))
+                self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    with pytest.raises(StorageError, match="is damaged"):
+        train(tiny_llama, on_ssd(tmp_path / "ssd", WEIGHTS), steps=3, task=Damaged)
+    assert not (tmp_path / "saved.ckpt").exists()

@@ -20,7 +20,7 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.run.checkpoint import load_file, save_file
+from lightning_cxl.run.checkpoint_file import load_file, save_file
 from lightning_cxl.run.host import Host
 
 MIB = 2**20

@@ -139,9 +139,9 @@ MUTANTS = (
     ),
     Mutant(
         "a checkpoint that could not be written leaves nothing",
-        _CHECKPOINT,
-        "        partial.unlink(missing_ok=True)\n",
-        "        pass\n",
+        "lightning_cxl/run/checkpoint_file.py",
+        "            partial.unlink(missing_ok=True)\n",
+        "            pass\n",
         (f"{T_CHECKPOINT}::test_a_full_disk_leaves_no_partial_file",),
     ),
     Mutant(
@@ -169,8 +169,8 @@ MUTANTS = (
     Mutant(
         "each of the slots holds the largest record",
         _SETTLE,
-        "largest = max(slots_now, *(slots[name] for name in names))",
-        "largest = slots_now",
+        "slots = slot_bytes([*there, *chosen], ssd.num_drives) * copies",
+        "slots = slot_bytes(there, ssd.num_drives) * copies",
         T_SETTLE,
     ),
     Mutant(
@@ -183,15 +183,15 @@ MUTANTS = (
     Mutant(
         "no more goes to drives than they hold",
         _SETTLE,
-        "if sum(on_drives[name] for name in names) > room:",
+        "if sum(map(ssd.bytes_of, chosen)) > room:",
         "if False:",
         T_SETTLE,
     ),
     Mutant(
         "a version that a checkpoint refers to takes room, too",
         "lightning_cxl/planning/ssd_room.py",
-        "return versions * round_up",
-        "return round_up",
+        "return versions * record",
+        "return record",
         T_SETTLE,
     ),
     Mutant(

@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant(
         "a read that cannot be started is told to whoever waits",
         _FETCH,
-        "        if self._why_not_read is not None:\n            raise self._why_not_read\n",
+        "        if self.refused is not None:\n            raise self.refused\n",
         "",
         T_INPUTS,
     ),
@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "slots for inputs are planned",
         _RECORDS,
-        " + input_slot_bytes(records)\n",
-        "\n",
+        ", hop_slot_bytes, input_slot_bytes)",
+        ", hop_slot_bytes)",
         T_SETTLE,
     ),
     Mutant(

@@ -11,10 +11,16 @@ _TABLE = "lightning_cxl/optim/kernel_table.py"
 _CHECKPOINT = "lightning_cxl/run/ssd_checkpoint.py"
 T_VISITS = ("tests/unit/optim/test_state_visits.py",)
 _ON_SSD = "lightning_cxl/run/state_on_ssd.py"
-_FILE = "lightning_cxl/run/checkpoint.py"
+_ENTRY = "lightning_cxl/run/checkpoint.py"
+_FILE = "lightning_cxl/run/checkpoint_file.py"
+_STRAIGHT = "lightning_cxl/run/straight_copy.py"
+_ZIP = "lightning_cxl/run/zip_checksums.py"
+T_STRAIGHT = ("tests/unit/run/test_straight_copy.py",)
 T_RUN = ("tests/integration/test_state_on_ssd.py",)
 T_FAULTY = ("tests/integration/test_faulty_runs.py",)
 T_KILLS = ("tests/integration/test_killed_runs.py",)
+_PARTIAL = "lightning_cxl/run/partial_file.py"
+T_PARTIAL = ("tests/unit/run/test_partial_file.py",)
 T_BESIDE = ("tests/unit/run/test_ssd_checkpoint.py",)
 
 MUTANTS = (
@@ -82,10 +88,10 @@ MUTANTS = (
     Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),
     Mutant("a generation has what users wrote", _CHECKPOINT, "    on_ssd.visits.wait()  # what", "    # what", T_RUN),
     Mutant(
-        "state is checked before it is copied",
-        _FILE,
-        "        on_ssd.check()\n",
-        "        pass\n",
+        "state is checked before it is copied by others",
+        _ENTRY,
+        "                on_ssd.visits.check()\n",
+        "                pass\n",
         T_RUN,
     ),
     Mutant(
@@ -137,6 +143,20 @@ MUTANTS = (
         "    if False:  # a store",
         T_BESIDE,
     ),
+    Mutant(
+        "damaged state does not become a plain checkpoint",
+        _CHECKPOINT,
+        "        _check(store, [records[name] for name in sorted(needed)])\n",
+        "        pass\n",
+        T_BESIDE,
+    ),
+    Mutant(
+        "state of another run does not become a plain checkpoint",
+        _CHECKPOINT,
+        "        if not needed <= records.keys():\n",
+        "        if False:\n",
+        T_BESIDE,
+    ),
     Mutant("two generations are one before a commit", _CHECKPOINT, "    on_ssd.make_room()\n", "", T_BESIDE),
     Mutant(
         "a run that begins anew can write where one was killed while it saved",
@@ -165,6 +185,154 @@ MUTANTS = (
         "(target.parent, *(each.parent for each in made))",
         "(target.parent,)",
         T_BESIDE,
+    ),
+    Mutant(
+        "what a killed run left beside checkpoints is removed", _FILE, "    remove_left(target.parent)\n", "", T_PARTIAL
+    ),
+    Mutant(
+        "a file keeps its lock until it has its name",
+        _FILE,
+        "            os.replace(partial, target)  # while",
+        "        os.replace(partial, target)  # while",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file that is being written is locked",
+        _PARTIAL,
+        "        try:\n            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "        try:\n            pass\n",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file that is locked is not removed",
+        _PARTIAL,
+        "                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                path",
+        "                path",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file that somebody removes is not written",
+        _PARTIAL,
+        "            continue\n        except OSError:  # no",
+        "            return file, path\n        except OSError:  # no",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file that was removed is not written",
+        _PARTIAL,
+        "        if os.fstat(file.fileno()).st_nlink:\n",
+        "        if True:\n",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file without a lock has a name that nobody removes",
+        _PARTIAL,
+        'path.rename(target.with_name(f".{target.name}.{token}.partial"))',
+        "path",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "files of others beside checkpoints stay",
+        _PARTIAL,
+        "if not _LOCKED.fullmatch(path.name):",
+        "if False:",
+        T_PARTIAL,
+    ),
+    Mutant("links beside checkpoints stay", _PARTIAL, " | os.O_NOFOLLOW", "", T_PARTIAL),
+    # -- copies of state in checkpoints
+    Mutant(
+        "a checkpoint gets its copy from the drives",
+        _ENTRY,
+        "if on_ssd is not None and by_us:",
+        "if False:",
+        T_RUN,
+    ),
+    Mutant(
+        "others get a copy whose checksums were compared",
+        "lightning_cxl/integrations/lightning/checkpoint_io.py",
+        "    return is_own and _is_ours(path, storage_options)\n",
+        "    return _is_ours(path, storage_options)\n",
+        T_RUN,
+    ),
+    Mutant("what is written to state is waited for", _STRAIGHT, "    visits.wait()\n", "", T_STRAIGHT),
+    Mutant(
+        "what someone has written is copied",
+        _STRAIGHT,
+        "record.is_dirty() or not record.record.is_written",
+        "not record.record.is_written",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "what was never written is not read",
+        _STRAIGHT,
+        "record.is_dirty() or not record.record.is_written",
+        "record.is_dirty()",
+        T_STRAIGHT,
+    ),
+    Mutant("storages begin at blocks", _STRAIGHT, '{"save.storage_alignment": BLOCK_BYTES, ', "{", T_STRAIGHT),
+    Mutant(
+        "torch does not read the windows for checksums",
+        _STRAIGHT,
+        '"save.compute_crc32": False}',
+        '"save.compute_crc32": True}',
+        T_STRAIGHT,
+    ),
+    Mutant("a zip file has its checksums", _STRAIGHT, "    put_checksums(file, writer.checksums)\n", "", T_STRAIGHT),
+    Mutant(
+        "slots are given back before others are taken",
+        _STRAIGHT,
+        "            self._leave()  # first",
+        "            # first",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "records are read ahead",
+        _STRAIGHT,
+        "            self._visits.expect(self._coming[:_AHEAD])\n",
+        "",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "slots are given back after an error",
+        _STRAIGHT,
+        "        self._leave()\n        self._copy.close()\n",
+        "        self._copy.close()\n",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "a file that cannot be written says why",
+        _STRAIGHT,
+        "        if not isinstance(first, (OSError, KeyboardInterrupt)):\n",
+        "        if True:\n",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "an error of torch keeps no memory alive",
+        _STRAIGHT,
+        "            raise\n    raise first.with_traceback(None)",
+        "            raise\n        raise first\n    raise first.with_traceback(None)",
+        T_RUN,
+    ),
+    Mutant(
+        "a damaged record is no matter of the checkpoint's disk",
+        _FILE,
+        "    except StorageError:  # a drive from which state is copied\n        raise\n",
+        "",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "checksums stand behind the data",
+        _ZIP,
+        "if _read(file, start + entry.file_size, 4) == _BEHIND_DATA:",
+        "if False:",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "only what stands behind data is replaced",
+        _ZIP,
+        "if _read(file, start + entry.file_size, 4) == _BEHIND_DATA:",
+        "if True:",
+        T_STRAIGHT,
     ),
     Mutant(
         "what a generation has is not written to",

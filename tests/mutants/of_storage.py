@@ -11,6 +11,8 @@ _GENERATIONS = "lightning_cxl/storage/generations.py"
 _RECORD = "lightning_cxl/storage/record.py"
 _CIPHER = "lightning_cxl/storage/cipher.py"
 _NUMA = "cython_ext/_numa.pyx"
+_COPY = "lightning_cxl/storage/record_copy.py"
+T_COPY = ("tests/unit/storage/test_record_copy.py",)
 T_STORE = ("tests/unit/storage/test_store.py",)
 T_ENGINE = ("tests/unit/storage/test_engine.py",)
 T_CIPHER = ("tests/unit/storage/test_cipher.py",)
@@ -76,7 +78,7 @@ MUTANTS = (
     Mutant(
         "a transfer that failed is kept until someone is told",
         _ENGINE,
-        "            if transfer._error is None:\n                del self._open[transfer]\n",
+        "            if transfer.error is None:\n                del self._open[transfer]\n",
         "            del self._open[transfer]\n",
         (*T_FAULTS, *T_ENGINE),
     ),
@@ -179,6 +181,7 @@ MUTANTS = (
     Mutant(
         "a child does not keep the lock", _FOLDER, "os.register_at_fork(after_in_child=_close_in_child)\n", "", T_STORE
     ),
+    Mutant("a child keeps no drive open", _DRIVE, "os.register_at_fork(after_in_child=_close_in_child)\n", "", T_STORE),
     Mutant("only our files are removed", _FOLDER, "data = _DATA.fullmatch(name)", "data = _DATA.match(name)", T_STORE),
     Mutant(
         "a part of another generation is not taken",
@@ -208,7 +211,13 @@ MUTANTS = (
         "        if True:\n",
         T_STORE,
     ),
-    Mutant("the budget holds", _STORE, "        if nbytes > left:\n", "        if False:\n", T_STORE),
+    Mutant(
+        "the budget holds",
+        _STORE,
+        "        if nbytes > (left := self._budget_bytes - self._reserved_bytes):\n",
+        "        if left := 0:\n",
+        T_STORE,
+    ),
     # -- encryption
     Mutant("each write has its own tweak", _CIPHER, "        self._num_writes += 1\n", "", T_CIPHER),
     Mutant("each place has its own tweak", _CIPHER, "drive << 48 | block", "block", T_CIPHER),
@@ -239,6 +248,48 @@ MUTANTS = (
         "if entry is None or entry.seal:",
         "if entry is None:",
         T_CIPHER,
+    ),
+    # -- copies into other files
+    Mutant("whole blocks are shared", _COPY, "or offset % BLOCK_BYTES:", "or False:", T_COPY),
+    Mutant("shared blocks begin at blocks of the file", _COPY, "if at % BLOCK_BYTES == 0:", "if True:", T_COPY),
+    Mutant("direct writes are from whole pages", _COPY, "elif address % BLOCK_BYTES == 0:", "else:", T_COPY),
+    Mutant(
+        "what is not shared is written",
+        _COPY,
+        "            return False\n        self",
+        "            pass\n        self",
+        T_COPY,
+    ),
+    Mutant("who refuses to share is asked once", _COPY, "            self._refuse.add(drive)\n", "", T_COPY),
+    Mutant(
+        "nothing is shared where a copy had no room",
+        _COPY,
+        "< self.shared_bytes + nbytes:",
+        "< 0:",
+        T_COPY,
+    ),
+    Mutant("what was shared counts", _COPY, "        self.shared_bytes += nbytes\n", "", T_COPY),
+    Mutant("encrypted blocks are not shared", _RECORD, "and not entry.seal and", "and", T_COPY),
+    Mutant(
+        "a refused direct write goes another way",
+        _COPY,
+        "                if error.errno != errno.EINVAL:\n                    raise\n                self",
+        "                raise\n                self",
+        T_COPY,
+    ),
+    Mutant(
+        "only a refused write goes another way",
+        _COPY,
+        "                if error.errno != errno.EINVAL:\n                    raise\n                self",
+        "                self",
+        T_COPY,
+    ),
+    Mutant(
+        "a direct write that writes nothing is an error",
+        _COPY,
+        "            if count <= 0:\n",
+        "            if False:\n",
+        T_COPY,
     ),
     # -- windows
     Mutant(

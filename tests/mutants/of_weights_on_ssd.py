@@ -9,11 +9,12 @@ _PARAMS = "lightning_cxl/streaming/params.py"
 _UNIT = "lightning_cxl/streaming/unit_weights.py"
 _VISITS = "lightning_cxl/optim/state_visits.py"
 _ADAM = "lightning_cxl/optim/adam_step.py"
-_STORE = "lightning_cxl/storage/store.py"
 _ENGINE = "lightning_cxl/storage/engine.py"
+_STORE = "lightning_cxl/storage/store.py"
+_ON_SSD = "lightning_cxl/run/state_on_ssd.py"
+_CPU_ADAM = "lightning_cxl/optim/cpu_adam.py"
 _RECORDS = "lightning_cxl/inventory/records.py"
 T_HOP = ("tests/unit/streaming/test_hop.py",)
-T_VISITS = ("tests/unit/optim/test_state_visits.py",)
 _RUN = "tests/integration/test_weights_on_ssd.py"
 T_WAYS = (f"{_RUN}::test_every_way_to_train_gives_the_same",)
 T_FAULTS = (f"{_RUN}::test_a_drive_that_fails_ends_the_run_with_its_error",)
@@ -21,7 +22,14 @@ T_LOOKS = (f"{_RUN}::test_whoever_looks_between_steps_sees_the_weights_of_now",)
 T_WRITES = (f"{_RUN}::test_what_a_user_writes_between_steps_counts",)
 T_FROZEN = (f"{_RUN}::test_what_a_user_wrote_to_frozen_weights_is_written_once",)
 T_MOVED = (f"{_RUN}::test_weights_are_read_for_forward_backward_and_update_and_written_once",)
+T_PLANNED = (f"{_RUN}::test_a_run_takes_the_bytes_that_were_planned",)
+T_EVALUATED = (f"{_RUN}::test_a_model_is_evaluated_without_an_optimizer",)
 T_RESUMED = (f"{_RUN}::test_a_run_resumes_exactly",)
+T_HOOKS = (f"{_RUN}::test_what_hooks_of_a_step_see_and_write_counts",)
+T_OPTIMIZER = (f"{_RUN}::test_whoever_looks_through_the_optimizer_sees_the_weights_of_now",)
+T_EARLIER = (f"{_RUN}::test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved",)
+T_CHECKED = (f"{_RUN}::test_damaged_weights_are_not_saved",)
+T_STORE = ("tests/unit/storage/test_store.py",)
 T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 
 MUTANTS = (
@@ -38,9 +46,71 @@ MUTANTS = (
     Mutant(
         "a slot is free when its copy is done",
         _HOP,
-        "                copy.wait_host()\n",
-        "                pass\n",
-        T_WAYS,
+        "while self._copying and self._copying[0][1].done():",
+        "while self._copying:",
+        T_HOP,
+    ),
+    Mutant(
+        "a slot that is still written is not given away", _HOP, "if all(use.done() for use in uses):", "if True:", T_HOP
+    ),
+    Mutant(
+        "who asks for a copy does not wait for another one",
+        _HOP,
+        "        self._changed.release()\n",
+        "        pass\n",
+        T_HOP,
+    ),
+    Mutant("a copy that fails is another one's trouble", _HOP, "with suppress(Exception):", "if True:", T_HOP),
+    Mutant(
+        "a read that cannot begin ends its copy alone",
+        _HOP,
+        "except Exception as error:",
+        "except ZeroDivisionError as error:",
+        T_HOP,
+    ),
+    Mutant("a forked child is told", _HOP, "if os.getpid() != self._pid:", "if False:", T_HOP),
+    Mutant("weights are checked before they are copied", _ON_SSD, "self._hop.check(home.record)", "pass", T_CHECKED),
+    Mutant(
+        "hooks of a step find what it has made of weights",
+        _CPU_ADAM,
+        "        self.kept.visits.show_weights()  # step",
+        "        pass  # step",
+        T_HOOKS,
+    ),
+    Mutant(
+        "who looks through the optimizer waits for writes",
+        "lightning_cxl/updates/unit_updates.py",
+        "            unit.settle()\n        wait(",
+        "            pass\n        wait(",
+        T_OPTIMIZER,
+    ),
+    Mutant(
+        "a slot has no unit until all copies are asked for",
+        _SLOTS,
+        "        self.unit, self._transfers = None, []\n",
+        "        self.unit, self._versions, self._transfers = unit, versions, []\n",
+        T_HOP,
+    ),
+    Mutant(
+        "weights of an earlier run are not overwritten",
+        _STORE,
+        "self._end = next_unseen(self._drives, self._end, count * part)",
+        "pass",
+        (*T_STORE, *T_EARLIER),
+    ),
+    Mutant(
+        "slots have no padding",
+        "lightning_cxl/storage/record.py",
+        "-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES\n        self.v",
+        "self.part_nbytes * num_drives\n        self.v",
+        T_STORE,
+    ),
+    Mutant(
+        "a unit that could not come is watched again",
+        _PARAMS,
+        "            unit.watch()\n            raise\n",
+        "            raise\n",
+        ("tests/unit/streaming/test_looks.py",),
     ),
     Mutant("a copy waits for its read", _FETCH, "        self.read.wait_host()\n", "        pass\n", T_HOP),
     Mutant(
@@ -67,7 +137,7 @@ MUTANTS = (
     Mutant(
         "an error gives the slot back",
         _HOP,
-        "                self._slots.give_back(slot)\n            self._start",
+        "                self._slots.give_back(trip.slot)\n            self._start",
         "                pass\n            self._start",
         T_HOP,
     ),
@@ -80,16 +150,23 @@ MUTANTS = (
     ),
     Mutant(
         "what an error came through is let go of",
-        _ENGINE,
+        _FETCH,
         "raise self._error.anew() if isinstance(self._error, StorageError) else self._error",
         "raise self._error",
         T_FAULTS,
     ),
     Mutant(
+        "what an error of a transfer came through is let go of",
+        _ENGINE,
+        "raise self.error.anew() if isinstance(self.error, StorageError) else self.error",
+        "raise self.error",
+        T_FAULTS,
+    ),
+    Mutant(
         "a slot that failed is fetched again",
         _PARAMS,
-        "                    del self._entered[id(unit)]\n",
-        "                    pass\n",
+        "                self._entered.pop(id(unit), None)\n",
+        "                pass\n",
         T_FAULTS,
     ),
     Mutant(
@@ -122,13 +199,6 @@ MUTANTS = (
         T_WRITES,
     ),
     Mutant(
-        "a record that is visited is not read ahead",
-        _VISITS,
-        "if record not in self._fetched and record not in self._visited and not",
-        "if record not in self._fetched and not",
-        T_VISITS,
-    ),
-    Mutant(
         "a part has all records that it needs",
         _ADAM,
         "                records.append(record)\n        if not",
@@ -140,13 +210,13 @@ MUTANTS = (
         _HOP,
         "self._store.reserve(name, nbytes, keeps=False)",
         "self._store.reserve(name, nbytes)",
-        T_RESUMED,
+        T_PLANNED,
     ),
     Mutant(
         "frozen weights have a record of their own",
         "lightning_cxl/inventory/inventory.py",
-        "has_ssd and parameter.requires_grad",
-        "has_ssd",
+        "ssd is not None and is_updated(parameter)",
+        "ssd is not None",
         T_SETTLE,
     ),
     Mutant(
@@ -158,5 +228,61 @@ MUTANTS = (
         'self.names.get(id(owner), "") in self._may_leave',
         "True",
         T_SETTLE,
+    ),
+    Mutant(
+        "no update visits weights that no optimizer has",
+        "lightning_cxl/inventory/inventory.py",
+        "return parameter.requires_grad and id(parameter) in trained",
+        "return parameter.requires_grad",
+        T_SETTLE,
+    ),
+    Mutant(
+        "slots hold records that are cut over several drives",
+        _RECORDS,
+        "of_owner.get(record.owner, 0) + record.nbytes_on(num_drives)",
+        "of_owner.get(record.owner, 0) + record.nbytes",
+        T_SETTLE,
+    ),
+    Mutant(
+        "frozen weights go first",
+        "lightning_cxl/planning/settle_state.py",
+        "frozen = [record for record in movable.weights if not record.is_updated]",
+        "frozen = list(movable.weights)",
+        T_SETTLE,
+    ),
+    Mutant(
+        "what is updated together is one visit",
+        "lightning_cxl/planning/jobs/model_job.py",
+        "len({each.owner for each in inventory.ssd_records if each.is_updated})",
+        "len(inventory.ssd_records)",
+        T_SETTLE,
+    ),
+    Mutant(
+        "a plan counts weights once",
+        "lightning_cxl/planning/jobs/job.py",
+        "(1 if each.role in others else versions)",
+        "versions",
+        T_SETTLE,
+    ),
+    Mutant(
+        "what is only read does not wear",
+        "lightning_cxl/planning/wear.py",
+        "    if not job.ssd_written_bytes:\n",
+        "    if False:\n",
+        T_EVALUATED,
+    ),
+    Mutant(
+        "a checkpoint checks weights in the slots that were planned",
+        "lightning_cxl/optim/state_visits.py",
+        "        for record in self._own:\n            with self._entering",
+        "        for record in self._records:\n            with self._entering",
+        T_PLANNED,
+    ),
+    Mutant(
+        "a rule that puts no weights there is not silent",
+        "lightning_cxl/run/host.py",
+        "            _warn_of_weights_that_stay(inventory)\n",
+        "            pass\n",
+        T_WAYS,
     ),
 )

@@ -76,7 +76,9 @@ def _changes(settings: Settings, machine: Machine) -> Iterator[Change]:
         yield option(f"half the sequence, {settings.sequence // 2}", sequence=settings.sequence // 2)
     if machine.ssd is None:
         on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=_LARGE_BYTES))
-        yield Change('optimizer state on a drive, tiers={"ssd": {"path": ...}} (--ssd DIR)', settings, on_drives)
+        yield Change(
+            'optimizer state and weights on a drive, tiers={"ssd": {"path": ...}} (--ssd DIR)', settings, on_drives
+        )
     if (more := _with_another_card(machine)) is not None:
         yield Change("another card like the last one", settings, more)
 

@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, default=default.sequence, help="tokens per sequence (%(default)s)")
     add("--batch", type=int, default=default.batch, help="sequences per micro-batch (%(default)s)")
     add("--tiers", type=Path, help="machine as YAML; this machine with what is free on it when left out")
-    add("--ssd", metavar="DIR", action="append", help="folder for state that memory cannot hold, one for each drive")
+    add("--ssd", metavar="DIR", action="append", help="folder for what memory cannot hold, one for each drive")
     add("--ssd-budget", metavar="SIZE", help="most bytes there, such as 500GiB (what is free)")
     add("--ssd-checkpoint", choices=["copy", "reference"], help="reference: twice the bytes there (copy)")
     names = ", ".join(POLICIES)

@@ -27,7 +27,7 @@ class PlannedModel:
         self._measured: dict[Any, Measured] = {}
 
     def job(self, settings: Settings, machine: Machine) -> ModelJob:
-        """Return the job under some settings, with state on the tier `ssd` where memory cannot hold it.
+        """Return the job under some settings, with state and weights on the tier `ssd` where memory cannot hold them.
 
         Raises:
             ConfigError: settings that do not go together.

@@ -94,10 +94,11 @@ def _ssd(found: Findings) -> list[str]:
     if machine.ssd is None or wear is None:
         return []
     left = max(0, machine.memory_bytes - found.host_bytes)
-    twice = " in two versions" if machine.ssd.versions > 1 else ""
+    twice = ", optimizer state in two versions" if machine.ssd.versions > 1 else ""
+    used = format_bytes(job.ssd_bytes_in(machine.ssd.versions))
     lines = wrapped(
-        f"tier ssd: {_on_drives(job)} not fit in memory, "
-        f"{format_bytes(job.ssd_bytes_in(machine.ssd.versions))} of {format_bytes(machine.ssd.capacity_bytes)}{twice}; "
+        f"tier ssd: memory cannot hold {_on_drives(job)}, "
+        f"{used} of {format_bytes(machine.ssd.capacity_bytes)}{twice}; "
         f"memory left over: {format_bytes(left)} of {format_bytes(machine.memory_bytes)}"
     )
     if found.chosen.time is not None:
@@ -108,7 +109,7 @@ def _ssd(found: Findings) -> list[str]:
             f"  a step reads for {busy['ssd read']:.2f} s and writes for {busy['ssd write']:.2f} s, at the same time; "
             f"that adds {found.chosen.ssd_seconds or 0.0:.2f} s to the {found.chosen.time.seconds:.2f} s predicted"
         )
-    elif machine.has_speeds:
+    elif machine.has_speeds and not machine.ssd.has_speeds:
         lines += wrapped(
             "  the speeds of its drives are not known, so no seconds are predicted: `python -m lightning_cxl calibrate "
             "--ssd DIR` measures them"
@@ -117,11 +118,13 @@ def _ssd(found: Findings) -> list[str]:
 
 
 def _on_drives(job: Job) -> str:
-    """Return what lies there, with its verb."""
+    """Return what lies there."""
+    has_weights = any(each.role is TensorRole.COMPUTE_WEIGHTS and each.tier == SSD for each in job.classes)
+    what = "optimizer state and weights" if has_weights else "optimizer state"
     inputs = sum(each.nbytes for each in job.classes if each.tier == SSD and each.role is TensorRole.ACTIVATIONS)
-    parts = [f"{job.num_records} records of optimizer state and weights"] if job.num_records else []
+    parts = [f"{what} in {job.num_records} records"] if job.num_records else []
     parts += [f"{format_bytes(inputs)} of activations"] if inputs else []
-    return " and ".join(parts) + " do"
+    return " and ".join(parts)
 
 
 def _device(found: Findings) -> list[str]:

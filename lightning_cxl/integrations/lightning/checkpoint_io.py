@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_cxl.integrations.lightning.lightning_api import TorchCheckpointIO
-from lightning_cxl.run.checkpoint import load_file, save_file
+from lightning_cxl.integrations.lightning.lightning_api import CheckpointIO, TorchCheckpointIO
+from lightning_cxl.run.checkpoint_file import load_file, save_file
 
 
 class CXLCheckpointIO(TorchCheckpointIO):
@@ -15,8 +15,8 @@ class CXLCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to `path`. See `lightning_cxl.run.checkpoint.save_file`."""
-        if storage_options is not None or _is_remote(path):
+        """Write `checkpoint` to `path`. See `lightning_cxl.run.checkpoint_file.save_file`."""
+        if not _is_ours(path, storage_options):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         else:
             save_file(checkpoint, Path(path))
@@ -24,10 +24,20 @@ class CXLCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path`. See `lightning_cxl.run.checkpoint.load_file`."""
+        """Return the checkpoint at `path`. See `lightning_cxl.run.checkpoint_file.load_file`."""
         if _is_remote(path):
             return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         return load_file(Path(path), map_location, weights_only)
+
+
+def writes_ours(checkpoint_io: CheckpointIO, path: str | Path, storage_options: Any | None) -> bool:
+    """Return whether a plug-in writes a checkpoint with `save_file`, before `save_checkpoint` returns."""
+    is_own = getattr(type(checkpoint_io), "save_checkpoint", None) is CXLCheckpointIO.save_checkpoint
+    return is_own and _is_ours(path, storage_options)
+
+
+def _is_ours(path: str | Path, storage_options: Any | None) -> bool:
+    return storage_options is None and not _is_remote(path)
 
 
 def _is_remote(path: str | Path) -> bool:

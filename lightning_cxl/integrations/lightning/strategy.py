@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig, with_option_fields
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
+from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
 from lightning_cxl.integrations.lightning.one_process import OneProcessStrategy
 from lightning_cxl.integrations.lightning.precision import (
@@ -212,7 +212,8 @@ class CXLOffloadStrategy(OneProcessStrategy):
         if run is not None and checkpoint.get("optimizer_states"):
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
             own = ckpt.entry_of(optimizers, run.masters, run.num_received)
-            with ckpt.refer_to_ssd(checkpoint, own, self._on_ssd, str(filepath)) as written:
+            by_us = writes_ours(self.checkpoint_io, filepath, storage_options)
+            with ckpt.refer_to_ssd(checkpoint, own, self._on_ssd, str(filepath), by_us=by_us) as written:
                 super().save_checkpoint(written, filepath, storage_options=storage_options)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)

@@ -44,7 +44,9 @@ class Job:
     num_units: int = 1
     """Blocks that come and go one after the other."""
     num_records: int = 0
-    """Of state and weights on the tier `ssd`, which an update visits one after the other."""
+    """Of state and weights on the tier `ssd`."""
+    num_visits: int = 0
+    """Of these records to memory in one update, one after the other: what belongs to one unit comes together."""
     num_tokens: int = 0
     """Of one optimizer step."""
     forward_flops: float = 0.0
@@ -60,7 +62,7 @@ class Job:
         return self.ssd_bytes_in(1)
 
     def ssd_bytes_in(self, versions: int) -> int:
-        """Return the bytes on the tier `ssd`, where state lies there in so many versions."""
+        """Return the bytes on the tier `ssd` where state lies there in several versions; all else has one."""
         others = (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
         on_ssd = [each for each in self.classes if each.tier == SSD]
         return sum(each.nbytes * (1 if each.role in others else versions) for each in on_ssd)
@@ -86,7 +88,9 @@ class Job:
     def in_memory(self) -> "Job":
         """Return the job as if memory were large enough: nothing has a tier, and nothing moves from or to drives."""
         job = self.without_ssd_moves()
-        return replace(job, classes=tuple(replace(each, tier=None) for each in job.classes), num_records=0)
+        return replace(
+            job, classes=tuple(replace(each, tier=None) for each in job.classes), num_records=0, num_visits=0
+        )
 
     def free_classes(self) -> dict[TensorRole, MemoryClass]:
         """Return the classes that the policy decides about, by role."""

@@ -56,6 +56,7 @@ def model_job(name: str, inventory: Inventory) -> ModelJob:
         num_parameters=sum(p.numel() for p in known_parameters(inventory.model)),
         num_units=max(1, len(inventory.units)),
         num_records=sum(not record.is_inputs for record in inventory.ssd_records),
+        num_visits=len({each.owner for each in inventory.ssd_records if each.is_updated}),
         num_tokens=workload.batch * workload.sequence * n * workload.num_devices,
         forward_flops=run.forward_flops * n,
         backward_flops=run.backward_flops * n,
@@ -74,7 +75,7 @@ def _classes(inventory: Inventory) -> tuple[MemoryClass, ...]:
     for each in inventory.tensors:
         of_class[each.role, each.tier] = of_class.get((each.role, each.tier), 0) + each.nbytes
         of_role[each.role] = of_role.get(each.role, 0) + each.nbytes
-        updated[each.role, each.tier] = updated.get((each.role, each.tier), 0) + each.is_trained * each.nbytes
+        updated[each.role, each.tier] = updated.get((each.role, each.tier), 0) + each.is_updated * each.nbytes
     classes = []
     for (role, tier), nbytes in of_class.items():
         part = nbytes / max(1, of_role[role])

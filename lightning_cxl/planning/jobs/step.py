@@ -19,11 +19,11 @@ part, the fill and the drain. The second says that a tier, which may serve all s
 `soft_maximum` is how writes of copies slow down, see `lightning_cxl.planning.jobs.perf`; a cache that takes in a copy's
 writes does not help here, as a step writes many times its size.
 
-State on the tier `ssd` is updated record after record: one is read while another is updated and a third is written,
-reads and writes side by side, each at the speed of all drives together. With R and V the seconds in which all of it is
-read and written, the update takes, as such a pipeline::
+What lies on the tier `ssd` visits memory to be updated, one visit after the other, each with all records of one unit:
+one is read while another is updated and a third is written, reads and writes side by side, each at the speed of all
+drives together. With R and V the seconds in which all of it is read and written, the update takes, as such a pipeline::
 
-    update = (R + U + V) / records + (1 - 1 / records) * max(R, U, V)
+    update = (R + U + V) / visits + (1 - 1 / visits) * max(R, U, V)
 
 where U is what it takes without that. Behind a backward or forward, reads and writes are two more resources of it, and
 the phase takes no less than either. So are reads of weights that lie there, in every forward and backward. What memory
@@ -176,7 +176,7 @@ class StepModel:
             _Load(each / self._device.flops, [0.0, 0.0], [[0.0, 0.0, 0.0] for _ in machine.tiers], [0.0, 0.0])
             for each in flops
         ]
-        self._records = max(1, job.num_records)
+        self._visits = max(1, job.num_visits)
         self._ssd_speeds = (0.0, 0.0)  # seconds per byte; as if it took no time where they are not known
         if machine.ssd is not None and machine.ssd.read_bytes_per_s and machine.ssd.write_bytes_per_s:
             self._ssd_speeds = (1 / machine.ssd.read_bytes_per_s, 1 / machine.ssd.write_bytes_per_s)
@@ -249,7 +249,7 @@ class StepModel:
     def _update_seconds(self, load: _Load) -> float:
         """Return what the update takes where nothing hides it."""
         stages = (self._seconds_in_memory(load), *self._ssd_seconds(load))
-        return sum(stages) / self._records + (1 - 1 / self._records) * max(stages)
+        return sum(stages) / self._visits + (1 - 1 / self._visits) * max(stages)
 
     def _ssd_seconds(self, load: _Load) -> tuple[float, float]:
         return load.ssd[0] * self._ssd_speeds[0], load.ssd[1] * self._ssd_speeds[1]

@@ -291,7 +291,7 @@ def test_a_visit_that_fails_changes_nothing(tmp_path) -> None:
 
 
 def test_a_record_that_is_visited_is_not_read_ahead(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=6)
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9)  # there is room for one more
     give_gradients(own.parameters, 0)
     own.optimizer.step()
     record = own.records[0]
@@ -340,6 +340,20 @@ def test_a_visit_takes_the_slot_of_what_was_read_ahead(tmp_path) -> None:
     own.visits.expect([own.records[1]])
     with own.visits.visit([own.records[0]]) as visit:
         assert visit.places[0][1].nbytes == own.records[0].record.padded_nbytes
+    own.close()
+
+
+def test_a_visit_takes_that_slot_also_while_another_thread_visits(tmp_path) -> None:
+    """Two threads that each wait for the other's visit would wait for ever."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=3.5)
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    own.visits.forget()
+    first, second, third = own.records
+    tensor = own.optimizer.kept.of(own.parameters[4]).momentum.flat
+    with ThreadPoolExecutor(1) as threads, own.visits.visit([first]):
+        own.visits.expect([second])
+        threads.submit(visit_and_add, own.visits, third, tensor).result(30)
     own.close()
 
 

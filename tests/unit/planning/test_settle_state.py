@@ -22,6 +22,7 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.placement.policy import RoleHomePolicy
 from lightning_cxl.placement.rules import resolve
+from lightning_cxl.planning.jobs.model_job import model_job
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.settle_state import NO_ROOM, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.planning.ssd_room import SsdRoom
@@ -57,6 +58,7 @@ def listed(
     vocabulary=64,
     frozen=(),
     tokens=0,
+    micro_batches=1,
     **options,
 ):
     with torch.device("meta"):
@@ -65,8 +67,9 @@ def listed(
         parameter.requires_grad_(not any(part in name for part in frozen))
     config = OffloadConfig(tier_rules=rules or {}, stream_weights=streams, **options)
     asked = AskedTiers(model, resolve(model.named_modules(), config.tier_rules, TOPOLOGY))
-    load = Workload(batch=1, sequence=tokens)
-    return list_tensors(model, [optimizer(model.parameters(), lr=1e-3)], config, load, asked=asked)
+    load = Workload(batch=1, sequence=tokens, num_micro_batches=micro_batches)
+    optimizers = [optimizer(model.parameters(), lr=1e-3)] if optimizer else []
+    return list_tensors(model, optimizers, config, load, asked=asked)
 
 
 def settled(inventory, memory_bytes, ssd=LARGE, on_tier_full="spill"):
@@ -258,7 +261,7 @@ def test_what_is_asked_for_and_does_not_fit_stays_in_memory_or_is_refused():
     rules = {"layers.*": {"optimizer_state": "ssd"}}
     record = listed(rules=rules).ssd_records[0]
     room = SsdRoom(5 * record.nbytes + 1)
-    with pytest.raises(TierFullError, match=r"tier `ssd` is too small for what belongs there: that needs"):
+    with pytest.raises(TierFullError, match=r"tier `ssd` has .* and what goes there needs"):
         settled(listed(rules=rules), 1 << 40, room, "error")
     with pytest.warns(SpillWarning, match=r"state of 3 of 8 records stays in memory"):
         inventory = settled(listed(rules=rules), 1 << 40, room)
@@ -317,6 +320,61 @@ def test_frozen_weights_have_a_record_of_their_own_which_no_update_visits():
     assert (frozen[1], trained[1]) == (False, True)
     slots = inventory.bytes_of(TensorRole.STAGING) - listed().bytes_of(TensorRole.STAGING)
     assert slots == NUM_UPDATE_SLOTS * trained[0] + NUM_HOP_SLOTS * max(frozen[0], trained[0])
+
+
+def test_weights_that_nobody_trains_are_only_read():
+    inventory = listed(rules={"": {"weights": "ssd"}}, optimizer=None)  # as they are for an evaluation
+    assert len(inventory.ssd_records) == 8
+    assert inventory.bytes_of(TensorRole.STAGING) == NUM_HOP_SLOTS * inventory.ssd_records[0].nbytes
+    job = model_job("it", inventory).job
+    assert (job.ssd_written_bytes, job.num_visits) == (0, 0)
+    assert job.ssd_read_bytes == 2 * job.ssd_bytes
+
+
+def test_frozen_weights_go_first():
+    ssd = {"ssd": {"path": "/nvme/run"}}
+    everything = settled(listed(tiers=ssd, frozen=("up",)), 0)
+    assert len(weights_on_ssd(everything)) == 16
+    memory = memory_bytes_of(settled(listed(tiers=ssd, frozen=("up",), rules={"": {"weights": "dram"}}), 0))
+    inventory = settled(listed(tiers=ssd, frozen=("up",)), memory - 1)
+    assert weights_on_ssd(inventory)
+    assert all("frozen" in name for name in weights_on_ssd(inventory))
+
+
+def test_where_weights_go_memory_stays_free_too():
+    widths, room = (64,) * 32, SsdRoom(1 << 40, memory_left_free=0.15)
+    memory = memory_bytes_of(settled(listed(widths, rules={"": {"weights": "dram"}}), 0)) - 1
+    just, left = (weights_on_ssd(settled(listed(widths), memory, each)) for each in (LARGE, room))
+    assert 0 < len(just) < len(left) < 32
+    assert memory_bytes_of(settled(listed(widths), memory, room)) <= 0.85 * memory
+
+
+def test_what_a_step_moves_of_weights_and_of_state():
+    rules = {"layers.[0-4]": {"weights": "ssd"}, "layers.[3-7]": {"optimizer_state": "ssd"}}
+    inventory = listed(rules=rules, tiers={"ssd": {"path": "/nvme/run"}}, frozen=("layers.0",), micro_batches=3)
+    job = model_job("it", inventory).job
+    on_ssd = [each for each in inventory.tensors if each.tier == "ssd"]
+    weights = sum(each.nbytes for each in on_ssd if each.role is TensorRole.COMPUTE_WEIGHTS)
+    frozen = next(each.nbytes for each in on_ssd if each.role is TensorRole.COMPUTE_WEIGHTS and not each.is_updated)
+    state = sum(each.nbytes for each in on_ssd) - weights
+    assert weights == 5 * frozen
+    assert job.ssd_written_bytes == weights - frozen + state
+    assert job.ssd_read_bytes == 2 * 3 * weights + job.ssd_written_bytes
+    assert (job.ssd_bytes, job.ssd_bytes_in(2)) == (weights + state, weights + 2 * state)
+    assert (job.num_records, job.num_visits) == (10, 7)  # units 3 and 4 bring weights and state at once
+
+
+def test_slots_hold_records_that_are_cut_over_several_drives():
+    tiers = {"ssd": {"path": [f"/nvme{i}" for i in range(3)]}}
+    inventory = listed(rules={"layers.*": {"optimizer_state": "ssd", "weights": "ssd"}}, tiers=tiers)
+    weights, *_, state = (each.nbytes_on(3) for each in inventory.ssd_records)
+    assert (weights % (3 * 4096), state % (3 * 4096)) == (0, 0)
+    slots = next(each.nbytes for each in inventory.tensors if each.owner == SLOTS_OWNER)
+    assert slots == NUM_UPDATE_SLOTS * (weights + state) + NUM_HOP_SLOTS * weights
+    assert slots > slots_of(inventory)
+    free = SsdRoom(1 << 40, num_drives=3)
+    automatic = settled(listed(tiers=tiers), 0, free)
+    assert next(each.nbytes for each in automatic.tensors if each.owner == SLOTS_OWNER) >= slots
 
 
 def test_weights_have_one_version_on_the_drives():

@@ -12,9 +12,9 @@ from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.inventory.records import PlannedRecord
 from lightning_cxl.inventory.tensors import HostTensor
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.run.checkpoint import save_file
+from lightning_cxl.run.checkpoint_file import save_file
 from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
-from lightning_cxl.run.ssd_checkpoint import commit_beside, whole
+from lightning_cxl.run.ssd_checkpoint import commit_beside, refer, whole
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import read_ssd_options
 from lightning_cxl.storage.folder import Folder
@@ -178,6 +178,46 @@ def test_state_that_is_gone_is_said_and_nothing_is_made(tmp_path, gone):
     with pytest.raises(CheckpointError, match=f"generation 3 in .* is gone: there is no `{tmp_path / gone}`"):
         whole([], {"folders": [str(path) for path in paths], "generation": 3})
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def referring(run, path):
+    """Save what refers to the record of a run, and end the run; returns states and entry of the checkpoint."""
+    tensor = run.record.take(torch.uint8, NBYTES)
+    run.step(7)
+    states = [{"state": {0: {"exp_avg": tensor}}, "param_groups": []}]
+    referred = refer(states, run.state.visits)
+    with commit_beside(run.state, str(path)) as entry:
+        torch.save({KEY: {SSD: entry}}, path)
+    run.state.close()
+    return referred, entry
+
+
+def test_a_reference_becomes_the_tensor(begins, tmp_path):
+    states, entry = referring(begins(), tmp_path / "a.ckpt")
+    (plain,) = whole(states, entry)
+    assert plain["state"][0]["exp_avg"].tolist() == [7] * NBYTES
+
+
+@pytest.mark.parametrize("at", [0, NBYTES // 2, NBYTES - 1])
+def test_damaged_state_does_not_become_a_tensor(begins, tmp_path, at):
+    states, entry = referring(begins(), tmp_path / "a.ckpt")
+    (data,) = (tmp_path / "ssd").glob("*.data")
+    contents = bytearray(data.read_bytes())
+    position = contents.index(bytes([7]) * NBYTES) + at
+    contents[position] ^= 1
+    data.write_bytes(contents)
+    with pytest.raises(StorageError, match="record `record` is damaged"):
+        whole(states, entry)
+    contents[position] ^= 1
+    data.write_bytes(contents)
+    assert whole(states, entry), "the folder is free again"
+
+
+def test_state_of_another_run_does_not_become_a_tensor(begins, tmp_path):
+    states, entry = referring(begins(), tmp_path / "a.ckpt")
+    states[0]["state"][0]["exp_avg"]["lightning_cxl_record"] = "other"
+    with pytest.raises(CheckpointError, match=r"in record `other`, and .* has no record of this name"):
+        whole(states, entry)
 
 
 def test_the_names_of_new_folders_of_a_checkpoint_lie_on_the_disk(tmp_path, monkeypatch):

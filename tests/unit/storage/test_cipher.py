@@ -153,7 +153,7 @@ def test_looking_without_a_key_is_the_window(tmp_path):
 
 def test_damage_of_encrypted_bytes_is_found(tmp_path):
     store = opened(tmp_path)
-    record = store.reserve("state", BLOCK)
+    record = store.reserve("state", 2 * BLOCK)
     put(store, record, 1)
     (file,) = (tmp_path / "drive1").glob("*.data")
     with open(file, "r+b") as other:

@@ -38,7 +38,7 @@ def opened(tmp_path):
 def test_what_was_written_is_read(opened, count, nbytes):
     store = opened(count)
     first, second = store.reserve("first", nbytes), store.reserve("second", nbytes)
-    assert first.padded_nbytes % (count * BLOCK) == 0 and 0 <= first.padded_nbytes - nbytes < count * BLOCK
+    assert first.padded_nbytes % BLOCK == 0 and 0 <= first.padded_nbytes - nbytes < BLOCK
     wrote = {record: put(store, record, seed) for seed, record in enumerate((first, second))}
     assert all(get(store, record) == contents for record, contents in wrote.items())
     wrote[first] = put(store, first, 7)
@@ -69,6 +69,28 @@ def test_what_a_user_writes_into_the_window_is_private_until_the_next_write(open
     assert get(store, record) == contents
     contents = put(store, record, 2)
     assert bytes(tensor.numpy()) == contents
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_later_store_overwrites_nothing_that_a_window_shows(tmp_path, count):
+    """Weights of a model may still lie in the file of an earlier run, which stays where a generation is kept."""
+    shown, ends = [], []
+    for run, sizes in enumerate([[3, 4, 5], [2, 8], [5, 1, 9], [3, 4, 5], [2, 8]]):
+        store = Store(folders(tmp_path, count), budget_bytes=BUDGET, keeps=True)
+        state = store.reserve("state", BLOCK)
+        if run == 0:
+            put(store, state, 1)
+            store.commit({})
+        new = []
+        for seed, size in enumerate(sizes):
+            record = store.reserve(f"weights {seed}", size * BLOCK, keeps=False)
+            new.append((store.window(record), put(store, record, seed)))
+        assert all(bytes_of(window) == contents for window, contents in shown + new)
+        ends.append(record.versions[0])
+        shown = new
+        store.close()
+        del store, state, record
+    assert max(ends[3:]) <= max(ends[:3]), "places that nobody shows any more are used again"
 
 
 def test_the_window_outlives_the_store_and_its_file(opened, tmp_path):
@@ -432,6 +454,26 @@ def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path)
     finally:
         for end in (started, says_started, ends, says_end):
             os.close(end)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_no_file_of_a_store_open(opened, tmp_path):
+    """A worker that outlives a killed run would keep a block device from the next one (EBUSY)."""
+    opened(2)
+
+    def open_files():
+        links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+        return [link for link in map(os.path.realpath, links) if link.startswith(str(tmp_path))]
+
+    assert len(open_files()) == 4, "a lock and a data file for each drive"
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(len(open_files()))
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(open_files()) == 4, "the parent keeps its own"
 
 
 def test_files_of_runs_that_are_gone_are_removed_and_others_are_not(opened, tmp_path):

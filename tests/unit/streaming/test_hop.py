@@ -1,5 +1,6 @@
 """Weights on SSD go through host slots: right bytes, in order, with a hard cap, and nothing of a user's is lost."""
 
+import os
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
+from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
@@ -47,11 +49,11 @@ class Gate(System):
 class Weights:
     """Homes with known bytes, and a device that is the host."""
 
-    def __init__(self, folder, num_slots=2.0):
+    def __init__(self, folder, num_slots=2.0, engine=None):
         self.gate = Gate()
         self.allocated = []
         self.store = Store([folder], budget_bytes=1 << 30, system=self.gate)
-        self.hop = Hop(self.store, HostSlots(self.allocate, int(num_slots * LARGEST)), HostEngine())
+        self.hop = Hop(self.store, HostSlots(self.allocate, int(num_slots * LARGEST)), engine or HostEngine())
         self.homes = [self.hop.reserve(f"unit {index}", nbytes) for index, nbytes in enumerate(SIZES)]
         self.values = []
         for index, (home, nbytes) in enumerate(zip(self.homes, SIZES, strict=True)):
@@ -179,7 +181,8 @@ def test_windows_that_are_written_one_after_the_other_keep_little_in_memory(two)
     for index in range(len(SIZES)):
         two.homes[index].looked_at()
         two.shown(index).add_(10)
-    assert sum(two.homes[index].window.nbytes for index in range(len(SIZES)) if two.is_private(index)) <= 3 * LARGEST
+        private = [other for other in range(len(SIZES)) if two.is_private(other)]
+        assert sum(two.homes[other].window.nbytes for other in private) <= 2 * LARGEST
     assert not two.is_private(0)
     for index, value in enumerate(two.values):
         assert torch.equal(two.shown(index), value + 10)
@@ -242,6 +245,156 @@ def test_a_write_that_fails_gives_its_slot_back(two):
     assert bool((two.shown(0) == 8).all())
 
 
+def test_a_slot_is_not_given_away_while_it_is_written(tmp_path, monkeypatch):
+    """Who waits for a write is interrupted; another record then needs the slot."""
+    made = Weights(tmp_path, 1)
+    made.gate.is_open.clear()
+
+    def interrupted(transfer):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StorageTransfer, "wait_host", interrupted)
+    with pytest.raises(KeyboardInterrupt), made.homes[1].filling() as slot:
+        slot.tensor((SIZES[1],), torch.uint8).fill_(7)
+
+    def fill_another():
+        with made.homes[4].filling() as slot:
+            slot.tensor((SIZES[4],), torch.uint8).fill_(9)
+
+    another = threading.Thread(target=fill_another)
+    another.start()
+    another.join(0.05)
+    made.gate.is_open.set()
+    another.join()
+    made.store.wait()
+    assert bool((made.shown(1) == 7).all()) and bool((made.shown(4) == 9).all())
+    made.close()
+
+
+class LateCopy:
+    """Is done when its engine lets it through, and reads its source then, as late as a device may."""
+
+    def __init__(self, engine, source, destination):
+        self.engine, self.source, self.destination = engine, source, destination
+
+    def done(self):
+        if self.source is not None and self.engine.lets_through.is_set():
+            self.destination.copy_(self.source)
+            self.source = None
+        return self.source is None
+
+    def wait_host(self):
+        self.engine.is_waited_for.set()
+        if self.engine.fails:
+            self.source = None
+            raise RuntimeError("the device has failed")
+        assert self.engine.lets_through.wait(20)
+        self.done()
+
+    wait = wait_host
+
+
+class LateEngine(HostEngine):
+    def __init__(self):
+        self.lets_through, self.is_waited_for, self.fails = threading.Event(), threading.Event(), False
+
+    def h2d(self, source, destination, *, after=None):
+        return LateCopy(self, source, destination)
+
+
+def test_who_asks_for_a_copy_does_not_wait_for_another_one(tmp_path):
+    engine = LateEngine()
+    made = Weights(tmp_path, 1, engine)
+    copies = [(1, *made.fetch(1)), (4, *made.fetch(4))]
+    assert engine.is_waited_for.wait(20)  # by the hop's thread: the only slot is in use
+    asking = threading.Thread(target=lambda: copies.append((1, *made.fetch(1))))
+    asking.start()
+    asking.join(5)
+    assert not asking.is_alive()
+    engine.lets_through.set()
+    for index, into, fetch in copies:
+        fetch.wait_host()
+        assert torch.equal(into, made.values[index])
+    made.close()
+
+
+def test_a_slot_is_not_given_away_while_it_is_copied(tmp_path, monkeypatch):
+    """Who waits for a slot is interrupted, while the slot is copied to the device."""
+    engine = LateEngine()
+    made = Weights(tmp_path, 1, engine)
+    into, fetch = made.fetch(1)
+    fetch._is_started.wait(20)
+
+    def interrupted(copy):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LateCopy, "wait_host", interrupted)
+    with pytest.raises(KeyboardInterrupt), made.homes[4].filling():
+        pass
+    other, _ = made.fetch(4)
+    made.store.wait()
+    engine.lets_through.set()
+    made.hop.close()
+    assert torch.equal(into, made.values[1]) and torch.equal(other, made.values[4])
+    made.close()
+
+
+def test_a_copy_that_fails_is_the_trouble_of_whoever_waits_for_it(tmp_path):
+    engine = LateEngine()
+    made = Weights(tmp_path, 1, engine)
+    for _ in range(3):  # more often than there are slots
+        engine.fails = True
+        _, failing = made.fetch(1)
+        into, fetch = made.fetch(4)
+        fetch._is_started.wait(20)
+        with pytest.raises(RuntimeError, match="device has failed"):
+            failing.wait_host()
+        engine.fails = False
+        engine.lets_through.set()
+        fetch.wait_host()
+        assert torch.equal(into, made.values[4])
+        engine.lets_through.clear()
+    engine.lets_through.set()
+    made.close()
+
+
+def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(weights, monkeypatch):
+    read, refused = Store.read, weights.homes[1].record
+
+    def refuse(store, record, memory, **options):
+        if record is refused:
+            raise StorageError("no")
+        return read(store, record, memory, **options)
+
+    monkeypatch.setattr(Store, "read", refuse)
+    for _ in range(4):
+        copies = [(index, *weights.fetch(index)) for index in range(len(SIZES))]
+        for index, into, fetch in copies:
+            if index == 1:
+                with pytest.raises(StorageError, match="no"):
+                    fetch.wait()
+            else:
+                fetch.wait()
+                assert torch.equal(into, weights.values[index])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_that_it_has_no_thread(two):
+    two.gate.is_open.clear()
+    for _ in range(3):  # all slots are taken, so that nothing is read in the child
+        two.fetch(1)
+    child = os.fork()
+    if child == 0:
+        try:
+            two.fetch(1)
+            os._exit(5)
+        except StorageError as error:
+            os._exit(3 if "forked" in str(error) else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
 def test_windows_outlive_everything(tmp_path):
     made = Weights(tmp_path)
     made.close()
@@ -288,6 +441,15 @@ def test_a_unit_that_could_not_be_read_is_fetched_again(two):
     slot.fetch(unit, ())
     slot.wait()
     assert torch.equal(slot.memory, two.values[1])
+
+
+def test_a_slot_of_which_a_copy_cannot_be_started_has_no_unit(two, monkeypatch):
+    unit = Unit(two.shown(1), two.homes[1])
+    slot = Slot(HostEngine(), SIZES[1])
+    monkeypatch.setattr(two.hop, "_pid", 0)
+    with pytest.raises(StorageError):
+        slot.fetch(unit, ())
+    assert not slot.is_image_of(unit)
 
 
 def test_weights_are_not_encrypted_yet(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_cxl.streaming.slots import Slot
 from tests.unit.streaming.test_params import Streamed, batch, descend, make
 
 
@@ -105,3 +106,24 @@ def test_a_look_makes_copies_old_once(engine):
     assert unseen == 0 and seen == 3  # three of the four passes come after a look
     streamed.close()
     assert {type(module._parameters) for module in model.modules()} == {dict}
+
+
+def test_a_look_counts_also_after_a_unit_could_not_come(engine, monkeypatch):
+    model = make()
+    streamed = Streamed(engine, model)
+    with torch.no_grad():
+        model(batch(0, model.first))
+        scale(model, 2.0)
+        monkeypatch.setattr(Slot, "fetch", refuse)
+        with pytest.raises(RuntimeError, match="no copy"):
+            model(batch(0, model.first))
+        monkeypatch.undo()
+        first = model(batch(0, model.first)).item()
+        scale(model, 0.5)
+        second = model(batch(0, model.first)).item()
+    assert first != second
+    streamed.close()
+
+
+def refuse(slot, unit, versions):
+    raise RuntimeError("no copy")

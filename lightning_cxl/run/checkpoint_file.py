@@ -1,0 +1,87 @@
+"""Checkpoint files that cost no second copy of the model in memory."""
+
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_cxl.errors import CheckpointError, StorageError
+from lightning_cxl.run import straight_copy
+from lightning_cxl.run.partial_file import open_partial, remove_left
+
+
+def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
+    """Write `checkpoint` straight to a local file, which appears under its name only when it is complete.
+
+    What runs that were killed while they saved have left in its folder is removed.
+
+    Raises:
+        CheckpointError: the file system refused; nothing is left behind.
+        StorageError: a drive with state of the checkpoint has failed, or has damaged it; nothing is left behind.
+    """
+    made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_left(target.parent)
+    partial = None
+    try:
+        file, partial = open_partial(target)
+        with file:
+            straight_copy.save(checkpoint, file, partial)
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
+            os.replace(partial, target)  # while it is locked
+        for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
+            _sync_folder(folder)
+    except StorageError:  # a drive from which state is copied
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."
+        ) from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Read a local checkpoint through a private memory map: its pages count as file cache, not as a second copy.
+
+    Raises:
+        CheckpointError: the file is damaged or not a checkpoint.
+        FileNotFoundError: there is no such file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    mmap = zipfile.is_zipfile(path)  # files of torch before 1.6 are not
+    try:
+        loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if mmap and "weights_only" in str(error).lower():
+            raise  # a sound file with other types in it: torch's own advice is the right one
+        raise _damaged(path, error) from error
+    except (EOFError, RuntimeError, KeyError, zipfile.BadZipFile) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(loaded, dict):
+        raise _damaged(path, TypeError(f"it holds a {type(loaded).__name__}, not a dict"))
+    return loaded
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    text = str(error).strip().splitlines()
+    return CheckpointError(
+        f"cannot read checkpoint `{path}`: {type(error).__name__}: {text[0] if text else 'file ends early'}. "
+        "The file is damaged or not a checkpoint: resume from another one."
+    )
