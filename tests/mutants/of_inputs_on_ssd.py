@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         "an image is read when its write has begun",
         _HOP,
-        " if fetch.home.can_be_read else None",
+        "            if not fetch.home.can_be_read:\n                return\n",
         "",
         T_INPUTS,
     ),
