@@ -53,6 +53,8 @@ class OverflowGuard:
         self._records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
         self.num_skipped = 0
         """Steps left out in the whole run."""
+        self.num_steps = 0
+        """Steps of optimizers in the whole run, with those left out; each evaluation of a closure counts."""
 
     def accepts(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], *, can_skip: bool = True) -> bool:
         """Return whether a step of `optimizer` may use the gradients of `parameters`; warns the first time it may not.
@@ -65,6 +67,7 @@ class OverflowGuard:
         Raises:
             GradientOverflowError: it must not, and the run shall stop.
         """
+        self.num_steps += 1
         if self._action == "ignore":
             return True
         record = self._record_of(optimizer)

@@ -36,6 +36,7 @@ class AskedTiers:
         # by name: `read` may find new parameters
         self._state: dict[str, tuple[str | None, str]] = {}
         self._weights: dict[str, tuple[str | None, str]] = {}
+        self._inputs: dict[str, tuple[str | None, str]] = {}  # by unit
         self._may_leave: set[str] = set()
         self.names: dict[int, str] = {}
         """First name of every parameter, by the parameter's id."""
@@ -73,6 +74,10 @@ class AskedTiers:
         """Ask for a tier for weights, instead of decorators and rules; as `place_state`."""
         self._weights.update((self.names[id(parameter)], (tier, source)) for parameter in parameters)
 
+    def place_inputs(self, units: Iterable[str], tier: str | None, source: str) -> None:
+        """Ask for a tier for inputs of units, instead of decorators and rules; as `place_state`."""
+        self._inputs.update((unit, (tier, source)) for unit in units)
+
     def place_state(self, parameters: Iterable[Tensor], tier: str | None, source: str) -> None:
         """Ask for a tier for the state of parameters, instead of decorators and rules.
 
@@ -98,7 +103,8 @@ class AskedTiers:
             UnsupportedError: the tier `ssd` is asked for, for state of another optimizer than `CPUAdam`.
         """
         for tier, source in self._asked(owner, role, in_state):
-            if tier == SSD and not (in_state or self.weights_may_leave(owner, role)):
+            may_leave = in_state or role is TensorRole.ACTIVATIONS or self.weights_may_leave(owner, role)
+            if tier == SSD and not may_leave:
                 return None, self._why_in_memory(owner, role, source)
             if tier is not None or source:
                 return tier, source
@@ -109,6 +115,8 @@ class AskedTiers:
         return self.lookup(owner, role, in_state=in_state)[0]
 
     def _asked(self, owner: Tensor | str, role: TensorRole, in_state: bool) -> Iterable[tuple[str | None, str]]:
+        if isinstance(owner, str) and role is TensorRole.ACTIVATIONS and owner in self._inputs:
+            return [self._inputs[owner]]
         chosen = self._state if in_state else self._weights if role is TensorRole.COMPUTE_WEIGHTS else {}
         if not isinstance(owner, str) and (own := chosen.get(self.names.get(id(owner), ""))):
             return [own]

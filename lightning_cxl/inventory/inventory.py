@@ -31,6 +31,7 @@ from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.streamable import streamable
 from lightning_cxl.streaming.unit_weights import piece_nbytes
 from lightning_cxl.streaming.units import NamedUnits, find_units
@@ -69,7 +70,10 @@ class Inventory:
 
     @property
     def ssd_records(self) -> tuple[PlannedRecord, ...]:
-        """What lies on the tier `ssd`: weights in the order of units, then state in that of optimizers' parameters."""
+        """What lies on the tier `ssd`: weights and inputs by units, then state in the order of optimizers' parameters.
+
+        Inputs have no bytes here where the size of a micro-batch is not known.
+        """
         return records_on_ssd(self.tensors, self.record_of)
 
     def may_leave_memory(self, weights: HostTensor) -> bool:
@@ -146,7 +150,7 @@ def list_tensors(
         *(state if reserves_all else gradients_at_once(state)),
         *widened_gradients(state),
         *staged.at_once,
-        *(_inputs(measured) if optimizers else ()),
+        *(_inputs(measured, units, asked) if optimizers else ()),
     )
     tensors = tuple(each._replace(tier=asked.tier(each.owner, each.role, in_state=each.in_state)) for each in tensors)
     blocks = units if config.activation_offload else find_units(model, config.units)
@@ -195,6 +199,9 @@ def _weights(
     ] + [HostTensor(parameter, role, parameter.nbytes) for parameter in rest]
 
 
-def _inputs(measured: Measured) -> list[HostTensor]:
-    stored = measured.run.stored_bytes
-    return [HostTensor(None, TensorRole.ACTIVATIONS, nbytes, unit) for unit, nbytes in stored.items()]
+def _inputs(measured: Measured, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:
+    """Return the inputs of units; those without a known size where they are asked for on the tier `ssd`."""
+    role, stored = TensorRole.ACTIVATIONS, dict(measured.run.stored_bytes)
+    if not stored:
+        stored = {name: 0 for name, _ in units if asked.tier(name, role) == SSD}
+    return [HostTensor(None, role, nbytes, unit, is_updated=False) for unit, nbytes in stored.items()]

@@ -1,4 +1,4 @@
-"""`PlannedRecord`: optimizer state, or weights, that are read from and written to the tier `ssd` as one."""
+"""`PlannedRecord`: state, weights or inputs that are read from and written to the tier `ssd` as one."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from lightning_cxl.optim.state_records import taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
+from lightning_cxl.streaming.inputs_on_ssd import NUM_INPUT_SLOTS
 from lightning_cxl.streaming.units import NamedUnits
 
 NUM_UPDATE_SLOTS = 3
@@ -25,7 +26,7 @@ RECORD_ALIGNMENT = BLOCK_BYTES
 
 @dataclass(frozen=True, eq=False)
 class PlannedRecord:
-    """The state of one unit, or of one parameter outside of units; or weights of one unit that streams.
+    """The state of one unit, or of one parameter outside of units; weights of one unit that streams; or its inputs.
 
     Args:
         name: of the record.
@@ -43,6 +44,16 @@ class PlannedRecord:
         return self.tensors[0].role is TensorRole.COMPUTE_WEIGHTS
 
     @property
+    def is_inputs(self) -> bool:
+        """Whether it stands for the inputs of a unit in one micro-batch."""
+        return self.tensors[0].role is TensorRole.ACTIVATIONS
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it has optimizer state."""
+        return not self.is_weights and not self.is_inputs
+
+    @property
     def is_updated(self) -> bool:
         """Whether steps write it: weights that are frozen are only read."""
         return any(each.is_updated for each in self.tensors)
@@ -55,6 +66,8 @@ class PlannedRecord:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the record, with the gaps that alignment leaves, also between 8-bit numbers and their scales."""
+        if self.is_inputs and not self.tensors[0].nbytes:
+            return 0
         return round_up(sum(taken_nbytes(each.nbytes) + taken_nbytes(1) for each in self.tensors), RECORD_ALIGNMENT)
 
     def nbytes_on(self, num_drives: int) -> int:
@@ -125,8 +138,19 @@ def weight_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor],
     return tuple(records)
 
 
+def input_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor], bool]) -> tuple[PlannedRecord, ...]:
+    """Return the inputs of units that are wanted, in the order of units; their sizes may be 0: not known.
+
+    Args:
+        tensors: of the inventory.
+        wanted: is asked about the inputs of every unit.
+    """
+    inputs = [each for each in tensors if each.role is TensorRole.ACTIVATIONS and wanted(each)]
+    return tuple(PlannedRecord(f"{each.unit} inputs", each.unit, (each,)) for each in inputs)
+
+
 def records_on_ssd(tensors: Sequence[HostTensor], record_of: Mapping[int, str]) -> tuple[PlannedRecord, ...]:
-    """Return what lies on the tier `ssd`: weights, then state.
+    """Return what lies on the tier `ssd`: weights, then inputs, then state.
 
     Args:
         tensors: of the inventory.
@@ -134,6 +158,7 @@ def records_on_ssd(tensors: Sequence[HostTensor], record_of: Mapping[int, str]) 
     """
     return (
         *weight_records(tensors, lambda each: each.tier == SSD),
+        *input_records(tensors, lambda each: each.tier == SSD),
         *group_state(tensors, record_of, lambda each: each.tier == SSD),
     )
 
@@ -150,14 +175,13 @@ def with_slots(
     """
     others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)
     records = records_on_ssd(others, record_of)
-    if not records:
-        return others
-    return (*others, HostTensor(None, TensorRole.STAGING, slot_bytes(records, num_drives), SLOTS_OWNER))
+    nbytes = slot_bytes(records, num_drives)
+    return (*others, HostTensor(None, TensorRole.STAGING, nbytes, SLOTS_OWNER)) if nbytes else others
 
 
 def slot_bytes(records: Sequence[PlannedRecord], num_drives: int = 1) -> int:
     """Return the bytes of all slots that these records visit, each cut over some drives."""
-    return update_slot_bytes(records, num_drives) + hop_slot_bytes(records, num_drives)
+    return sum(count(records, num_drives) for count in (update_slot_bytes, hop_slot_bytes, input_slot_bytes))
 
 
 def update_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
@@ -172,3 +196,8 @@ def update_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> 
 def hop_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
     """Return the bytes of the slots of weights on their way to the device; each holds the largest of them."""
     return NUM_HOP_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_weights), default=0)
+
+
+def input_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
+    """Return the bytes of the slots of inputs of units; each holds the inputs of the largest of them."""
+    return NUM_INPUT_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_inputs), default=0)

@@ -22,7 +22,7 @@ class HostTensor(NamedTuple):
         unit: the unit that it belongs to, where that streams or where it is the unit's input; else an empty text.
         tier: that a decorator or rule asks for; None leaves it to the policy.
         in_state: it is part of `CPUAdam`'s state: momentum, variance, or what a split master weight has beyond the
-            bfloat16 weight. Only that, and weights of units that stream, may lie on the tier `ssd`.
+            bfloat16 weight. Only that, weights of units that stream, and inputs of units may lie on the tier `ssd`.
         is_updated: steps write it; of weights, an optimizer has to hold them.
     """
 

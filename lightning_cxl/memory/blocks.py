@@ -23,6 +23,13 @@ class BlockList:
         self._ranges[offset] = nbytes
         self._insert(offset, nbytes)
 
+    def extend_range(self, offset: int, nbytes: int) -> None:
+        """Add `nbytes`, all free, at the end of the range that begins at `offset`."""
+        end = offset + self._ranges[offset]
+        self._ranges[offset] += nbytes
+        self._used[end] = nbytes
+        self.free(end)
+
     def free_ranges(self) -> list[int]:
         """Return the offsets of ranges of which nothing is in use."""
         return [offset for offset, nbytes in self._ranges.items() if self._size_at.get(offset) == nbytes]

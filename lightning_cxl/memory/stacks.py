@@ -66,7 +66,7 @@ class HostMemory:
             if budget < 0:
                 raise ConfigError(f"the budget of tier `{name}` must not be negative, got {budget}")
         self.topology = topology
-        self._on_tier_full = on_tier_full
+        self.on_tier_full = on_tier_full
         self._pin = pin
         self._reuse_below = reuse_below
         most = sum(min(self._limit(tier), tier.capacity_bytes) for tier in topology.tiers)
@@ -112,7 +112,7 @@ class HostMemory:
             if full or split != wanted:
                 self._warn_spill(buffer, role, wanted, full or [name for name, _ in wanted])
             return buffer
-        tiers = [name for name, _ in wanted] if self._on_tier_full == "error" else placement.tiers
+        tiers = [name for name, _ in wanted] if self.on_tier_full == "error" else placement.tiers
         raise TierFullError(self._full_message(nbytes, role, tiers, reason))
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, placement: Placement, role: TensorRole) -> torch.Tensor:
@@ -239,7 +239,7 @@ class HostMemory:
     def _attempts(self, wanted: SplitKey, placement: Placement) -> Iterator[tuple[SplitKey, set[str] | None]]:
         """Yield what to try in turn: a split, and where its tiers may lend each other room, a set for the full ones."""
         yield wanted, None
-        if self._on_tier_full == "error":
+        if self.on_tier_full == "error":
             return
         if len(wanted) > 1:
             yield wanted, set()

@@ -6,10 +6,12 @@ from lightning_cxl.placement.placement import TensorRole
 
 ROLES_ON_SSD = frozenset({TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS})
 """Of these, what is part of `CPUAdam`'s state; full master weights are not. See `HostTensor.in_state`."""
-_FIELDS = frozenset(filter(None, map(field_of_role, {*ROLES_ON_SSD, TensorRole.COMPUTE_WEIGHTS})))
+_SETTLED_ROLES = frozenset({TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS})
+_FIELDS = frozenset(filter(None, map(field_of_role, ROLES_ON_SSD | _SETTLED_ROLES)))
 _WHAT = (
-    "Only optimizer state of `CPUAdam` (momentum, variance, and what master weights have beyond bfloat16 weights) and "
-    'weights of units that stream can lie there. Ask for these alone: {"optimizer_state": "ssd", "weights": "ssd"}'
+    "Only optimizer state of `CPUAdam` (momentum, variance, and what master weights have beyond bfloat16 weights), "
+    "weights of units that stream, and inputs of units can lie there. Ask for these alone: "
+    '{"optimizer_state": "ssd", "weights": "ssd", "activations": "ssd"}'
 )
 
 
@@ -28,7 +30,7 @@ def check_field_on_ssd(field: str, source: str) -> None:
 
 
 def check_role_on_ssd(role: TensorRole, source: str) -> None:
-    """Refuse a role whose tensors cannot be made on the tier `ssd`; weights move there when their run begins.
+    """Refuse a role whose tensors cannot be made on the tier `ssd`; weights and inputs of units move there.
 
     Args:
         role: of the tensor.

@@ -37,7 +37,7 @@ class Placements:
             owner: a parameter of the model; for inputs of a unit, the name of the unit.
             role: of the tensor.
             nbytes: its size.
-            in_state: see `HostTensor`; only such a tensor, or weights, may be placed on the tier `ssd`.
+            in_state: see `HostTensor`; only such a tensor, weights, or inputs of units may be placed on the tier `ssd`.
         """
         key = (owner if isinstance(owner, str) else id(owner), role, in_state)
         if key not in self._decided:
@@ -46,8 +46,17 @@ class Placements:
 
     def _decide(self, owner: Tensor | str, role: TensorRole, nbytes: int, in_state: bool) -> Placement:
         tier, source = self.asked.lookup(owner, role, in_state=in_state)
-        if tier == SSD and role is TensorRole.COMPUTE_WEIGHTS:
+        if tier == SSD and role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS):
             return Placement((tier,), reason=source)
+        return self._in_memory(owner, role, nbytes, tier, source)
+
+    def in_memory(self, unit: str, nbytes: int) -> Placement:
+        """Return where an input of a unit goes that belongs on the tier `ssd` and has no room there."""
+        return self._in_memory(unit, TensorRole.ACTIVATIONS, nbytes, None, "tier ssd is full")
+
+    def _in_memory(
+        self, owner: Tensor | str, role: TensorRole, nbytes: int, tier: str | None, source: str
+    ) -> Placement:
         name = owner if isinstance(owner, str) else self.asked.names.get(id(owner), "")
         placement = self.placer.place(role, nbytes, tier=tier, source=source, module=name)
         if tier is None and source:

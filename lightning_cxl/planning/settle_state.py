@@ -4,9 +4,10 @@ What decorators and rules ask for is there already. Where memory cannot hold the
 many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the units whose
 state is in memory; then that of parameters outside of units, the largest first, but those that are larger than the
 largest unit last of all, because each of the slots in memory must hold the largest. Where that is not enough, weights
-of streamed units go, evenly spread again: they come last, because they are read twice in every micro-batch. Those that
-no step writes go first. What someone asks another tier for stays. All who read the inventory afterwards see the same:
-policies, the check whether a run fits, `plan`, and the run.
+of streamed units go, evenly spread again: they are read twice in every micro-batch. Those that no step writes go first.
+The last are inputs of units, where their sizes are known: those of the first units of a forward, which wait longest.
+What someone asks another tier for stays. All who read the inventory afterwards see the same: policies, the check
+whether a run fits, `plan`, and the run.
 """
 
 import warnings
@@ -17,7 +18,14 @@ from typing import NamedTuple
 from lightning_cxl.config import OnTierFull
 from lightning_cxl.errors import SpillWarning
 from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.records import PlannedRecord, group_state, slot_bytes, weight_records, with_slots
+from lightning_cxl.inventory.records import (
+    PlannedRecord,
+    group_state,
+    input_records,
+    slot_bytes,
+    weight_records,
+    with_slots,
+)
 from lightning_cxl.inventory.tensors import HostTensor
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.ssd_room import SsdRoom
@@ -32,6 +40,7 @@ class _Movable(NamedTuple):
     units: Sequence[PlannedRecord]  # in the order of the model
     others: Sequence[PlannedRecord]  # the largest first
     weights: Sequence[PlannedRecord]  # in the order of the model
+    inputs: Sequence[PlannedRecord]  # in the order of the forward
 
 
 def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_full: OnTierFull) -> Inventory:
@@ -85,7 +94,10 @@ def _as_ssd_can_hold(inventory: Inventory, ssd: SsdRoom) -> Inventory:
 
 
 def _what(records: Sequence[PlannedRecord]) -> str:
-    found = {"weights" if record.is_weights else "optimizer state" for record in records}
+    found = {
+        "weights" if record.is_weights else "activations" if record.is_inputs else "optimizer state"
+        for record in records
+    }
     return " and ".join(sorted(found))
 
 
@@ -100,14 +112,14 @@ def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequ
     without_slots = needed - slot_bytes(there, ssd.num_drives) * copies
     enough = memory_bytes * (1 - ssd.memory_left_free)
     best: Sequence[PlannedRecord] = []
-    for choices in (_choices_of_state(movable), _choices_of_weights(movable)):
+    for choices in (_choices_of_state(movable), _choices_of_weights(movable), _choices_of_inputs(movable)):
         before = best
         for more in choices:
             chosen = [*before, *more]
             if sum(map(ssd.bytes_of, chosen)) > room:
                 continue
             slots = slot_bytes([*there, *chosen], ssd.num_drives) * copies
-            left = without_slots - sum(record.tensor_bytes for record in chosen) + slots
+            left = without_slots - sum(_bytes_in_memory(inventory, record) for record in chosen) + slots
             if left < needed:
                 best, needed = chosen, left
             if left <= enough:
@@ -118,7 +130,7 @@ def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequ
 
 
 def _movable(inventory: Inventory) -> _Movable:
-    """Return state and weights that nobody asks a tier for and of whose record nothing lies on the tier `ssd` yet."""
+    """Return what nobody asks a tier for, of records of which nothing lies on the tier `ssd` yet."""
     taken = {record.name for record in inventory.ssd_records}
     parameters = {*inventory.asked.names.values()}
     order = {name: index for index, name in enumerate(dict.fromkeys(inventory.record_of.values()))}
@@ -127,7 +139,9 @@ def _movable(inventory: Inventory) -> _Movable:
     units = [record for record in found if record.name not in parameters]
     others = [record for record in found if record.name in parameters]
     weights = weight_records(inventory.tensors, lambda each: each.tier is None and inventory.may_leave_memory(each))
-    return _Movable(sorted(units, key=lambda r: order[r.name]), sorted(others, key=lambda r: -r.nbytes), weights)
+    inputs = input_records(inventory.tensors, lambda each: each.tier is None and each.nbytes > 0)
+    units.sort(key=lambda record: order[record.name])
+    return _Movable(units, sorted(others, key=lambda record: -record.nbytes), weights, inputs)
 
 
 def _choices_of_state(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
@@ -148,6 +162,17 @@ def _choices_of_weights(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
         yield [*frozen, *chosen]
 
 
+def _choices_of_inputs(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
+    """Yield inputs that could go, more and more of them: those of the first units."""
+    for count in range(1, len(movable.inputs) + 1):
+        yield movable.inputs[:count]
+
+
+def _bytes_in_memory(inventory: Inventory, record: PlannedRecord) -> int:
+    """Return what the tensors of a record would take in memory."""
+    return record.tensor_bytes * inventory.copies_of(record.tensors[0].role)
+
+
 def _more_and_more(records: Sequence[PlannedRecord]) -> Iterator[Sequence[PlannedRecord]]:
     for count in range(1, len(records) + 1):
         yield [records[index] for index in evenly_spread(count, len(records))]
@@ -157,13 +182,18 @@ def _placed(
     inventory: Inventory, records: Sequence[PlannedRecord], tier: str | None, source: str, num_drives: int
 ) -> Inventory:
     """Return the inventory with all of some records on a tier, and slots for what is on `ssd` now."""
-    state = {id(each.parameter) for record in records if not record.is_weights for each in record.tensors}
+    state = {id(each.parameter) for record in records if record.is_state for each in record.tensors}
+    inputs = {record.owner for record in records if record.is_inputs}
     pieces = {id(each.parameter) for record in records if record.is_weights for each in record.tensors}
     inventory.asked.place_state((p for p in inventory.model.parameters() if id(p) in state), tier, source)
     groups = [group for unit in inventory.streamed for group in unit.groups if id(group[0]) in pieces]
     inventory.asked.place_weights((parameter for group in groups for parameter in group), tier, source)
 
+    inventory.asked.place_inputs(inputs, tier, source)
+
     def is_moved(each: HostTensor) -> bool:
+        if each.role is TensorRole.ACTIVATIONS:
+            return each.unit in inputs
         if each.role is TensorRole.COMPUTE_WEIGHTS:
             return bool(each.unit) and id(each.parameter) in pieces
         return each.in_state and id(each.parameter) in state

@@ -35,7 +35,7 @@ class SsdRoom:
 
     def bytes_of(self, record: PlannedRecord) -> int:
         """Return what a record takes on the drives, all versions together."""
-        versions = 1 if record.is_weights else self.versions  # checkpoints copy weights
+        versions = self.versions if record.is_state else 1  # checkpoints copy weights, and have no inputs
         return versions * record.nbytes_on(self.num_drives)
 
     def check(self, records: Iterable[PlannedRecord]) -> None:

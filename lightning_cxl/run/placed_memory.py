@@ -1,5 +1,6 @@
 """`PlacedMemory`: host memory for the tensors of one model, each where the decision says."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.records import SLOTS_OWNER
 from lightning_cxl.memory.heap import HeapTrimmer
@@ -22,6 +24,7 @@ from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.homes import Home, InMemory
+from lightning_cxl.streaming.inputs_on_ssd import InputOnSsd
 
 _TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -53,7 +56,8 @@ class PlacedMemory:
         self._units = units
         self._keeps_in_place = False
         self.on_ssd: StateOnSsd | None = None
-        """Optimizer state and weights that do not lie in memory."""
+        """What does not lie in memory: optimizer state, weights, inputs of units."""
+        self._warned_of_ssd = False
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
@@ -111,8 +115,34 @@ class PlacedMemory:
     def activation(self, nbytes: int, unit: str) -> Buffer:
         """Return memory for an input of a unit."""
         placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
+        if placement.tiers[0] == SSD:  # which is full
+            placement = self.placements.in_memory(unit, nbytes)
         self._plan_activation(nbytes, unit, placement)
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
+
+    def activation_on_ssd(self, nbytes: int, unit: str) -> InputOnSsd | None:
+        """Return a place on the tier `ssd` for an input of a unit; None where it belongs in memory, or has no room.
+
+        Raises:
+            TierFullError: the tier is full, and ``on_tier_full="error"``.
+            StorageError: a drive has no room.
+        """
+        placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
+        if placement.tiers[0] != SSD:
+            return None
+        assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
+        try:
+            place = self.on_ssd.inputs.place(nbytes)
+        except TierFullError as error:
+            if self.memory.on_tier_full == "error":
+                raise
+            if not self._warned_of_ssd:
+                self._warned_of_ssd = True
+                text = f"an input of `{unit}` stays in memory, and others may: tier `ssd` is full ({error})"
+                warnings.warn(text, SpillWarning, stacklevel=2)
+            return None
+        self._plan_activation(nbytes, unit, placement)
+        return place
 
     def activation_in_place(self, tensor: torch.Tensor, nbytes: int, unit: str) -> object | None:
         """Count an input of a unit that lies on its tier already; None if it does not. See `ActivationOffload`."""

@@ -104,6 +104,7 @@ class Run:
                 engine,
                 self._placed.activation,
                 min_bytes=self.min_activation_bytes,
+                place_on_ssd=self._placed.activation_on_ssd,
                 keep_in_place=self._placed.activation_in_place,
             )
             streamer = self._residence.stream(lambda: activations.phase)
@@ -225,7 +226,7 @@ class Run:
         """Note that a training step is over."""
         self._host.memory.end_step()
         if self._placed.on_ssd is not None:
-            self._placed.on_ssd.note_pace()
+            self._placed.on_ssd.note_pace(self.guard.num_steps // max(1, len(self.optimizers)))
         if self._loop.writes_unseen:
             self.forget_copies()
 

@@ -39,11 +39,13 @@ class Pace:
         """Note between two steps what was moved since the run began.
 
         Args:
-            counts: ``read_bytes``, ``written_bytes``, and ``num_visits``: how often a record was updated.
-            num_records: that one step updates.
+            counts: ``read_bytes``, ``written_bytes``, and ``num_visits``: how often a record was updated, or of steps.
+            num_records: that one step updates; 1 where steps are counted.
         """
+        if counts["num_visits"] == self._last[1].get("num_visits"):
+            return  # between micro-batches of one step
         self._last = time.monotonic(), {**counts, "num_records": num_records}
-        if self._first is None and num_records and counts["num_visits"] >= num_records:
+        if self._first is None and counts["num_visits"] >= num_records:
             self._first = self._last
 
     def of_steps(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`StateOnSsd`: the optimizer state and the weights of a run that lie on SSD: store, slots, and each one's record."""
+"""`StateOnSsd`: what of a run lies on SSD, state, weights and inputs of units: store, slots, and each one's record."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.inventory.records import PlannedRecord, hop_slot_bytes, update_slot_bytes
+from lightning_cxl.inventory.records import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
 from lightning_cxl.machine.limits import host_limit_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
@@ -18,11 +18,14 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.ssd_options import SsdOptions
+from lightning_cxl.storage.area import Area
+from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.key import read_key
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.window import files_shown_at
 from lightning_cxl.streaming.hop import Hop, WeightRecord
+from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
 from lightning_cxl.transfer.engine import TransferEngine
 from lightning_cxl.units import format_bytes
 
@@ -33,14 +36,14 @@ _MOST_BYTES = 10  # of an element: two moments in float32, and the remainder
 
 
 class StateOnSsd:
-    """Gives tensors of records, all state of one parameter in one record, and homes for weights.
+    """Gives tensors of records, all state of one parameter in one record; homes for weights, and places for inputs.
 
     Args:
         options: the user's.
         budget_bytes: of the drives together.
         planned: all of these records are made now, so that a full drive shows before training.
         allocate: gives the memory that records visit, page-aligned.
-        engine: copies weights to the device.
+        engine: copies weights and inputs to the device, and inputs from it.
 
     Raises:
         ConfigError: the folders cannot be used, or hold the state of another model.
@@ -76,8 +79,13 @@ class StateOnSsd:
             cleanup.callback(self.visits.close)
             self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned, len(options.paths))), engine)
             cleanup.callback(self._hop.close)
-            self.store.check_found({each.name: each.nbytes for each in planned if not each.is_weights})
+            self.store.check_found({each.name: each.nbytes for each in planned if each.is_state})
+            self.inputs = self._place_inputs(planned, len(options.paths), allocate, engine)
+            """Gives places for inputs of units."""
+            cleanup.callback(self.inputs.close)
             for each in planned:
+                if each.is_inputs:
+                    continue
                 if each.is_weights:
                     home = self._homes[id(each.tensors[0].parameter)] = self._hop.reserve(each.name, each.nbytes)
                     self.visits.include(home)
@@ -86,8 +94,20 @@ class StateOnSsd:
                     record = self.visits.reserve(each.name, each.nbytes)
                     self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
             if key is not None and not self.refers:
-                _say_what_copies_take(sum(each.nbytes for each in planned))
+                _say_what_copies_take(sum(each.nbytes for each in planned if not (each.is_weights or each.is_inputs)))
             self._cleanup = cleanup.pop_all()
+
+    def _place_inputs(
+        self,
+        planned: Sequence[PlannedRecord],
+        num_drives: int,
+        allocate: Callable[[int], Buffer],
+        engine: TransferEngine,
+    ) -> InputsOnSsd:
+        """Take the space of all planned inputs together: each image gets its place in it when there is one."""
+        nbytes = sum(round_up(each.nbytes, BLOCK_BYTES * num_drives) for each in planned if each.is_inputs)
+        area = Area(self.store, "inputs of units", nbytes, num_drives)
+        return InputsOnSsd(self.store, area, HostSlots(allocate, input_slot_bytes(planned, num_drives)), engine)
 
     def flat(
         self, parameter: torch.Tensor, name: str, role: TensorRole, dtype: torch.dtype, numel: int
@@ -191,10 +211,15 @@ class StateOnSsd:
         reserved = self.store.stats()["reserved_bytes"]
         return SsdUse(used_bytes=reserved, peak_bytes=reserved, held_bytes=reserved, **self._pace.of_steps())
 
-    def note_pace(self) -> None:
-        """Measure what steps move, from one call to the next."""
-        counts = {**self.store.stats(), "num_visits": self.visits.num_visits}
-        self._pace.note(counts, len(set(self._record_of.values())) + self._num_updated_weights)
+    def note_pace(self, num_steps: int) -> None:
+        """Measure what steps move, from one call to the next.
+
+        Args:
+            num_steps: of optimizers so far. Where they update something here, the visits of its records are counted.
+        """
+        num_records = len(set(self._record_of.values())) + self._num_updated_weights
+        num_visits = self.visits.num_visits if num_records else num_steps
+        self._pace.note({**self.store.stats(), "num_visits": num_visits}, num_records or 1)
 
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""

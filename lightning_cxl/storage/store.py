@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class Store:
         self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
         self._lock = threading.Lock()  # of fields of records; held shortly
         self._records: dict[str, Record] = {}
-        self._unsynced: set[Record] = set()
+        self._unsynced: weakref.WeakSet[Record] = weakref.WeakSet()  # some records come and go
         self._reserved_bytes = 0
         self._restored: Generation | None = None
         self._closed = False

@@ -35,7 +35,16 @@ from lightning_cxl.streaming.comparisons import Comparisons
 from lightning_cxl.streaming.in_place import History, InPlaceInput, KeepInPlace, input_bytes
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.own_checkpointing import OwnCheckpointing
-from lightning_cxl.streaming.saved_inputs import Allocate, HeldInput, SavedBytes, StoredInput, UnitInput, can_store
+from lightning_cxl.streaming.saved_inputs import (
+    Allocate,
+    HeldInput,
+    PlaceOnSsd,
+    SavedBytes,
+    StoredInput,
+    UnitInput,
+    all_in_memory,
+    can_store,
+)
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import compiled_module, tree_flatten, tree_leaves, tree_unflatten
 from lightning_cxl.transfer.engine import TransferEngine
@@ -52,6 +61,7 @@ class ActivationOffload:
         allocate: gives host memory for ``(nbytes, unit_name)``; the bytes are free again when the last tensor over
             them has died. Its errors reach the caller of the unit.
         min_bytes: inputs smaller than this are held by reference.
+        place_on_ssd: gives a place on SSD for the same; None for what lies in memory.
         keep_in_place: says which inputs lie on their tier already, for a device that computes on host memory; None
             where all are to be copied.
     """
@@ -62,11 +72,13 @@ class ActivationOffload:
         allocate: Allocate,
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
+        place_on_ssd: PlaceOnSsd = all_in_memory,
         keep_in_place: KeepInPlace | None = None,
     ) -> None:
         self.engine = engine
         self.placeholder = torch.empty(0, device=engine.device)
         self._allocate = allocate
+        self._place_on_ssd = place_on_ssd
         self._min_bytes = min_bytes
         self._saved = SavedBytes()
         self._stored: weakref.WeakValueDictionary[int, StoredInput] = weakref.WeakValueDictionary()  # by id of source
@@ -132,7 +144,7 @@ class ActivationOffload:
             return in_place
         stored = self._stored.get(id(tensor))
         if stored is None or not stored.is_image_of(tensor) or not self._has_bits_of(stored, tensor):
-            stored = StoredInput(tensor, self.engine, self._allocate, unit, self._saved)
+            stored = StoredInput(tensor, self.engine, self._allocate, unit, self._saved, self._place_on_ssd)
             self._stored[id(tensor)] = stored
         return stored
 
@@ -219,6 +231,7 @@ class UnitForward(StandIn):
         watched = isinstance(stored, InPlaceInput)
         if (
             isinstance(stored, StoredInput)
+            and not stored.is_on_ssd
             and times is None
             and self.offload.may_keep_in_place
             and has_own_memory(tensor)

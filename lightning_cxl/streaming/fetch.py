@@ -1,14 +1,52 @@
-"""`Fetch`: one copy of a record to the device. See [Note: Weights on SSD]."""
+"""`Fetch`: one copy of a record to the device, and what else the hop's thread runs. See [Note: Weights on SSD]."""
 
 import threading
+from typing import Protocol
 
 import torch
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.engine import StorageTransfer
-from lightning_cxl.storage.visitor import Visitor
+from lightning_cxl.storage.record import Record
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
+
+
+class HasRecord(Protocol):
+    """What lies on SSD and is read for the device."""
+
+    @property
+    def record(self) -> Record:
+        """The bytes."""
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether the write of what is to be read has begun."""
+
+    def fill(self, slot: Buffer) -> None:
+        """Bring bytes that are not in the record to a slot that it was read into."""
+
+
+class SlotKeeper(Protocol):
+    """What a slot is kept for."""
+
+    def done(self) -> bool:
+        """Return whether the slot is free."""
+
+    def wait_host(self) -> None:
+        """Block until the slot is free."""
+
+
+class Trip(Protocol):
+    """What the hop's thread runs in turn: a `Fetch`, or what leaves for SSD."""
+
+    slot: Buffer | None
+
+    def start(self, engine: TransferEngine) -> SlotKeeper | None:
+        """Start the last transfer of the trip, which keeps the slot; None where there is none."""
+
+    def end(self, error: BaseException | None) -> None:
+        """Learn that it was started, or why not."""
 
 
 class Fetch:
@@ -20,7 +58,7 @@ class Fetch:
         after: device work that uses the destination.
     """
 
-    def __init__(self, home: Visitor, destination: torch.Tensor, after: list[Transfer]) -> None:
+    def __init__(self, home: HasRecord, destination: torch.Tensor, after: list[Transfer]) -> None:
         self.home = home
         self.slot: Buffer | None = None
         self.read: StorageTransfer | None = None

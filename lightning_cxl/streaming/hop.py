@@ -40,7 +40,7 @@ from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
-from lightning_cxl.streaming.fetch import Fetch
+from lightning_cxl.streaming.fetch import Fetch, HasRecord, SlotKeeper, Trip
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
@@ -52,6 +52,9 @@ class WeightRecord:
         record: has exactly one window, in which the parameters lie.
         window: of the record.
     """
+
+    can_be_read = True
+    """It is filled before anything else."""
 
     def __init__(self, hop: "Hop", record: Record, window: Buffer) -> None:
         self.record = record
@@ -116,8 +119,8 @@ class Hop:
         self._engine = engine
         self._changed = threading.Condition()  # guards the slots, and all below
         self._waiting: deque[Fetch] = deque()  # for a slot, in order
-        self._copying: deque[tuple[Buffer, Transfer]] = deque()  # what keeps slots, in order
-        self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._copying: deque[tuple[Buffer, SlotKeeper]] = deque()  # what keeps slots, in order
+        self._queue: SimpleQueue[Trip | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._looked_at: dict[WeightRecord, None] = {}
         self._pid = os.getpid()
@@ -135,25 +138,45 @@ class Hop:
         record = self._store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
         return WeightRecord(self, record, self._store.window(record))
 
-    def fetch(self, home: WeightRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
+    def fetch(self, home: HasRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
         """Start bringing a record to the device.
 
         Raises:
             StorageError: in a forked child, which has no thread for it.
         """
-        if os.getpid() != self._pid:
-            raise StorageError("a forked child cannot fetch weights on SSD: only its parent has the thread for it")
+        self._check_process()
         fetch = Fetch(home, destination, after)
         with self._changed:
-            if self._thread is None:
-                thread = threading.Thread(target=self._work, name="lightning_cxl hop", daemon=True)
-                thread.start()
-                self._thread = thread
+            self._start_thread()
             self._free_done()
             self._waiting.append(fetch)
             self._start_reads()
             self._queue.put(fetch)
         return fetch
+
+    def send(self, trip: Trip, nbytes: int) -> Buffer:
+        """Return a slot for what leaves for SSD; waits for one. The thread runs the trip in turn.
+
+        Raises:
+            TierFullError: there is no memory for slots.
+            StorageError: in a forked child.
+        """
+        self._check_process()
+        with self._changed:
+            self._start_thread()
+            trip.slot = slot = self._take_locked(nbytes)
+            self._queue.put(trip)  # in the order of slots: what waits for a slot never comes before what keeps it
+            return slot
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StorageError("a forked child cannot fetch what is on SSD: only its parent has the thread for it")
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="lightning_cxl hop", daemon=True)
+            thread.start()
+            self._thread = thread
 
     @contextmanager
     def writing(self, record: Record) -> Iterator[Buffer]:
@@ -233,43 +256,46 @@ class Hop:
     def _take(self, nbytes: int) -> Buffer:
         """Return a slot for the calling thread, which waits for it behind those that wait already."""
         with self._changed:
-            while self._waiting or (slot := self._slots.take(nbytes)) is None:
-                if self._waiting or not self._copying:
-                    self._changed.wait()
-                else:
-                    self._wait_for_oldest()
-            return slot
+            return self._take_locked(nbytes)
+
+    def _take_locked(self, nbytes: int) -> Buffer:
+        while self._waiting or (slot := self._slots.take(nbytes)) is None:
+            if self._waiting or not self._copying:
+                self._changed.wait()
+            else:
+                self._wait_for_oldest()
+        return slot
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         self._engine.use_in_this_thread()
-        while (fetch := self._queue.get()) is not None:
-            self._run(fetch)
-            del fetch  # it would keep the device's memory until the next one
+        while (trip := self._queue.get()) is not None:
+            self._run(trip)
+            del trip  # it would keep the device's memory until the next one
 
-    def _run(self, fetch: Fetch) -> None:
-        copy: Transfer | None = None
+    def _run(self, trip: Trip) -> None:
+        copy: SlotKeeper | None = None
         error: BaseException | None = None
         try:
-            self._wait_for_slot(fetch)
-            copy = fetch.start(self._engine)
+            self._wait_for_slot(trip)
+            copy = trip.start(self._engine)
         except BaseException as caught:
             error = caught
         with self._changed:
-            if copy is not None and fetch.slot is not None:
-                self._copying.append((fetch.slot, copy))
-            elif fetch.slot is not None:
-                self._slots.give_back(fetch.slot)
+            if copy is not None and trip.slot is not None:
+                self._copying.append((trip.slot, copy))
+            elif trip.slot is not None:
+                self._slots.give_back(trip.slot)
             self._start_reads()
             self._changed.notify_all()
-        fetch.end(error)
+        trip.end(error)
 
-    def _wait_for_slot(self, fetch: Fetch) -> None:
+    def _wait_for_slot(self, trip: Trip) -> None:
         """Wait for copies until the oldest request has a slot, or was refused."""
         with self._changed:
             self._start_reads()
-            while fetch in self._waiting:
+            while trip in self._waiting:
                 if self._copying:
                     self._wait_for_oldest()
                 else:
@@ -281,6 +307,8 @@ class Hop:
     def _start_reads(self) -> None:
         while self._waiting:
             fetch = self._waiting[0]
+            if not fetch.home.can_be_read:
+                return
             record = fetch.home.record
             try:
                 fetch.slot = self._slots.take(record.padded_nbytes)

@@ -10,6 +10,7 @@
   was given is on the device when backward begins, unless it has been changed since.
 * One tensor given to several units is stored once: found again by identity (a weak reference, never an address) and
   version. An exact image is kept: same strides, same address modulo 64, so that a recompute runs the same kernels.
+* On SSD where it belongs there: the copy lands in a host slot and is written. See [Note: Inputs on SSD].
 * Held (masks, position embeddings, ids, small or sparse tensors): a detached alias, and its version is checked.
   Holding the tensor itself could close a cycle through the graph that no garbage collector sees.
 * Kept where it lies (on its tier already): held, too. See [Note: Inputs kept in place].
@@ -24,6 +25,7 @@ import torch
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_tensors import storage_extent
+from lightning_cxl.streaming.inputs_on_ssd import InputOnSsd
 from lightning_cxl.streaming.versions import same_bits, stale_error, version_of
 from lightning_cxl.torch_private import is_only_holder
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
@@ -40,6 +42,12 @@ class HostBytes(Protocol):
 
 Allocate = Callable[[int, str], HostBytes]
 """Takes a number of bytes and the unit's name."""
+PlaceOnSsd = Callable[[int, str], InputOnSsd | None]
+"""Takes the same; None where the image belongs in memory."""
+
+
+def all_in_memory(_nbytes: int, _unit: str) -> None:
+    """Be a `PlaceOnSsd` where nothing lies on SSD."""
 
 
 class SavedBytes:
@@ -68,18 +76,29 @@ class SavedBytes:
 
 
 class StoredInput:
-    """An exact image of one tensor on a host tier. See [Note: Life of a saved input]."""
+    """An exact image of one tensor on a host tier, or on SSD. See [Note: Life of a saved input]."""
 
     def __init__(
-        self, tensor: torch.Tensor, engine: TransferEngine, allocate: Allocate, unit: str, saved: SavedBytes
+        self,
+        tensor: torch.Tensor,
+        engine: TransferEngine,
+        allocate: Allocate,
+        unit: str,
+        saved: SavedBytes,
+        place_on_ssd: PlaceOnSsd = all_in_memory,
     ) -> None:
         self._size, self._stride = tensor.shape, tensor.stride()
         self._lead = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
         extent = storage_extent(tensor)
         self.nbytes = (self._lead + extent) * tensor.element_size()
-        self._host = allocate(self.nbytes, unit).tensor((self._lead + extent,), tensor.dtype)
+        self._numel, self._dtype = self._lead + extent, tensor.dtype
         flat = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
-        self.transfer = engine.d2h(flat, self._host[self._lead :])
+        self._on_ssd = place_on_ssd(self.nbytes, unit)
+        if self._on_ssd is not None:
+            self.transfer = self._on_ssd.store(flat, self._lead)
+        else:
+            self._host = allocate(self.nbytes, unit).tensor((self._numel,), tensor.dtype)
+            self.transfer = engine.d2h(flat, self._host[self._lead :])
         self.source = weakref.ref(tensor)
         self.version = version_of(tensor)
         self._address = tensor.data_ptr()
@@ -122,16 +141,37 @@ class StoredInput:
         """Return whether the image equals `tensor`, which has its shape. On the host only."""
         return same_bits(tensor, self.shape_like_source(self.on_host()))
 
+    @property
+    def is_on_ssd(self) -> bool:
+        """Whether it has no memory between forward and backward."""
+        return self._on_ssd is not None
+
+    def must_move(self, engine: TransferEngine) -> bool:
+        """Return whether a recompute needs a copy of the image."""
+        return self.is_on_ssd or not engine.computes_on_host
+
     def _is_unchanged(self, tensor: torch.Tensor) -> bool:
         return version_of(tensor) == self.version and self.has_bits_of(tensor)
 
     def fetch(self, engine: TransferEngine) -> tuple[torch.Tensor, Transfer]:
         """Start bringing the image to the device; once the transfer is waited for, `shape_like_source` it."""
-        destination = torch.empty_like(self._host, device=engine.device)
+        destination = torch.empty(self._numel, dtype=self._dtype, device=engine.device)
+        if self._on_ssd is not None:
+            return destination, self._on_ssd.fetch(destination)
         return destination, engine.h2d(self._host, destination, after=(self.transfer, engine.mark()))
 
     def on_host(self) -> torch.Tensor:
-        """Return the image itself, for a device that computes on host memory. Must not be written to."""
+        """Return the image itself, or a copy of one on SSD, for a device that computes on host memory.
+
+        It must not be written to.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        if self._on_ssd is not None:
+            image = torch.empty(self._numel, dtype=self._dtype)
+            self._on_ssd.fetch(image).wait_host()
+            return image
         self.transfer.wait_host()
         return self._host
 
@@ -270,7 +310,7 @@ class UnitInput:
         """Start bringing a stored tensor to the device, unless it need not move or is on the way."""
         if self._near is not None and version_of(self._near) == self._version:
             return
-        if isinstance(self._kept, StoredInput) and not engine.computes_on_host and self._on_the_way is None:
+        if isinstance(self._kept, StoredInput) and self._kept.must_move(engine) and self._on_the_way is None:
             self._on_the_way = self._kept.fetch(engine)
 
     def load(self, engine: TransferEngine) -> torch.Tensor:
@@ -284,7 +324,7 @@ class UnitInput:
     def _values(self, engine: TransferEngine) -> torch.Tensor:
         if isinstance(self._kept, HeldInput):
             return self._kept.get()
-        if engine.computes_on_host:
+        if not self._kept.must_move(engine):
             return self._kept.shape_like_source(self._kept.on_host())
         near, self._near = self._near, None
         if near is not None and version_of(near) == self._version:

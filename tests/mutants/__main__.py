@@ -22,6 +22,7 @@ from tests.mutants import (
     of_all_folders,
     of_copies,
     of_encryption,
+    of_inputs_on_ssd,
     of_state_on_ssd,
     of_storage,
     of_updates,
@@ -29,7 +30,13 @@ from tests.mutants import (
 )
 from tests.mutants.mutant import Mutant
 
-ON_SSD = of_storage.MUTANTS + of_encryption.MUTANTS + of_state_on_ssd.MUTANTS + of_weights_on_ssd.MUTANTS
+ON_SSD = (
+    *of_storage.MUTANTS,
+    *of_encryption.MUTANTS,
+    *of_state_on_ssd.MUTANTS,
+    *of_weights_on_ssd.MUTANTS,
+    *of_inputs_on_ssd.MUTANTS,
+)
 MUTANTS = of_copies.MUTANTS + ON_SSD + of_updates.MUTANTS + of_all_folders.MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180  # a mutant that hangs has been noticed, too

@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         "copies of weights do not lie on drives",
         "lightning_cxl/inventory/asked.py",
-        "if tier == SSD and not (in_state or self.weights_may_leave(owner, role)):",
+        "if tier == SSD and not may_leave:",
         "if False:",
         T_SETTLE,
     ),

@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "an error gives the slot back",
         _HOP,
-        "                self._slots.give_back(fetch.slot)\n            self._start",
+        "                self._slots.give_back(trip.slot)\n            self._start",
         "                pass\n            self._start",
         T_HOP,
     ),
@@ -261,7 +261,7 @@ MUTANTS = (
     Mutant(
         "a plan counts weights once",
         "lightning_cxl/planning/jobs/job.py",
-        "(1 if each.role is TensorRole.COMPUTE_WEIGHTS else versions)",
+        "(1 if each.role in others else versions)",
         "versions",
         T_SETTLE,
     ),

@@ -6,6 +6,7 @@ from lightning_cxl.commands.plan.findings import Findings
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.compare import PolicyPlan, fits_device
+from lightning_cxl.planning.jobs.job import Job
 from lightning_cxl.planning.jobs.step import StepTime
 from lightning_cxl.planning.wear import wear_advice
 from lightning_cxl.ssd_options import SSD
@@ -94,11 +95,9 @@ def _ssd(found: Findings) -> list[str]:
         return []
     left = max(0, machine.memory_bytes - found.host_bytes)
     twice = ", optimizer state in two versions" if machine.ssd.versions > 1 else ""
-    has_weights = any(each.role is TensorRole.COMPUTE_WEIGHTS and each.tier == SSD for each in job.classes)
-    what = "optimizer state and weights" if has_weights else "optimizer state"
     used = format_bytes(job.ssd_bytes_in(machine.ssd.versions))
     lines = wrapped(
-        f"tier ssd: memory cannot hold {what} in {job.num_records} records, "
+        f"tier ssd: memory cannot hold {_on_drives(job)}, "
         f"{used} of {format_bytes(machine.ssd.capacity_bytes)}{twice}; "
         f"memory left over: {format_bytes(left)} of {format_bytes(machine.memory_bytes)}"
     )
@@ -116,6 +115,16 @@ def _ssd(found: Findings) -> list[str]:
             "--ssd DIR` measures them"
         )
     return [*lines, *wrapped(f"  {'WARNING: ' + wear_advice(wear) if wear.wears_out else wear.describe()}")]
+
+
+def _on_drives(job: Job) -> str:
+    """Return what lies there."""
+    has_weights = any(each.role is TensorRole.COMPUTE_WEIGHTS and each.tier == SSD for each in job.classes)
+    what = "optimizer state and weights" if has_weights else "optimizer state"
+    inputs = sum(each.nbytes for each in job.classes if each.tier == SSD and each.role is TensorRole.ACTIVATIONS)
+    parts = [f"{what} in {job.num_records} records"] if job.num_records else []
+    parts += [f"{format_bytes(inputs)} of activations"] if inputs else []
+    return " and ".join(parts)
 
 
 def _device(found: Findings) -> list[str]:

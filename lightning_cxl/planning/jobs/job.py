@@ -62,12 +62,10 @@ class Job:
         return self.ssd_bytes_in(1)
 
     def ssd_bytes_in(self, versions: int) -> int:
-        """Return the bytes on the tier `ssd` where state lies there in several versions; weights have one."""
-        return sum(
-            each.nbytes * (1 if each.role is TensorRole.COMPUTE_WEIGHTS else versions)
-            for each in self.classes
-            if each.tier == SSD
-        )
+        """Return the bytes on the tier `ssd` where state lies there in several versions; all else has one."""
+        others = (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
+        on_ssd = [each for each in self.classes if each.tier == SSD]
+        return sum(each.nbytes * (1 if each.role in others else versions) for each in on_ssd)
 
     @property
     def ssd_written_bytes(self) -> float:

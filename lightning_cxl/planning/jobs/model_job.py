@@ -55,7 +55,7 @@ def model_job(name: str, inventory: Inventory) -> ModelJob:
         classes=_classes(inventory),
         num_parameters=sum(p.numel() for p in known_parameters(inventory.model)),
         num_units=max(1, len(inventory.units)),
-        num_records=len(inventory.ssd_records),
+        num_records=sum(not record.is_inputs for record in inventory.ssd_records),
         num_visits=len({each.owner for each in inventory.ssd_records if each.is_updated}),
         num_tokens=workload.batch * workload.sequence * n * workload.num_devices,
         forward_flops=run.forward_flops * n,
@@ -81,7 +81,8 @@ def _classes(inventory: Inventory) -> tuple[MemoryClass, ...]:
         part = nbytes / max(1, of_role[role])
         moves = tuple(m._replace(nbytes=m.nbytes * part) for m in engine_moves(role, of_role[role], traffic))
         if tier == SSD:
-            moves += ssd_moves(role, nbytes, updated[role, tier], traffic.num_micro_batches)
+            on_drives = nbytes * inventory.copies_of(role)
+            moves += ssd_moves(role, on_drives, updated[role, tier], traffic.num_micro_batches)
         classes.append(MemoryClass(role=role, nbytes=nbytes * inventory.copies_of(role), tier=tier, moves=moves))
     return tuple(classes)
 

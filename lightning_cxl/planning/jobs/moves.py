@@ -71,11 +71,15 @@ def ssd_moves(role: TensorRole, nbytes: int, updated_bytes: int, num_micro_batch
     """Return what a step moves of a role on the tier `ssd`, beside what the CPUs read and write of it in memory.
 
     Args:
-        role: of the class: weights are read for every forward and every backward, too.
+        role: of the class: weights are read for every forward and every backward, too; inputs of units are written in
+            every forward, and read in every backward.
         nbytes: that lie there.
         updated_bytes: of those, what the update reads and writes.
         num_micro_batches: of the step.
     """
+    if role is TensorRole.ACTIVATIONS:
+        moved = float(num_micro_batches * nbytes)
+        return Move("forward", "ssd_write", moved), Move("backward", "ssd_read", moved)
     updates = Move("update", "ssd_read", float(updated_bytes)), Move("update", "ssd_write", float(updated_bytes))
     if role is not TensorRole.COMPUTE_WEIGHTS:
         return updates

@@ -425,3 +425,20 @@ def test_published_shapes_have_the_published_number_of_parameters(name):
 def test_every_shape_can_be_built_in_name_only():
     assert set(PARAMETERS) < set(SHAPES)
     assert all(name == name.lower() for name in SHAPES)
+
+
+def test_activations_that_memory_cannot_hold_lie_on_the_tier_ssd(small):
+    in_memory = small("--seq", "4096", dram="1GiB")[2]
+    status, text, data = small("--seq", "4096", dram=f"{in_memory['host_bytes'] * 8 // 10}B")
+    assert status == 0
+    of_policy = data["policies"]["bandwidth"]["bytes"]["activations"]
+    assert of_policy["ssd"] > 0
+    assert "MiB of activations, " in " ".join(text.split())
+    # all state is written once a step, and so are inputs; weights are in memory
+    assert (
+        data["ssd"]["wear"]["written_bytes_per_step"] == data["ssd"]["used_bytes"] == data["ssd"]["read_bytes_per_step"]
+    )
+    twice = small("--seq", "4096", "--accumulate-grad-batches", "2", dram=f"{in_memory['host_bytes'] * 8 // 10}B")[2][
+        "ssd"
+    ]
+    assert twice["wear"]["written_bytes_per_step"] >= twice["used_bytes"] + of_policy["ssd"]

@@ -15,7 +15,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import list_tensors
-from lightning_cxl.inventory.records import NUM_HOP_SLOTS, NUM_UPDATE_SLOTS, SLOTS_OWNER
+from lightning_cxl.inventory.records import NUM_HOP_SLOTS, NUM_INPUT_SLOTS, NUM_UPDATE_SLOTS, SLOTS_OWNER
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
@@ -57,6 +57,7 @@ def listed(
     dtype=torch.bfloat16,
     vocabulary=64,
     frozen=(),
+    tokens=0,
     micro_batches=1,
     **options,
 ):
@@ -66,7 +67,7 @@ def listed(
         parameter.requires_grad_(not any(part in name for part in frozen))
     config = OffloadConfig(tier_rules=rules or {}, stream_weights=streams, **options)
     asked = AskedTiers(model, resolve(model.named_modules(), config.tier_rules, TOPOLOGY))
-    load = Workload(batch=1, sequence=0, num_micro_batches=micro_batches)
+    load = Workload(batch=1, sequence=tokens, num_micro_batches=micro_batches)
     optimizers = [optimizer(model.parameters(), lr=1e-3)] if optimizer else []
     return list_tensors(model, optimizers, config, load, asked=asked)
 
@@ -82,7 +83,11 @@ def settled_state_alone():
 
 def on_ssd(inventory):
     """Return the names of the records of state."""
-    return [record.name for record in inventory.ssd_records if not record.is_weights]
+    return [record.name for record in inventory.ssd_records if record.is_state]
+
+
+def inputs_on_ssd(inventory):
+    return [record.name for record in inventory.ssd_records if record.is_inputs]
 
 
 def weights_on_ssd(inventory):
@@ -389,3 +394,53 @@ def test_state_that_goes_there_beside_weights_makes_their_slots_larger():
         inventory = settled(listed(rules=rules), memory)
         assert memory_bytes_of(inventory) <= memory
         assert sum(e.nbytes for e in inventory.tensors if e.owner == SLOTS_OWNER) == slots_of(inventory)
+
+
+def settled_all_but_inputs():
+    return settled(listed(rules={"layers.*": {"activations": "dram"}}, tokens=512), 0)
+
+
+def test_inputs_go_last_those_of_the_first_units_first_and_no_more_than_needed():
+    least = memory_bytes_of(settled_all_but_inputs())
+    assert len(weights_on_ssd(settled_all_but_inputs())) == 8
+    assert inputs_on_ssd(settled(listed(tokens=512), least)) == []
+    inputs = listed(tokens=512).bytes_of(TensorRole.ACTIVATIONS) // 8
+    (slots,) = {
+        record.nbytes * NUM_INPUT_SLOTS for record in settled(listed(tokens=512), 0).ssd_records if record.is_inputs
+    }
+    for count in range(4, 9):
+        memory = least - count * inputs + slots
+        after = settled(listed(tokens=512), memory)
+        assert memory_bytes_of(after) == memory
+        assert inputs_on_ssd(after) == [f"layers.{i} inputs" for i in range(count)]
+        assert len(weights_on_ssd(after)) == 8
+    for each in after.tensors:
+        if each.role is TensorRole.ACTIVATIONS:
+            assert placements(after).of(each).tiers == ("ssd",) and placements(after).of(each).reason == NO_ROOM
+
+
+def test_inputs_that_are_asked_for_elsewhere_or_whose_size_is_not_known_stay():
+    rules = {"layers.[0-3]": {"activations": "dram"}}
+    assert inputs_on_ssd(settled(listed(rules=rules, tokens=512), 0)) == [f"layers.{i} inputs" for i in range(4, 8)]
+    assert inputs_on_ssd(settled(listed(), 0)) == []
+
+
+@pytest.mark.parametrize("tokens", [0, 512])
+def test_inputs_that_are_asked_for_there_are_listed_also_where_their_size_is_not_known(tokens):
+    inventory = listed(rules={"layers.2": {"activations": "ssd"}}, tokens=tokens)
+    (record,) = inventory.ssd_records
+    assert record.is_inputs and not record.is_updated and record.owner == "layers.2"
+    slots = [each.nbytes for each in inventory.tensors if each.owner == SLOTS_OWNER]
+    assert slots == ([NUM_INPUT_SLOTS * record.nbytes] if tokens else [])
+    assert (record.nbytes > 0) == (tokens > 0)
+    assert SsdRoom(0, versions=2).bytes_of(record) == record.nbytes  # no generation has them
+
+
+def test_inputs_that_the_tier_cannot_hold_stay_in_memory():
+    rules = {"layers.*": {"activations": "ssd"}}
+    record = listed(rules=rules, tokens=512).ssd_records[0]
+    with pytest.warns(SpillWarning, match=r"activations of 3 of 8 records stays in memory"):
+        inventory = settled(listed(rules=rules, tokens=512), 1 << 40, SsdRoom(5 * record.nbytes))
+    assert inputs_on_ssd(inventory) == [f"layers.{i} inputs" for i in range(5)]
+    last = next(each for each in inventory.tensors if each.unit == "layers.7" and each.role is TensorRole.ACTIVATIONS)
+    assert placements(inventory).of(last).tiers[0] != "ssd"

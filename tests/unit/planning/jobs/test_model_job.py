@@ -1,6 +1,7 @@
 """Planned bytes against what the report of a real run says, role by role."""
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,17 +12,22 @@ from torch import nn
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.gradients.leaving import MAX_STAGED
 from lightning_cxl.inventory.activations import measure
+from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.rules import resolve
 from lightning_cxl.planning.jobs.model_job import model_job
 from lightning_cxl.planning.jobs.moves import Traffic, engine_moves
+from lightning_cxl.ssd_options import SsdOptions
 from tests.cases import every_value
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload
 from tests.models import TinyTransformer, token_data
 
 VOCAB, BATCH = 512, 2
+WITH_SSD = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
 PRECISIONS = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.float32}
 
 
@@ -223,6 +229,21 @@ def test_several_devices_each_keep_activations():
         assert jobs[1].bytes_of()[role] == 4 * jobs[0].bytes_of()[role]
     assert jobs[1].num_tokens == 4 * jobs[0].num_tokens
     assert jobs[1].bytes_of()[TensorRole.MOMENTUM] == jobs[0].bytes_of()[TensorRole.MOMENTUM]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_inputs_on_the_tier_ssd_are_written_and_read_once_in_every_micro_batch_of_every_device(count):
+    with torch.device("meta"):
+        model = llama()
+    names = resolve(model.named_modules(), {"model.layers.[01]": {"activations": "ssd"}}, WITH_SSD)
+    load = Workload(batch=BATCH, sequence=128, num_devices=count, num_micro_batches=3)
+    inventory = list_tensors(model, None, OffloadConfig(), load, asked=AskedTiers(model, names))
+    job = model_job("llama", inventory).job
+    nbytes = sum(each.nbytes for each in inventory.tensors if each.tier == "ssd")
+    assert nbytes == 2 * BATCH * 128 * model.config.hidden_size * 4
+    assert job.ssd_bytes == count * nbytes
+    assert job.ssd_written_bytes == job.ssd_read_bytes == 3 * count * nbytes
+    assert job.num_records == 0
 
 
 def test_moves_agree_with_the_formulas_for_published_shapes():

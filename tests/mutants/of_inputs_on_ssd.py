@@ -1,0 +1,187 @@
+"""Protections of inputs of units on SSD: their way there and back, their places on drives, and their memory."""
+
+from tests.mutants.mutant import Mutant
+
+_INPUTS = "lightning_cxl/streaming/inputs_on_ssd.py"
+_FETCH = "lightning_cxl/streaming/fetch.py"
+_HOP = "lightning_cxl/streaming/hop.py"
+_AREA = "lightning_cxl/storage/area.py"
+_STORE = "lightning_cxl/storage/store.py"
+_BLOCKS = "lightning_cxl/memory/blocks.py"
+_RECORDS = "lightning_cxl/inventory/records.py"
+_INVENTORY = "lightning_cxl/inventory/inventory.py"
+_ROOM = "lightning_cxl/planning/ssd_room.py"
+_PLACED = "lightning_cxl/run/placed_memory.py"
+_USE = "lightning_cxl/run/ssd_use.py"
+T_INPUTS = ("tests/unit/streaming/test_inputs_on_ssd.py",)
+T_AREA = ("tests/unit/storage/test_area.py",)
+T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
+T_JOB = ("tests/unit/planning/jobs/test_model_job.py",)
+_RUN = "tests/integration/test_inputs_on_ssd.py"
+T_LARGER = (f"{_RUN}::test_larger_batches_than_planned_take_more_and_stay_in_memory_where_there_is_no_more",)
+T_REPORT = (f"{_RUN}::test_the_report_says_what_a_step_moves",)
+
+MUTANTS = (
+    Mutant(
+        "an image is written when its copy from the device is done",
+        _INPUTS,
+        "            self._copy.wait_host()\n",
+        "            pass\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "an image is read when its write has begun",
+        _HOP,
+        "            if not fetch.home.can_be_read:\n                return\n",
+        "",
+        T_INPUTS,
+    ),
+    Mutant(
+        "a slot is free when its write is done",
+        _INPUTS,
+        "        with contextlib.suppress(StorageError):\n            self._write.wait_host()\n",
+        "        pass\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "a slot is not free before its write is done",
+        _INPUTS,
+        "        if not self._write.done():\n            return False\n        self.wait_host()\n",
+        "        if self._write.done():\n            self.wait_host()\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "errors of writes are for whoever reads",
+        _INPUTS,
+        "        self.wait_host()\n        return True\n",
+        "        return True\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "an image that nobody holds is not written",
+        _INPUTS,
+        "        self._image = weakref.ref(image)\n",
+        "        self._image = lambda: image\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "an image gives its place back",
+        _INPUTS,
+        "        self._inputs.area.give_back(self.record)\n",
+        "        pass\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "a copy that cannot be started leaves the thread free",
+        _INPUTS,
+        "        finally:\n            leaving.begin(copy)\n",
+        "        except ZeroDivisionError:\n            pass\n        leaving.begin(copy)\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "the hop does not work on after the run",
+        _INPUTS,
+        "        if self._inputs.is_closed:\n",
+        "        if False:\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "slots are two where sizes are not known",
+        _INPUTS,
+        "= NUM_INPUT_SLOTS * record.padded_nbytes",
+        "= 99 * record.padded_nbytes",
+        T_INPUTS,
+    ),
+    Mutant(
+        "a read that cannot be started is told to whoever waits",
+        _FETCH,
+        "        if self.refused is not None:\n            raise self.refused\n",
+        "",
+        T_INPUTS,
+    ),
+    Mutant(
+        "inputs on drives are read ahead",
+        "lightning_cxl/streaming/activations.py",
+        "            before.prefetch()\n",
+        "            pass\n",
+        T_INPUTS,
+    ),
+    Mutant(
+        "a place is free when its transfers are done",
+        _AREA,
+        "if all(transfer.done() for transfer in transfers)",
+        "if True",
+        T_AREA,
+    ),
+    Mutant(
+        "more space is taken only where waiting does not help",
+        _AREA,
+        "            if self._left:  # more",
+        "            if False:  # more",
+        T_AREA,
+    ),
+    Mutant(
+        "space that is added is one with what is there",
+        _AREA,
+        "        if begin == self._end:\n",
+        "        if False:\n",
+        T_AREA,
+    ),
+    Mutant(
+        "space is taken when the run begins",
+        _AREA,
+        "        if nbytes:\n            self._grow(nbytes)\n",
+        "",
+        T_AREA,
+    ),
+    Mutant("records that are gone are gone", _STORE, "= weakref.WeakSet()", "= set()", T_AREA),
+    Mutant(
+        "inputs are in no generation",
+        _ROOM,
+        "self.versions if record.is_state else 1",
+        "self.versions if not record.is_weights else 1",
+        T_SETTLE,
+    ),
+    Mutant(
+        "inputs of an unknown size are in the inventory",
+        _INVENTORY,
+        "        stored = {name: 0 for name, _ in units if asked.tier(name, role) == SSD}\n",
+        "        pass\n",
+        T_SETTLE,
+    ),
+    Mutant(
+        "slots for inputs are planned",
+        _RECORDS,
+        ", hop_slot_bytes, input_slot_bytes)",
+        ", hop_slot_bytes)",
+        T_SETTLE,
+    ),
+    Mutant(
+        "every device has inputs of its own",
+        "lightning_cxl/planning/jobs/model_job.py",
+        "            on_drives = nbytes * inventory.copies_of(role)\n",
+        "            on_drives = nbytes\n",
+        T_JOB,
+    ),
+    Mutant(
+        "an input without room stays in memory",
+        _PLACED,
+        "            placement = self.placements.in_memory(unit, nbytes)\n",
+        "            pass\n",
+        T_LARGER,
+    ),
+    Mutant(
+        "a full tier is refused where that is asked for",
+        _PLACED,
+        '            if self.memory.on_tier_full == "error":\n                raise\n',
+        "",
+        T_LARGER,
+    ),
+    Mutant(
+        "what micro-batches move counts for their step",
+        _USE,
+        "            return  # between",
+        "            pass  # between",
+        T_REPORT,
+    ),
+)

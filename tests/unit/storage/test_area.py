@@ -1,0 +1,121 @@
+"""`Area`: places on drives that records take in turn, never two at a time."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cxl.errors import StorageError, TierFullError
+from lightning_cxl.storage.area import Area
+from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.system import System
+from tests.storage_cases import BLOCK, folders, get, memory_of, put
+
+
+class Gate(System):
+    """Lets writes wait until they are let through, or fail."""
+
+    def __init__(self):
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.fails = False
+
+    def pwritev(self, fd, views, offset):
+        assert self.is_open.wait(20)
+        if self.fails:
+            raise OSError(5, "Input/output error")
+        return super().pwritev(fd, views, offset)
+
+
+@pytest.fixture
+def gate():
+    return Gate()
+
+
+@pytest.fixture
+def store(tmp_path, gate):
+    opened = Store([tmp_path], budget_bytes=16 * BLOCK, system=gate)
+    yield opened
+    gate.is_open.set()
+    opened.close()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=20), count=st.sampled_from([1, 2]), data=st.data()
+)
+def test_records_that_live_together_never_share_bytes(tmp_path_factory, sizes, count, data):
+    store = Store(folders(tmp_path_factory.mktemp("drives"), count), budget_bytes=1 << 24)
+    area = Area(store, "passing", data.draw(st.integers(0, 4)) * BLOCK, count)
+    living = {}
+    for seed, nbytes in enumerate(sizes):
+        for record in [each for each in living if data.draw(st.booleans())]:
+            assert get(store, record) == living.pop(record)
+            area.give_back(record)
+        record = area.take(nbytes)
+        assert record.nbytes == nbytes and not record.is_written
+        living[record] = put(store, record, seed)
+    assert all(get(store, record) == contents for record, contents in living.items())
+    store.close()
+
+
+def test_space_is_taken_when_the_area_is_made_and_again_only_where_it_is_too_small(store):
+    area = Area(store, "passing", 6 * BLOCK, 1)
+    for _ in range(20):
+        records = [area.take(2 * BLOCK) for _ in range(3)]
+        assert store.stats()["reserved_bytes"] == 6 * BLOCK
+        for record in records:
+            area.give_back(record)
+    larger = area.take(9 * BLOCK)
+    assert store.stats()["reserved_bytes"] == 15 * BLOCK
+    area.give_back(larger)
+    whole = area.take(15 * BLOCK)  # what was there and what was added are one piece
+    assert store.stats()["reserved_bytes"] == 15 * BLOCK
+    contents = put(store, whole, 1)
+    with pytest.raises(TierFullError, match=r"of 64\.0 KiB free"):
+        area.take(2 * BLOCK)
+    assert get(store, whole) == contents
+
+
+def test_an_area_that_does_not_fit_is_refused_when_it_is_made(store):
+    with pytest.raises(TierFullError, match="passing"):
+        Area(store, "passing", 17 * BLOCK, 1)
+
+
+def test_a_place_is_not_given_away_while_it_is_written(store, gate):
+    area = Area(store, "passing", 2 * BLOCK, 1)
+    first = area.take(2 * BLOCK)
+    gate.is_open.clear()
+    store.write(first, memory_of(2 * BLOCK))
+    area.give_back(first)
+    started = time.monotonic()
+    threading.Timer(0.05, gate.is_open.set).start()
+    second = area.take(2 * BLOCK)
+    assert second.versions == first.versions and time.monotonic() - started >= 0.05
+    assert store.stats()["reserved_bytes"] == 2 * BLOCK  # waited instead of taking more
+
+
+def test_a_write_that_failed_does_not_keep_its_place(store, gate):
+    area = Area(store, "passing", 2 * BLOCK, 1)
+    first = area.take(2 * BLOCK)
+    gate.fails = True
+    write = store.write(first, memory_of(2 * BLOCK))
+    area.give_back(first)
+    second = area.take(2 * BLOCK)
+    with pytest.raises(StorageError):
+        write.wait_host()
+    gate.fails = False
+    assert get(store, second) if put(store, second, 3) else False
+
+
+def test_the_store_does_not_keep_records_that_are_gone(store):
+    area = Area(store, "passing", 2 * BLOCK, 1)
+    for seed in range(5):
+        record = area.take(2 * BLOCK)
+        put(store, record, seed)
+        area.give_back(record)
+        del record
+    area.take(BLOCK)
+    assert len(store._unsynced) == 0
