@@ -269,14 +269,15 @@ def test_weights_that_memory_cannot_hold_lie_there_once(small, deep_model):
     assert status == 0, text
     bytes_on = data["policies"]["bandwidth"]["bytes"]
     weights = bytes_on["compute_weights"]["ssd"]
-    state = sum(tiers.get("ssd", 0) for tiers in bytes_on.values()) - weights
+    inputs = bytes_on["activations"].get("ssd", 0)
+    state = sum(tiers.get("ssd", 0) for tiers in bytes_on.values()) - weights - inputs
     assert weights > 0
-    assert data["ssd"]["used_bytes"] == weights + 2 * state
-    assert data["ssd"]["wear"]["written_bytes_per_step"] == weights + state
-    assert data["ssd"]["read_bytes_per_step"] == 3 * weights + state
+    assert data["ssd"]["used_bytes"] == weights + inputs + 2 * state
+    assert data["ssd"]["wear"]["written_bytes_per_step"] == weights + inputs + state
+    assert data["ssd"]["read_bytes_per_step"] == 3 * weights + inputs + state
     said = " ".join(text.split())
     assert "memory cannot hold optimizer state and weights in" in said and "optimizer state in two versions" in said
-    enough = f"{weights + 2 * state + (1 << 20)}B"  # a tier that holds it, with the gaps between records
+    enough = f"{weights + inputs + 2 * state + (1 << 20)}B"  # a tier that holds it, with the gaps between records
     assert planned(enough)[0] == 0
 
 
