@@ -95,6 +95,18 @@ def test_the_benchmark_of_state_on_ssd_writes_rows(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_a_large_model_trains_it_from_its_files(tmp_path):
+    command = [sys.executable, EXAMPLES / "bench" / "ssd_largest.py", "--folder", tmp_path, "--size=tiny"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    options = ["--layers=6", "--steps=3", "--everything"]
+    done = subprocess.run([*command, *options], env=environment, check=True, capture_output=True, timeout=200)
+    moved = json.loads(done.stdout.splitlines()[-1])["ssd"]
+    assert 0 < moved["written_bytes_per_step"] < moved["read_bytes_per_step"]
+    refused = subprocess.run([*command, "--layers=2", "--steps=2"], env=environment, capture_output=True, timeout=200)
+    assert refused.returncode == 1 and b"memory is enough for this model" in refused.stderr
+
+
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
     target = tmp_path / "rows.json"
     command = [sys.executable, EXAMPLES / "bench" / "gpu.py", "--shape=tiny", "--seq=64", "--device=cpu", "--steps=3"]

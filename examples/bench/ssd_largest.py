@@ -35,26 +35,27 @@ from lightning_cxl.native._numa import Mapping
 from lightning_cxl.storage.store import Store
 from lightning_cxl.units import format_bytes
 
-WIDTH, INNER = 1024, 2816
-PROBE_BYTES = 1 << 30
+SHAPES = {"large": (1024, 2816), "tiny": (64, 128)}
+PROBE_BYTES = {"large": 1 << 30, "tiny": 1 << 23}
 
 
-def llama(layers: int) -> LlamaForCausalLM:
+def llama(layers: int, size: str) -> LlamaForCausalLM:
     """Return the model without weights."""
+    width, inner = SHAPES[size]
     config = LlamaConfig(
-        vocab_size=256, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=layers,
-        num_attention_heads=WIDTH // 64, num_key_value_heads=WIDTH // 64, max_position_embeddings=LENGTH,
+        vocab_size=256, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=width // 64, max_position_embeddings=LENGTH,
         use_cache=False,
     )  # fmt: skip
     with lightning_cxl.empty_weights():
         return LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
-def write_files(folder: Path, layers: int) -> list[Path]:
+def write_files(folder: Path, layers: int, size: str) -> list[Path]:
     """Write random weights, a file for each layer and one for the rest; none is in memory afterwards."""
     torch.manual_seed(0)
     of_file: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in llama(layers).named_parameters():
+    for name, parameter in llama(layers, size).named_parameters():
         parts = name.split(".")
         of_file.setdefault(f"layer-{parts[2]}" if "layers" in parts else "rest", {})[name] = parameter
     paths = []
@@ -73,14 +74,14 @@ def write_files(folder: Path, layers: int) -> list[Path]:
 class Job(LightningModule):
     """Next-token loss of a model whose weights stay in their files until the run moves them."""
 
-    def __init__(self, layers: int, files: list[Path]) -> None:
+    def __init__(self, layers: int, size: str, files: list[Path]) -> None:
         super().__init__()
-        self.layers, self.files = layers, files
+        self.layers, self.size, self.files = layers, size, files
         self.model: Any = None
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = llama(self.layers)
+            self.model = llama(self.layers, self.size)
             lightning_cxl.load_weights(self.model, self.files, mapped=True)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -117,8 +118,9 @@ class Clock(Callback):
         return [end - begin for begin, end in itertools.pairwise(self.times)]
 
 
-def fit(layers: int, files: list[Path], steps: int, **options: Any) -> tuple[list[float], dict[str, Any]]:
-    """Train; returns the seconds of the steps and the report."""
+def fit(layers: int, size: str, folder: Path, steps: int, **options: Any) -> tuple[list[float], dict[str, Any]]:
+    """Train a model from files in a folder; returns the seconds of the steps and the report."""
+    files = write_files(folder, layers, size)
     strategy = lightning_cxl.CXLOffloadStrategy(
         state="8bit", master="split", stream_weights=True, overlap_step=True, on_overflow="ignore", **options
     )
@@ -127,15 +129,15 @@ def fit(layers: int, files: list[Path], steps: int, **options: Any) -> tuple[lis
         accelerator="cpu", devices=1, strategy=strategy, max_steps=steps, precision="bf16-true", callbacks=[clock],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Job(layers, files))
+    trainer.fit(Job(layers, size, files))
     print(strategy, flush=True)
     return clock.seconds, strategy.report()
 
 
-def drive_speed(folder: Path) -> dict[str, float]:
+def drive_speed(folder: Path, nbytes: int) -> dict[str, float]:
     """Return bytes per second of reading alone and of writing alone, through the package's storage."""
-    store = Store([folder / "probe"], budget_bytes=2 * PROBE_BYTES)
-    mapping = Mapping(PROBE_BYTES // 8)
+    store = Store([folder / "probe"], budget_bytes=2 * nbytes)
+    mapping = Mapping(nbytes // 8)
     memory = Buffer(mapping.address, mapping.nbytes, (), None, mapping)
     memory.tensor((memory.nbytes,), torch.uint8).random_()
     records = [store.reserve(str(index), memory.nbytes) for index in range(8)]
@@ -144,7 +146,7 @@ def drive_speed(folder: Path) -> dict[str, float]:
         begin = time.perf_counter()
         for record in records:
             start(record, memory).wait_host()
-        speeds[name] = PROBE_BYTES / (time.perf_counter() - begin)
+        speeds[name] = nbytes / (time.perf_counter() - begin)
     store.close()
     return speeds
 
@@ -167,6 +169,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=70)
     parser.add_argument("--steps", type=int, default=4, help="the first one does not count")
     parser.add_argument("--budget", default="100GiB", help="of the tier ssd")
+    parser.add_argument("--size", choices=list(SHAPES), default="large")
+    parser.add_argument("--everything", action="store_true", help="lies on SSD, by a rule, also where memory is enough")
     parser.add_argument("--compute", type=int, nargs=2, metavar="LAYERS", help="instead: two depths, all in memory")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -174,7 +178,7 @@ def main() -> None:
     if options.compute:
         found = []
         for layers in options.compute:
-            seconds, _ = fit(layers, write_files(options.folder, layers), options.steps)
+            seconds, _ = fit(layers, options.size, options.folder, options.steps)
             found.append(statistics.median(seconds[1:]))
         of_layer = (found[1] - found[0]) / (options.compute[1] - options.compute[0])
         rest = found[0] - of_layer * options.compute[0]
@@ -182,15 +186,18 @@ def main() -> None:
         return
     growth = Growth()
     growth.start()
-    files = write_files(options.folder, options.layers)
-    speeds = [drive_speed(options.folder)]
-    tier = {"ssd": {"path": str(options.folder / "run"), "budget": options.budget}}
-    seconds, report = fit(options.layers, files, options.steps, tiers=tier)
-    speeds.append(drive_speed(options.folder))
+    probe = PROBE_BYTES[options.size]
+    speeds = [drive_speed(options.folder, probe)]
+    tiers = {"ssd": {"path": str(options.folder / "run"), "budget": options.budget}}
+    rules = {"*": {"weights": "ssd", "optimizer_state": "ssd"}} if options.everything else {}
+    seconds, report = fit(options.layers, options.size, options.folder, options.steps, tiers=tiers, tier_rules=rules)
+    speeds.append(drive_speed(options.folder, probe))
     growth.stop()
-    count = sum(each.numel() for each in llama(options.layers).parameters())
+    count = sum(each.numel() for each in llama(options.layers, options.size).parameters())
     step = statistics.median(seconds[1:])
     used = report["ssd"]
+    if not used:
+        raise SystemExit("memory is enough for this model: raise --layers, lower the limit, or add --everything")
     read, written = used["read_bytes_per_step"], used["written_bytes_per_step"]
     alone = [
         nbytes / statistics.mean(each[name] for each in speeds) for name, nbytes in (("read", read), ("write", written))
