@@ -139,7 +139,8 @@ def _train(folder: Path, options: argparse.Namespace, board: Board, tiers: dict)
     with board.within("start"):
         seed_everything(11, verbose=False)
         module = Sequential(tiny_llama(**SIZES).to(torch.bfloat16), folder / "losses")
-        rule = {"*": {"optimizer_state": "ssd"}} if tiers else {}
+        roles = ["optimizer_state", *(["weights", "activations"] if options.everything else [])]
+        rule = {"*": dict.fromkeys(roles, "ssd")} if tiers else {}
         overlap = {"stream_weights": True, "overlap_step": True, "on_overflow": "ignore"} if options.overlap else {}
         strategy = offload(tiers=tiers, tier_rules=rule, state=options.state, **overlap)
         saver = ModelCheckpoint(folder, every_n_train_steps=options.every, save_top_k=1, monitor=None)
@@ -234,6 +235,7 @@ def main() -> int:
     parser.add_argument("--state", default="fp32")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--everything", action="store_true", help="weights and inputs of units are on SSD, too")
     parser.add_argument("--device", choices=["cpu", "apart"], default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
