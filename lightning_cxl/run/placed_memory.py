@@ -128,9 +128,8 @@ class PlacedMemory:
             StorageError: a drive has no room.
         """
         placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
-        if placement.tiers[0] != SSD:
+        if placement.tiers[0] != SSD or self.on_ssd is None:  # no drives: nothing is trained
             return None
-        assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
         try:
             place = self.on_ssd.inputs.place(nbytes)
         except TierFullError as error:

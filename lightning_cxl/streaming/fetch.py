@@ -118,7 +118,7 @@ class Fetch:
 
     def end(self, error: BaseException | None) -> None:
         """Let those go on that wait for the start. For the hop's thread."""
-        self._error = None if error is None else error.with_traceback(None)
+        self._error = error
         self._destination, self._after, self.read, self.slot = None, [], None, None
         self._is_started.set()
 

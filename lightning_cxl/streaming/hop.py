@@ -281,7 +281,7 @@ class Hop:
             self._wait_for_slot(trip)
             copy = trip.start(self._engine)
         except BaseException as caught:
-            error = caught
+            error = caught.with_traceback(None)  # its frames would keep this one, and what the trip is for
         with self._changed:
             if copy is not None and trip.slot is not None:
                 self._copying.append((trip.slot, copy))

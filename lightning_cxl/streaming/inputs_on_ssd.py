@@ -11,7 +11,8 @@ waits::
 * Slots have a hard cap: a forward that is faster than the drive waits for a slot.
 * A read is started when the write has begun, and the store reads behind the write. So nobody reads what was there
   before.
-* Errors of a write are told to whoever reads the image, by the recompute. Nobody else needs these bytes.
+* Errors of a write are told to whoever reads the image, by the recompute. Nobody else needs these bytes; but who waits
+  for all writes before that, for a checkpoint that refers to state, is told as well.
 * Places. Records come and go with their images. A place is free for another image when the graph has let go of the
   image, and all reads and writes of its record are done. An image that nobody holds any more is not written.
 * A device that computes on host memory gets a copy of the image, too: a slot must not be kept by tensors that may live
@@ -112,12 +113,12 @@ class InputOnSsd:
             TierFullError: there is no memory for slots.
         """
         leaving = _Leaving(self)
-        slot = self._inputs.hop.send(leaving, self.record.padded_nbytes)
         copy = None
         try:
+            slot = self._inputs.hop.send(leaving, self.record.padded_nbytes)
             image = slot.tensor((lead + source.numel(),), source.dtype)
             copy = self._inputs.engine.d2h(source, image[lead:])
-        finally:
+        finally:  # also where Ctrl-C comes as soon as the thread has the trip, which it could not end
             leaving.begin(copy)
         return copy
 

@@ -14,7 +14,7 @@ from lightning_cxl.storage import store
 from lightning_cxl.storage.system import System
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama
-from tests.integration.training import offload, train
+from tests.integration.training import make_trainer, offload, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
 
 INPUTS = {"*": {"activations": "ssd"}}
@@ -115,6 +115,26 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_all_kinds_of_units_give_the_same(tmp_path, model):
     both(tmp_path, **MODELS[model])
+
+
+class Differentiated(Task):
+    """Looks for the gradients of inputs without an optimizer."""
+
+    def test_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            loss = self.loss(batch)
+            loss.backward()
+        self.record(loss)
+
+    def test_dataloader(self):
+        return token_data(2)
+
+
+def test_evaluation_with_gradients_has_its_inputs_in_memory(tmp_path):
+    module = Differentiated(TinyTransformer(), "adamw")
+    strategy = on_ssd(tmp_path, stream_weights=False)
+    make_trainer(strategy, inference_mode=False).test(module, token_data(2), verbose=False)
+    assert len(module.losses) == 2 and not list(tmp_path.iterdir())
 
 
 class SlowWrites(System):

@@ -1,8 +1,10 @@
 """Inputs of units on SSD: right values at the recompute, a hard cap of memory, and nothing left of dropped graphs."""
 
 import gc
+import secrets
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from torch import nn
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.area import Area
+from lightning_cxl.storage.drive import HEAD_BYTES
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
 from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.hop import Hop
 from lightning_cxl.streaming.inputs_on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.transfer.engine import HostEngine
@@ -67,10 +71,11 @@ class Net(nn.Module):
 class Rig:
     """A net whose inputs lie on SSD, and one whose inputs lie in memory."""
 
-    def __init__(self, folder, engine, memory, num_slots=2.0):
+    def __init__(self, folder, engine, memory, num_slots=2.0, key=None):
         self.gate = Gate()
         self.allocated = []
-        self.store = Store([folder], budget_bytes=1 << 24, system=self.gate)
+        self.folder = folder
+        self.store = Store([folder], budget_bytes=1 << 24, system=self.gate, key=key)
         self.area = Area(self.store, "inputs", 0, 1)
         slots = HostSlots(self.allocate, int(num_slots * 2 * BLOCK))
         self.inputs = InputsOnSsd(self.store, self.area, slots, engine)
@@ -107,6 +112,9 @@ class Rig:
         found = self.grads(seed)
         self.offload.attach(find_units(self.net))
         return found
+
+    def on_drive(self):
+        return next(self.folder.glob("*.data")).read_bytes()
 
     def close(self):
         self.gate.is_open.set()
@@ -220,7 +228,7 @@ def test_the_next_input_is_read_while_a_unit_is_recomputed(two, monkeypatch):
 
     loss = two.loss()
     two.engine.synchronize()
-    wait_until_written(two)
+    wait_until_written(two, NUM_BLOCKS)
     monkeypatch.setattr(Store, "read", noted)
     for block in two.net.blocks:
         block.up.register_forward_pre_hook(lambda *_: seen.append(len(read)))
@@ -229,9 +237,9 @@ def test_the_next_input_is_read_while_a_unit_is_recomputed(two, monkeypatch):
     assert seen == [*range(2 - last_is_near, NUM_BLOCKS + 1 - last_is_near), NUM_BLOCKS - last_is_near]
 
 
-def wait_until_written(rig):
+def wait_until_written(rig, num_writes):
     deadline_s = time.monotonic() + 10
-    while rig.store.stats()["num_writes"] < NUM_BLOCKS and time.monotonic() < deadline_s:
+    while rig.store.stats()["num_writes"] < num_writes and time.monotonic() < deadline_s:
         time.sleep(0.001)
     rig.store.wait()
 
@@ -340,6 +348,68 @@ def test_a_copy_that_fails_later_is_an_error_of_whoever_reads(on_host, monkeypat
         loss = on_host.loss()
     with pytest.raises(StorageError, match="nothing was written to it"):
         loss.backward()
+
+
+def test_a_copy_that_fails_later_keeps_nothing(on_host, monkeypatch):
+    class Failed:
+        wait_host = fail
+
+    place = on_host.place(BLOCK, "unit")
+    gone = weakref.ref(place)
+    gc.disable()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(HostEngine, "d2h", lambda *_args, **_options: Failed())
+            place.store(torch.zeros(BLOCK // 4), 0)
+        on_host.inputs.close()
+        del place
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_trip_that_is_interrupted_before_it_begins_does_not_keep_the_thread(on_host, monkeypatch):
+    expected, send = on_host.expected(), Hop.send
+
+    def interrupted(hop, trip, nbytes):
+        send(hop, trip, nbytes)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Hop, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            on_host.loss()
+    again = threading.Thread(target=lambda: assert_same(on_host.grads(), expected), daemon=True)
+    again.start()
+    again.join(20)
+    if again.is_alive():
+        monkeypatch.setattr(on_host.inputs.hop, "_thread", None)  # its end would be waited for
+    assert not again.is_alive()
+
+
+@pytest.mark.parametrize("is_secret", [True, False], ids=["with a key", "without"])
+def test_no_input_lies_on_the_drive_in_plain_where_there_is_a_key(tmp_path, engine, memory, is_secret):
+    rig = Rig(tmp_path, engine, memory, key=secrets.token_bytes(64) if is_secret else None)
+    samples, seen = [], []
+
+    def note(_block, arguments):
+        raw = arguments[0].detach().cpu().contiguous().numpy().tobytes()
+        samples.extend(raw[start : start + 16] for start in range(0, len(raw) - 16, 128))
+
+    hooks = [block.register_forward_pre_hook(note) for block in rig.net.blocks]
+    for step in range(2):
+        loss = rig.loss()
+        wait_until_written(rig, (step + 1) * NUM_BLOCKS)
+        seen.append(rig.on_drive()[HEAD_BYTES:])
+        del loss
+    for hook in hooks:
+        hook.remove()
+    assert sum(sample in seen[1] for sample in samples) == (0 if is_secret else len(samples))
+    # the same inputs at the same places: each write is encrypted anew
+    first, second = ({raw[at : at + 16] for at in range(0, NUM_BLOCKS * INPUT_BYTES, 16)} for raw in seen)
+    assert len(first) > 100 and first.isdisjoint(second) == is_secret
+    assert_same(rig.grads(), rig.expected())
+    rig.close()
 
 
 def test_one_tensor_given_to_two_units_is_stored_once(two):
