@@ -17,6 +17,7 @@ With more torch threads tiny models would spend their time in barriers.
 import contextlib
 import gc
 import os
+import threading
 
 import pytest
 import torch
@@ -59,6 +60,18 @@ def _one_torch_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def storage_threads():
+    return {each for each in threading.enumerate() if each.name.startswith("lightning_cxl storage")}
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_of_a_drive_is_left():
+    before = storage_threads()
+    yield
+    left = storage_threads() - before
+    assert not left, f"the test left a store open: {left}"
 
 
 @pytest.fixture

@@ -81,7 +81,8 @@ MUTANTS = (
     Mutant(
         "an interrupted trip leaves the thread free",
         _INPUTS,
-        "        copy = None\n        try:\n            slot = self._inputs.hop.send(leaving, self.record.padded_nbytes)\n",
+        "        copy = None\n        try:\n"
+        "            slot = self._inputs.hop.send(leaving, self.record.padded_nbytes)\n",
         "        slot = self._inputs.hop.send(leaving, self.record.padded_nbytes)\n        copy = None\n        try:\n",
         T_INPUTS,
     ),
