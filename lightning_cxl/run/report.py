@@ -1,6 +1,7 @@
 """Planned and measured bytes per tier and role: the dict behind `strategy.report()` and its one-screen text."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,33 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)
+
+
+def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the report of all runs on one host: what it has counted itself is in each of theirs, the rest is added.
+
+    Args:
+        reports: of at least one run.
+    """
+    trains = [report for report in reports if report["optimizers"]]
+    result = dict((trains or list(reports))[-1])  # what is on the tier `ssd` is of a run that trains
+    for key in ("num_parameters", "num_trainable"):
+        result[key] = sum(report[key] for report in reports)
+    for key in ("units", "optimizers", "notes"):
+        result[key] = list(dict.fromkeys(text for report in reports for text in report[key]))
+    result["streamed"] = dict(sum((Counter(report["streamed"]) for report in reports), Counter()))
+    for key, add in (("planned_roles", _sums), ("reasons", _lists)):
+        roles = dict.fromkeys(role for report in reports for role in report[key])
+        result[key] = {role: add([report[key][role] for report in reports if role in report[key]]) for role in roles}
+    return result
+
+
+def _sums(tiers: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return dict(sum(map(Counter, tiers), Counter()))
+
+
+def _lists(reasons: Sequence[Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(text for each in reasons for text in each))
 
 
 def _unused(tier: str) -> int | None:
