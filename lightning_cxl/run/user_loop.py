@@ -12,6 +12,7 @@ import atexit
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.torch_private import UNSCALE
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    model: nn.Module
+    run: Run
+    undo: ExitStack
+    """Takes away what is on the model and its optimizers."""
 
 
 class UserLoop:
@@ -48,7 +57,7 @@ class UserLoop:
         self.session = session
         self.device = device
         self.loop = loop
-        self._runs: dict[int, tuple[Run, ExitStack]] = {}  # by id of the model; the stack undoes what is on it
+        self._prepared: dict[int, _Prepared] = {}  # by id of the model
         atexit.register(_close, weakref.ref(self))
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -70,10 +79,10 @@ class UserLoop:
             TierFullError: it does not fit.
             UnsupportedError: the model has optimizers already.
         """
-        before = self._runs.get(id(model))
+        before = self._prepared.get(id(model))
         if before is not None and not optimizers:
             return []
-        if before is not None and before[0].optimizers:
+        if before is not None and before.run.optimizers:
             raise UnsupportedError(
                 f"{type(model).__name__} has optimizers already: prepare a model together with all its optimizers"
             )
@@ -83,9 +92,8 @@ class UserLoop:
         if self.session.host is None:
             self.session.open(self.device)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        undo = ExitStack()
-        run = self.session.start(model, optimizers, self.loop)
-        self._runs[id(model)] = run, undo
+        run, undo = self.session.start(model, optimizers, self.loop), ExitStack()
+        self._prepared[id(model)] = _Prepared(model, run, undo)
         try:
             _follow(model, names, optimizers)  # some modules make new parameters when they move
             adopted = run.adopt(optimizers)
@@ -100,14 +108,33 @@ class UserLoop:
 
     def knows(self, model: nn.Module) -> bool:
         """Return whether a model has been prepared, and not been let go of since."""
-        return id(model) in self._runs
+        return id(model) in self._prepared
+
+    def model_of(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> nn.Module:
+        """Return the model whose parameters an optimizer has.
+
+        Args:
+            optimizer: as the user made it.
+            models: to look at first; then those that are prepared.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        for model in [*models, *(each.model for each in self._prepared.values())]:
+            if not held.isdisjoint(model.parameters()):
+                return model
+        raise ConfigError(
+            f"the model of this {type(optimizer).__name__} was not prepared: prepare a model together with its "
+            "optimizers, or before them"
+        )
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Return a region for one backward; after it gradients are complete, as ``.grad`` of `holders`."""
-        runs = [run for run, _ in self._runs.values() if run.optimizers]
+        runs = [each.run for each in self._prepared.values() if each.run.optimizers]
         for run in runs:
             run.start_backward()
         yield
@@ -123,12 +150,12 @@ class UserLoop:
         return list(dict.fromkeys(self._holder(parameter) for parameter in given))
 
     def _holder(self, parameter: Tensor) -> Tensor:
-        pairs = (run.masters.find(parameter) for run, _ in self._runs.values())
+        pairs = (run.masters.find(parameter) for run in self.session.runs)
         return next((pair.master for pair in pairs if pair is not None), parameter)
 
     def look(self) -> None:
         """Remember which gradient is bad before all are: they are about to be clipped in place."""
-        for run, _ in self._runs.values():
+        for run in self.session.runs:
             for optimizer in run.optimizers:
                 run.guard.look(optimizer)
 
@@ -143,7 +170,7 @@ class UserLoop:
         Raises:
             ConfigError: there is none.
         """
-        for run, _ in self._runs.values():
+        for run in self.session.runs:
             if any(each is optimizer for each in run.optimizers):
                 return run
         raise ConfigError(f"this {type(optimizer).__name__} was not prepared: prepare it together with its model")
@@ -151,18 +178,18 @@ class UserLoop:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _end(self, model: nn.Module, *, after_error: bool = False) -> None:
-        run, undo = self._runs.pop(id(model))
-        self.session.runs.remove(run)
-        with undo:
-            undo.callback(run.close, after_error=after_error)
+        gone = self._prepared.pop(id(model))
+        self.session.runs.remove(gone.run)
+        with gone.undo:
+            gone.undo.callback(gone.run.close, after_error=after_error)
 
     def close(self, *, after_error: bool = False) -> None:
         """Free everything but weights and optimizer state, which belong to the user. Idempotent."""
-        runs, self._runs = self._runs, {}
+        prepared, self._prepared = self._prepared, {}
         with ExitStack() as cleanup:
             cleanup.callback(self.session.close, after_error=after_error)
-            for _, undo in runs.values():
-                cleanup.callback(undo.close)
+            for each in prepared.values():
+                cleanup.callback(each.undo.close)
 
 
 class _Forward:

@@ -134,21 +134,15 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         """Return what takes the place of optimizers; one that Accelerate has wrapped before keeps its wrapper."""
         new: dict[int, Optimizer] = {id(each): each for each in optimizers}
         rest = [each for each in optimizers if not self._is_adopted(each)]
-        for model in [*models, *self._models]:
-            own = set(model.parameters())
-            mine = [each for each in rest if any(p in own for group in each.param_groups for p in group["params"])]
-            rest = [each for each in rest if each not in mine]
+        owners = {id(each): self.offload.model_of(_inner(each), models) for each in rest}
+        for model in dict.fromkeys([*models, *owners.values()]):
+            mine = [each for each in rest if owners[id(each)] is model]
             adopted = self.offload.prepare(model, [_inner(each) for each in mine])
             for each, result in zip(mine, adopted, strict=True):
                 if isinstance(each, AcceleratedOptimizer):
                     AcceleratedOptimizer.__init__(each, result, device_placement=False, scaler=each.scaler)
                 else:
                     new[id(each)] = result
-        if rest:
-            raise ConfigError(
-                f"the model of this {type(_inner(rest[0])).__name__} was not prepared: prepare a model together with "
-                "its optimizers, or before them"
-            )
         return [new[id(each)] for each in optimizers]
 
     def _is_adopted(self, optimizer: Optimizer) -> bool:
