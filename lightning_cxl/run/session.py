@@ -103,6 +103,10 @@ class Session:
             if host is not None:
                 self._last_report = _report(host, runs, "finished")
 
+    def drop_finished(self) -> None:
+        """Free the master weights of the run that trained last: its front end saves nothing after a run."""
+        self._finished = None
+
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without the run that is going on: it belongs to this process."""
         return {"config": self.config, "origins": self.origins, "_policy": self._policy}
