@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 import lightning_cxl
 from lightning_cxl import CXLFabricStrategy
-from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from tests import training_device
 from tests.integration.test_parity import assert_close, assert_identical
 from tests.integration.training import EXACT
@@ -134,7 +134,10 @@ def test_a_loss_scaler_finds_gradients_on_the_host(strategies):
     assert_same(ours, Loop("auto", "16-mixed", clip={"max_norm": 0.1}).run())
 
 
-@pytest.mark.parametrize("options", [{}, {"state": "8bit"}, {"stream_weights": False}, EXACT], ids=str)
+OPTIONS = [{}, {"state": "8bit"}, {"master": "fp32"}, {"stream_weights": False}, EXACT]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("precision", [None, "bf16-true"])
 def test_a_run_resumed_in_the_middle_goes_on_exactly(options, precision, strategies, tmp_path):
     whole = Loop(strategies(**options), precision).run()
@@ -145,6 +148,29 @@ def test_a_run_resumed_in_the_middle_goes_on_exactly(options, precision, strateg
     assert resumed.losses == whole.losses[len(whole.losses) // 2 :]
     for name, value in whole.weights().items():
         assert torch.equal(value, resumed.weights()[name]), name
+
+
+def test_a_file_has_the_master_weights_of_its_own_optimizer_only(strategies):
+    fabric = make_fabric(strategies(master="fp32"), "bf16-true")
+    model = TinyTransformer()
+    parts = list(model.blocks.parameters()), [*model.embed.parameters(), *model.head.parameters()]
+    model, *optimizers = fabric.setup(model, *(torch.optim.AdamW(part, lr=1e-2) for part in parts))
+    for optimizer, part in zip(optimizers, parts, strict=True):
+        masters = optimizer.state_dict()["lightning_cxl"]["master_weights"]
+        assert len(masters) == len(part)
+        assert {value.dtype for value in masters.values()} == {torch.float32}
+
+
+def test_an_update_that_runs_behind_is_in_the_file(strategies):
+    if training_device.current.type != "apart":
+        pytest.skip("no update runs behind")
+    training_device.make_late("copies")
+    loop = Loop(strategies(overlap_step=True), accumulate=1).run(2)
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    now = loop.optimizer.state_dict()
+    for key, entry in now["state"].items():
+        assert all(torch.equal(value, saved["state"][key][name]) for name, value in entry.items()), key
+    assert {float(entry["step"]) for entry in saved["state"].values()} == {2.0}
 
 
 def test_files_of_either_load_in_the_other(strategies, tmp_path):
@@ -220,6 +246,19 @@ def test_a_frozen_model_is_placed_and_streams(strategies):
     assert fabric.strategy.report()["streamed"]["num_units"] == 3
 
 
+def test_a_module_that_is_only_moved_is_placed_when_it_is_called(strategies):
+    fabric = make_fabric(strategies(stream_weights=True))
+    model = fabric.to_device(TinyTransformer(dropout=0.0))
+    expected = copy.deepcopy(model)
+    assert not fabric.strategy._session.runs
+    tokens = torch.ones(2, 8, dtype=torch.long, device=training_device.current)
+    with torch.no_grad():
+        found = model(tokens)
+        assert found.device == training_device.current
+        assert torch.equal(found, expected.to(training_device.current)(tokens))
+    assert fabric.strategy.report()["streamed"]["num_units"] == 3
+
+
 def test_an_optimizer_without_its_model_is_refused(strategies):
     fabric = make_fabric(strategies())
     with pytest.raises(ConfigError, match="was not prepared"):
@@ -236,13 +275,49 @@ def test_a_second_optimizer_that_comes_later_is_refused(strategies):
         loop.fabric.setup_optimizers(torch.optim.SGD(loop.model.parameters(), lr=0.1))
 
 
+def test_parameters_that_a_module_makes_when_it_moves_are_trained(strategies):
+    fabric, model = make_fabric(strategies()), TinyTransformer()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    fabric.backward(model(torch.ones(2, 8, dtype=torch.long, device=training_device.current)).square().sum())
+    optimizer.step()
+    now = {name: value.cpu() for name, value in model.state_dict().items()}
+    assert {name for name, value in now.items() if torch.equal(value, before[name])} == {"unused.weight", "unused.bias"}
+
+
+def test_the_first_bad_gradient_is_named_although_clipping_spoils_all(strategies):
+    loop = Loop(strategies(), accumulate=1)
+    tokens = torch.ones(2, 8, dtype=torch.long, device=training_device.current)
+    loop.fabric.backward(loop.model(tokens).sum())
+    (gradient,) = (p.grad for p in loop.model.module.blocks[1].out.parameters() if p.dim() == 1)
+    gradient[3] = torch.inf
+    loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=1.0, error_if_nonfinite=False)
+    with pytest.warns(LightningCXLWarning, match=r"blocks\.1\.out\.bias"):
+        loop.optimizer.step()
+
+
+def test_parameters_that_join_later_are_trained(strategies):
+    loop = Loop(strategies(), accumulate=1).run(1)
+    model, device = loop.model.module, training_device.current
+    model.register_parameter("late", torch.nn.Parameter(torch.ones(3)))
+    loop.optimizer.add_param_group({"params": [model.late]})
+    loss = loop.model(torch.ones(1, 4, dtype=torch.long, device=device)).sum() * model.late.to(device).sum()
+    loop.fabric.backward(loss)
+    loop.optimizer.step()
+    assert not torch.equal(model.late.cpu(), torch.ones(3))
+
+
 def test_several_devices_are_refused(strategies):
     strategy = strategies()
     loop = Loop(strategy)
     loop.fabric.strategy.teardown()
     strategy.parallel_devices = [training_device.current] * 2
     with pytest.raises(UnsupportedError, match="devices=1"):
-        strategy.module_to_device(TinyTransformer())
+        strategy.setup_module(TinyTransformer())
     del strategy.parallel_devices
 
 

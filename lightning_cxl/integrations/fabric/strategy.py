@@ -4,9 +4,10 @@
 are as ever. See [Note: Call order in a user's loop].
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ class CXLFabricStrategy(SingleDeviceStrategy):
         self._session = Session(**options)
         self.config, self.config_origins = self._session.config, self._session.origins
         self._loop: UserLoop | None = None
+        self._moved: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -101,12 +103,22 @@ class CXLFabricStrategy(SingleDeviceStrategy):
                 yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Place a module for use without training; where it is set up with optimizers next, it is placed for that."""
-        self.offload.prepare(module)
+        """Place a module when it is first called: where it is set up next, it is placed then, with its optimizers."""
+        self._moved[module] = module.register_forward_pre_hook(_WhenCalled(self))
+
+    def _prepare(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> list[Optimizer]:
+        moved = self._moved.pop(module, None)
+        if moved is not None:
+            moved.remove()
+        return self.offload.prepare(module, optimizers)
+
+    def prepare_called(self, module: nn.Module) -> None:
+        """Place a module that was only moved. For its first call."""
+        self._prepare(module)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Place a module for use without training, or until `setup_optimizer`."""
-        self.offload.prepare(module)
+        self._prepare(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -117,7 +129,7 @@ class CXLFabricStrategy(SingleDeviceStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Place a module and adopt its optimizers."""
-        adopted = self.offload.prepare(module, optimizers)
+        adopted = self._prepare(module, optimizers)
         for old, new in zip(optimizers, adopted, strict=True):
             if scheduler is not None and old is not new:
                 repoint_scheduler(scheduler, old, new)
@@ -170,7 +182,11 @@ class CXLFabricStrategy(SingleDeviceStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without what is going on, which belongs to this process."""
-        return {**vars(self), "_loop": None}
+        return {name: value for name, value in vars(self).items() if name not in ("_loop", "_moved")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin anew."""
+        self.__dict__.update(state, _loop=None, _moved=WeakKeyDictionary())
 
     def report(self) -> dict[str, Any]:
         """Return bytes planned, used and at the peak, per tier and role, JSON-able; see `Session.report`."""
@@ -188,6 +204,20 @@ class CXLFabricStrategy(SingleDeviceStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``Fabric(strategy="cxl_offload")``."""
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__, override=True)
+
+
+class _WhenCalled:
+    """Hook on a module that was moved and not set up; a copy of the module stays where it is."""
+
+    def __init__(self, strategy: CXLFabricStrategy | None = None) -> None:
+        self._strategy = strategy
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if self._strategy is not None:
+            self._strategy.prepare_called(module)
+
+    def __reduce__(self) -> tuple[type["_WhenCalled"], tuple[()]]:
+        return _WhenCalled, ()
 
 
 CXLFabricStrategy.__init__.__signature__ = with_option_fields(CXLFabricStrategy.__init__)  # type: ignore[attr-defined]
