@@ -1,5 +1,6 @@
 """Checkpoint files that cost no second copy of the model in memory."""
 
+import contextlib
 import os
 import pickle
 import zipfile
@@ -24,10 +25,10 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
         StorageError: a drive with state of the checkpoint has failed, or has damaged it; nothing is left behind.
     """
     made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_left(target.parent)
     partial = None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_left(target.parent)
         file, partial = open_partial(target)
         with file:
             straight_copy.save(checkpoint, file, partial)
@@ -45,7 +46,8 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
         ) from error
     finally:
         if partial is not None:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # users need the first error; the next save here removes the file
+                partial.unlink(missing_ok=True)
 
 
 def _sync_folder(path: Path) -> None:

@@ -82,7 +82,7 @@ def _torch_save(checkpoint: Mapping[str, Any], file: Any) -> None:
         return
     except RuntimeError as error:
         first = error.__context__
-        if not isinstance(first, (OSError, KeyboardInterrupt)):
+        if not isinstance(first, (OSError, MemoryError, KeyboardInterrupt)):
             raise
     raise first.with_traceback(None)  # frames of torch would keep memory alive, as would its error as the context
 

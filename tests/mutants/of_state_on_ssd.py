@@ -191,7 +191,25 @@ MUTANTS = (
         T_BESIDE,
     ),
     Mutant(
-        "what a killed run left beside checkpoints is removed", _FILE, "    remove_left(target.parent)\n", "", T_PARTIAL
+        "what a killed run left beside checkpoints is removed",
+        _FILE,
+        "        remove_left(target.parent)\n",
+        "",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a file that cannot be removed either hides no error",
+        _FILE,
+        "            with contextlib.suppress(OSError):",
+        "            if True:",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "a long name of a checkpoint leaves room for what is added",
+        _PARTIAL,
+        "target.name[:_MOST_CHARS]",
+        "target.name",
+        T_PARTIAL,
     ),
     Mutant(
         "a file keeps its lock until it has its name",
@@ -306,8 +324,15 @@ MUTANTS = (
     Mutant(
         "a file that cannot be written says why",
         _STRAIGHT,
-        "        if not isinstance(first, (OSError, KeyboardInterrupt)):\n",
+        "        if not isinstance(first, (OSError, MemoryError, KeyboardInterrupt)):\n",
         "        if True:\n",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "a save for which there is no memory says so",
+        _STRAIGHT,
+        "(OSError, MemoryError, KeyboardInterrupt)",
+        "(OSError, KeyboardInterrupt)",
         T_STRAIGHT,
     ),
     Mutant(
