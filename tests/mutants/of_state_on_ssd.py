@@ -249,7 +249,7 @@ MUTANTS = (
     Mutant(
         "a file without a lock has a name that nobody removes",
         _PARTIAL,
-        'path.rename(target.with_name(f".{target.name}.{token}.partial"))',
+        'path.rename(target.with_name(f".{name}.{token}.partial"))',
         "path",
         T_PARTIAL,
     ),

@@ -286,4 +286,21 @@ MUTANTS = (
         "            pass\n",
         T_WAYS,
     ),
+    Mutant(
+        "damaged weights are not copied into a checkpoint",
+        "lightning_cxl/integrations/lightning/strategy.py",
+        "            self._on_ssd.check_weights()\n",
+        "            pass\n",
+        ("tests/integration/test_state_on_ssd.py::test_what_is_damaged_is_not_copied_into_a_checkpoint",),
+    ),
+    Mutant(
+        "damaged weights are not copied where weights alone are saved",
+        "lightning_cxl/integrations/lightning/strategy.py",
+        "        if self._on_ssd is not None:\n            self._on_ssd.check",
+        "        if self._on_ssd is not None and checkpoint.get('optimizer_states'):\n            self._on_ssd.check",
+        (
+            "tests/integration/test_state_on_ssd.py"
+            "::test_damaged_weights_are_not_copied_into_a_checkpoint_of_weights_alone",
+        ),
+    ),
 )
