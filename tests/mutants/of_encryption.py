@@ -106,6 +106,13 @@ MUTANTS = (
         "            pass",
         T_RUN,
     ),
+    Mutant(
+        "a package that is too old to encrypt is refused",
+        "lightning_cxl/storage/cipher.py",
+        "            if int(version.partition(",
+        "            if False and int(version.partition(",
+        T_CIPHER,
+    ),
     # -- who sees values
     Mutant(
         "of what is encrypted only what someone wrote counts",
