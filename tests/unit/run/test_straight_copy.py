@@ -131,7 +131,7 @@ def test_a_file_that_shares_blocks_is_the_same(tmp_path):
         run.store.close()
 
 
-def test_encrypted_state_is_plain_in_a_checkpoint_and_takes_slots_only(state, tmp_path):
+def test_encrypted_state_is_plain_in_a_checkpoint(state, tmp_path):
     run = state(2, key=secrets.token_bytes(32))
     run.save(tmp_path / "x.ckpt")
     run.check(torch.load(tmp_path / "x.ckpt", weights_only=True))
