@@ -40,6 +40,13 @@ MUTANTS = (
     ),
     Mutant("what a kernel codes counts", _EIGHT, "    torch.autograd.graph.increment_version", "    str", T_VISITS),
     Mutant("new state is zero", _RECORDS, "            blank(at_slot)\n", "            pass\n", T_VISITS),
+    Mutant(
+        "state that an interrupted step has not reached is zero",
+        _RECORDS,
+        "bool(self.blanks or self._written())",
+        "bool(self._written())",
+        ("tests/unit/optim/test_encrypted_state.py",),
+    ),
     Mutant("state is zero once", _RECORDS, "        self.blanks.clear()\n", "", T_VISITS),
     Mutant(
         "who looks at state waits for writes",
