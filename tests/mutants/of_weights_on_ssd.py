@@ -303,4 +303,11 @@ MUTANTS = (
             "::test_damaged_weights_are_not_copied_into_a_checkpoint_of_weights_alone",
         ),
     ),
+    Mutant(
+        "forked children have mapped weights",
+        "lightning_cxl/memory/file_pages.py",
+        "inherit=True",
+        "inherit=False",
+        ("tests/unit/weights/test_mapped.py",),
+    ),
 )
