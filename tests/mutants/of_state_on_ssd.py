@@ -205,6 +205,20 @@ MUTANTS = (
         T_PARTIAL,
     ),
     Mutant(
+        "a checkpoint that is larger than memory can be read",
+        _FILE,
+        "        with mapping_files_with(_pages):\n",
+        "        if True:\n",
+        ("tests/unit/run/test_large_checkpoint.py",),
+    ),
+    Mutant(
+        "a checkpoint that cannot be mapped is not called damaged",
+        _FILE,
+        "    except CheckpointError:\n        raise\n",
+        "",
+        ("tests/unit/run/test_large_checkpoint.py",),
+    ),
+    Mutant(
         "a file that cannot be removed either hides no error",
         _FILE,
         "            with contextlib.suppress(OSError):",
