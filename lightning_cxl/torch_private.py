@@ -107,7 +107,7 @@ def mapping_files_with(show: Callable[[str, int], torch.UntypedStorage]) -> Iter
         return storage
 
     with _maps:
-        torch.UntypedStorage.from_file = staticmethod(from_file)  # type: ignore[assignment,method-assign]
+        torch.UntypedStorage.from_file = staticmethod(from_file)  # type: ignore[method-assign]
         try:
             yield
         finally:
