@@ -1,5 +1,6 @@
 """`Area`: places on drives that records take in turn, never two at a time."""
 
+import contextlib
 import threading
 import time
 
@@ -47,18 +48,17 @@ def store(tmp_path, gate):
     sizes=st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=20), count=st.sampled_from([1, 2]), data=st.data()
 )
 def test_records_that_live_together_never_share_bytes(tmp_path_factory, sizes, count, data):
-    store = Store(folders(tmp_path_factory.mktemp("drives"), count), budget_bytes=1 << 24)
-    area = Area(store, "passing", data.draw(st.integers(0, 4)) * BLOCK, count)
-    living = {}
-    for seed, nbytes in enumerate(sizes):
-        for record in [each for each in living if data.draw(st.booleans())]:
-            assert get(store, record) == living.pop(record)
-            area.give_back(record)
-        record = area.take(nbytes)
-        assert record.nbytes == nbytes and not record.is_written
-        living[record] = put(store, record, seed)
-    assert all(get(store, record) == contents for record, contents in living.items())
-    store.close()
+    with contextlib.closing(Store(folders(tmp_path_factory.mktemp("drives"), count), budget_bytes=1 << 24)) as store:
+        area = Area(store, "passing", data.draw(st.integers(0, 4)) * BLOCK, count)
+        living = {}
+        for seed, nbytes in enumerate(sizes):
+            for record in [each for each in living if data.draw(st.booleans())]:
+                assert get(store, record) == living.pop(record)
+                area.give_back(record)
+            record = area.take(nbytes)
+            assert record.nbytes == nbytes and not record.is_written
+            living[record] = put(store, record, seed)
+        assert all(get(store, record) == contents for record, contents in living.items())
 
 
 def test_space_is_taken_when_the_area_is_made_and_again_only_where_it_is_too_small(store):
