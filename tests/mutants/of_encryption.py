@@ -83,7 +83,9 @@ MUTANTS = (
         T_KEY,
     ),
     Mutant("links to a key are followed", _KEY, "real = path.resolve()", "real = path", T_KEY),
-    Mutant("a key is no text", _KEY, "        if key and all(chr(byte) in", "        if False and all(chr(byte) in", T_KEY),
+    Mutant(
+        "a key is no text", _KEY, "        if key and all(chr(byte) in", "        if False and all(chr(byte) in", T_KEY
+    ),
     Mutant("a key is random", _KEY, "    if len(set(key)) < _LEAST_VALUES:\n", "    if False:\n", T_KEY),
     Mutant(
         "an option that may be a key is not shown",
