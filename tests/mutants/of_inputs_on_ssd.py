@@ -39,8 +39,36 @@ MUTANTS = (
     Mutant(
         "a slot is free when its write is done",
         _INPUTS,
-        "        with contextlib.suppress(StorageError):\n            self._write.wait_host()\n",
-        "        pass\n",
+        '"""Block until the write has ended."""\n        self._write.wait_done()\n',
+        '"""Block until the write has ended."""\n',
+        T_INPUTS,
+    ),
+    Mutant(
+        "a slot is not free before its write is done",
+        _INPUTS,
+        "        if not self._write.done():\n            return False\n        self._write.wait_done()  #",
+        "        if self._write.done():\n            self._write.wait_done()  #",
+        T_INPUTS,
+    ),
+    Mutant(
+        "errors of writes are for whoever reads",
+        _INPUTS,
+        "        self._write.wait_done()  #",
+        "        pass  #",
+        T_INPUTS,
+    ),
+    Mutant(
+        "errors of writes are raised for nobody but whoever reads",
+        _INPUTS,
+        "        self._write.wait_done()  #",
+        "        self._write.wait_host()  #",
+        T_INPUTS,
+    ),
+    Mutant(
+        "a place does not wait for what a forked child has not",
+        _INPUTS,
+        "        self.hop.check_process()  #",
+        "        pass  #",
         T_INPUTS,
     ),
     Mutant(
@@ -140,6 +168,13 @@ MUTANTS = (
         _AREA,
         "if all(transfer.done() for transfer in transfers)",
         "if True",
+        T_AREA,
+    ),
+    Mutant(
+        "a write that failed keeps no place",
+        _AREA,
+        "transfer.wait_done()  # nobody",
+        "transfer.wait_host()  # nobody",
         T_AREA,
     ),
     Mutant(

@@ -1,5 +1,6 @@
 """`Area`: places on drives that records take in turn, never two at a time."""
 
+import contextlib
 import threading
 import time
 
@@ -20,12 +21,12 @@ class Gate(System):
     def __init__(self):
         self.is_open = threading.Event()
         self.is_open.set()
-        self.fails = False
+        self.fails = None
 
     def pwritev(self, fd, views, offset):
         assert self.is_open.wait(20)
         if self.fails:
-            raise OSError(5, "Input/output error")
+            raise self.fails
         return super().pwritev(fd, views, offset)
 
 
@@ -47,18 +48,19 @@ def store(tmp_path, gate):
     sizes=st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=20), count=st.sampled_from([1, 2]), data=st.data()
 )
 def test_records_that_live_together_never_share_bytes(tmp_path_factory, sizes, count, data):
-    store = Store(folders(tmp_path_factory.mktemp("drives"), count), budget_bytes=1 << 24)
-    area = Area(store, "passing", data.draw(st.integers(0, 4)) * BLOCK, count)
-    living = {}
-    for seed, nbytes in enumerate(sizes):
-        for record in [each for each in living if data.draw(st.booleans())]:
-            assert get(store, record) == living.pop(record)
-            area.give_back(record)
-        record = area.take(nbytes)
-        assert record.nbytes == nbytes and not record.is_written
-        living[record] = put(store, record, seed)
-    assert all(get(store, record) == contents for record, contents in living.items())
-    store.close()
+    with contextlib.closing(
+        Store(folders(tmp_path_factory.mktemp("drives"), count), budget_bytes=1 << 24)
+    ) as store:  # also where hypothesis ends an example early
+        area = Area(store, "passing", data.draw(st.integers(0, 4)) * BLOCK, count)
+        living = {}
+        for seed, nbytes in enumerate(sizes):
+            for record in [each for each in living if data.draw(st.booleans())]:
+                assert get(store, record) == living.pop(record)
+                area.give_back(record)
+            record = area.take(nbytes)
+            assert record.nbytes == nbytes and not record.is_written
+            living[record] = put(store, record, seed)
+        assert all(get(store, record) == contents for record, contents in living.items())
 
 
 def test_space_is_taken_when_the_area_is_made_and_again_only_where_it_is_too_small(store):
@@ -97,16 +99,17 @@ def test_a_place_is_not_given_away_while_it_is_written(store, gate):
     assert store.stats()["reserved_bytes"] == 2 * BLOCK  # waited instead of taking more
 
 
-def test_a_write_that_failed_does_not_keep_its_place(store, gate):
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()], ids=["drive", "memory"])
+def test_a_write_that_failed_does_not_keep_its_place(store, gate, error):
     area = Area(store, "passing", 2 * BLOCK, 1)
     first = area.take(2 * BLOCK)
-    gate.fails = True
+    gate.fails = error
     write = store.write(first, memory_of(2 * BLOCK))
     area.give_back(first)
     second = area.take(2 * BLOCK)
-    with pytest.raises(StorageError):
+    with pytest.raises((StorageError, MemoryError)):
         write.wait_host()
-    gate.fails = False
+    gate.fails = None
     assert get(store, second) if put(store, second, 3) else False
 
 
