@@ -72,20 +72,6 @@ MUTANTS = (
         T_INPUTS,
     ),
     Mutant(
-        "a slot is not free before its write is done",
-        _INPUTS,
-        "        if not self._write.done():\n            return False\n        self.wait_host()\n",
-        "        if self._write.done():\n            self.wait_host()\n",
-        T_INPUTS,
-    ),
-    Mutant(
-        "errors of writes are for whoever reads",
-        _INPUTS,
-        "        self.wait_host()\n        return True\n",
-        "        return True\n",
-        T_INPUTS,
-    ),
-    Mutant(
         "an image that nobody holds is not written",
         _INPUTS,
         "        self._image = weakref.ref(image)\n",
