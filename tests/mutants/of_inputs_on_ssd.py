@@ -37,7 +37,7 @@ MUTANTS = (
         T_INPUTS,
     ),
     Mutant(
-        "a slot is free when its write is done",
+        "whoever needs the slot of a write waits for it",
         _INPUTS,
         '"""Block until the write has ended."""\n        self._write.wait_done()\n',
         '"""Block until the write has ended."""\n',

@@ -174,12 +174,20 @@ def test_where_sizes_are_not_known_the_first_input_says_how_large_slots_are(tmp_
     rig.close()
 
 
-def test_a_forward_waits_for_a_write_when_all_slots_are_taken(on_host):
+def test_a_forward_waits_for_a_write_when_all_slots_are_taken(on_host, monkeypatch):
+    asked, take = [], HostSlots.take
+
+    def noted(slots, nbytes):
+        asked.append(nbytes)
+        return take(slots, nbytes)
+
+    monkeypatch.setattr(HostSlots, "take", noted)
     on_host.gate.is_open.clear()
     forward = threading.Thread(target=on_host.loss)
     forward.start()
     forward.join(0.1)
     assert forward.is_alive() and on_host.allocated == [4 * BLOCK]
+    assert len(asked) <= 4 * NUM_BLOCKS  # it waits, and does not ask again and again
     on_host.gate.is_open.set()
     forward.join()
 
