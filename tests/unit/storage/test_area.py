@@ -48,9 +48,7 @@ def store(tmp_path, gate):
     sizes=st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=20), count=st.sampled_from([1, 2]), data=st.data()
 )
 def test_records_that_live_together_never_share_bytes(tmp_path_factory, sizes, count, data):
-    with contextlib.closing(
-        Store(folders(tmp_path_factory.mktemp("drives"), count), budget_bytes=1 << 24)
-    ) as store:  # also where hypothesis ends an example early
+    with contextlib.closing(Store(folders(tmp_path_factory.mktemp("drives"), count), budget_bytes=1 << 24)) as store:
         area = Area(store, "passing", data.draw(st.integers(0, 4)) * BLOCK, count)
         living = {}
         for seed, nbytes in enumerate(sizes):
