@@ -76,6 +76,38 @@ MUTANTS = (
         "except ZeroDivisionError as error:",
         T_HOP,
     ),
+    Mutant(
+        "an interrupted request is ended by the thread",
+        _HOP,
+        "                self._queue.put(fetch)  # first: the thread ends what Ctrl-C interrupts\n"
+        "                self._waiting.append(fetch)\n"
+        "                self._start_reads()\n",
+        "                self._waiting.append(fetch)\n"
+        "                self._start_reads()\n"
+        "                self._queue.put(fetch)\n",
+        T_HOP,
+    ),
+    Mutant(
+        "an interrupted request copies nothing",
+        _HOP,
+        "                fetch.drop()  #",
+        "                pass  #",
+        T_HOP,
+    ),
+    Mutant(
+        "an interrupted request keeps its slot until it is ended",
+        _HOP,
+        "                if fetch.slot is None:  # else",
+        "                if True:  # else",
+        T_HOP,
+    ),
+    Mutant(
+        "a slot is not free while an interrupted request reads into it",
+        _HOP,
+        "fetch.slot, after=record.reads)",
+        "fetch.slot)",
+        T_HOP,
+    ),
     Mutant("a forked child is told", _HOP, "if os.getpid() != self._pid:", "if False:", T_HOP),
     Mutant("weights are checked before they are copied", _ON_SSD, "self._hop.check(home.record)", "pass", T_CHECKED),
     Mutant(
