@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.finetune.data import Batch
+from lightning_cxl.finetune.loader import Batch, scored_tokens
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
 from lightning_cxl.weights.hf import from_pretrained
 
@@ -134,12 +134,12 @@ class CausalLM(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the mean loss over the set as `val_loss`."""
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch["input_ids"]))
+        """Log the mean loss over the tokens of the set that have labels as `val_loss`."""
+        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=scored_tokens(batch))
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the mean loss over the set as `test_loss`."""
-        self.log("test_loss", self._loss(batch), sync_dist=True, batch_size=len(batch["input_ids"]))
+        """Log the mean loss over the tokens of the set that have labels as `test_loss`."""
+        self.log("test_loss", self._loss(batch), sync_dist=True, batch_size=scored_tokens(batch))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, ``(batch, seq)``."""
@@ -229,8 +229,7 @@ class CausalLM(LightningModule):
         return self.model
 
     def _loss(self, batch: Batch) -> Tensor:
-        ids = batch["input_ids"]
-        return cast(Tensor, self._built()(input_ids=ids, labels=ids, use_cache=False).loss)
+        return cast(Tensor, self._built()(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False).loss)
 
     def _new_llama(self) -> PreTrainedModel:
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
