@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_cxl.commands.export.layouts import FILES_KEY
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.loader import Batch, scored_tokens
+from lightning_cxl.finetune.own_files import own_files
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
 from lightning_cxl.weights.hf import from_pretrained
 
@@ -205,7 +207,8 @@ class CausalLM(LightningModule):
         return cast(str, self.tokenizer.decode(tokens[0], skip_special_tokens=True))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the random states, so that dropout continues exactly after a resume."""
+        """Store the random states, so that dropout continues exactly after a resume, and what an export needs."""
+        checkpoint[FILES_KEY] = own_files(self._built(), self.tokenizer)
         checkpoint[_RNG_KEY] = {"cpu": torch.get_rng_state()}
         if self.device.type != "cpu":
             checkpoint[_RNG_KEY][self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)
