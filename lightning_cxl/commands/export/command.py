@@ -53,7 +53,7 @@ def _described(exported: Exported) -> str:
     count = f"{len(exported.files)} file" + ("s" if len(exported.files) > 1 else "")
     lines = [f"exported {exported.num_tensors} tensors, {size} in {count}, to {exported.folder}"]
     if exported.num_merged:
-        lines.append(f"merged an adapter into {exported.num_merged} weights")
+        lines.append(f"merged an adapter into {exported.num_merged} layers")
     if exported.num_dequantised:
         lines.append(
             f"dequantised {exported.num_dequantised} weights of bitsandbytes: they have the numbers that training "

@@ -46,9 +46,9 @@ class Exported(NamedTuple):
     """With weights."""
     num_tensors: int
     num_merged: int
-    """Of them, weights that an adapter has changed."""
+    """Layers into which an adapter was merged."""
     num_dequantised: int
-    """Of them, weights that were quantised."""
+    """Of the tensors, those that were quantised."""
     left_out: int
     """Tensors of the checkpoint that belong to other modules than the model."""
 

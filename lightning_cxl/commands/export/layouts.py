@@ -29,7 +29,7 @@ FILES_KEY = "transformers_files"
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_BIN = "pytorch_model.bin"
+_PICKLES = "pytorch_model*.bin"
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
@@ -73,13 +73,15 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             )
         with open_weights(path) as opened:
             yield Checkpoint(path, tensors_of(opened), files)
-    elif (path / _BIN).is_file():
-        yield Checkpoint(path, _of_tensors(_load(path / _BIN)), files)
+    elif pickles := sorted(path.glob(_PICKLES)):
+        yield Checkpoint(path, [tensor for each in pickles for tensor in _of_tensors(_load(each))], files)
+    elif CONFIG in files:  # enough for a base
+        yield Checkpoint(path, [], files)
     else:
         found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
         raise CheckpointError(
             f"`{path}` is no checkpoint that is known: it has {found}. Expected a file of Lightning or Fabric, or a "
-            f"folder with {SINGLE_FILE}, {INDEX_FILE}, {_BIN} or {ADAPTER_CONFIG}"
+            f"folder with {SINGLE_FILE}, {INDEX_FILE}, {_PICKLES} or {ADAPTER_CONFIG}"
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_cxl.commands.export.adapters import merged_values
 from lightning_cxl.commands.export.layouts import CONFIG
-from lightning_cxl.commands.export.stored import Dequantised, Renamed
+from lightning_cxl.commands.export.stored import Dequantised, Renamed, innermost
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.hf import FileNames, build_model, with_original_names
@@ -84,13 +84,13 @@ class ModelSources:
 
     @property
     def num_merged(self) -> int:
-        """Weights that an adapter changes."""
-        return len(self._merged)
+        """Layers that an adapter changes."""
+        return len({name.rpartition(".")[0] for name in self._merged})
 
     @property
     def num_dequantised(self) -> int:
         """Weights that are quantised in the checkpoint or its base."""
-        return sum(isinstance(source, Dequantised) for source in self._sources.values())
+        return sum(isinstance(innermost(source), Dequantised) for source in self._sources.values())
 
     def merge(self, adapted: Any) -> None:
         """Let an adapter change weights when they are written.

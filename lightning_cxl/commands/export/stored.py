@@ -14,6 +14,7 @@ from lightning_cxl.weights.sources import WeightSource, values_of
 _BESIDE_4BIT = re.compile(
     r"(?P<name>.*weight)\.(?P<key>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
 )
+_SCALES = {"absmax", "SCB"}
 _BESIDE_8BIT = re.compile(r"(?P<prefix>.*\.)(?P<key>SCB|weight_format)")
 
 
@@ -73,6 +74,13 @@ class Renamed(NamedTuple):
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has the bits that are read."""
         return self.source.holds(tensor)
+
+
+def innermost(source: WeightSource) -> WeightSource:
+    """Return what a source was before it was renamed."""
+    while isinstance(source, Renamed):
+        source = source.source
+    return source
 
 
 class Dequantised:
@@ -136,7 +144,7 @@ def dequantised(sources: Sequence[WeightSource], dtype: torch.dtype) -> list[Wei
     result: list[WeightSource] = []
     for source in plain:
         group = beside.get(source.name)
-        if group is None and source.dtype in (torch.uint8, torch.int8):
+        if source.dtype in (torch.uint8, torch.int8) and not _SCALES & (group or {}).keys():
             raise CheckpointError(
                 f"`{source.name}` is {source.dtype}, and no scales of bitsandbytes are beside it: it cannot be "
                 "dequantised. Export from the files in full precision (--base)"
