@@ -186,25 +186,29 @@ class CausalLM(LightningModule):
             raise ConfigError(
                 "generate_text needs a tokenizer: set module.tokenizer, or run under a Trainer with TextData"
             )
-        model, eos = self._built(), self.tokenizer.eos_token_id
-        encoded = self.tokenizer(prompt, return_tensors="pt").to(model.device)
+        encoded = self.tokenizer(prompt, return_tensors="pt")
+        tokens = self.generate_tokens(encoded["input_ids"][0], max_new_tokens=max_new_tokens, seed=seed)
+        return cast(str, self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def generate_tokens(self, prompt: Tensor, *, max_new_tokens: int = 64, seed: int = 0) -> Tensor:
+        """Return what `generate_text` does as tokens: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``."""
+        model = self._built()
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "pad_token_id": eos, "eos_token_id": eos}
         modes = {module: module.training for module in model.modules()}
         devices = [] if self.device.type == "cpu" else [self.device]
+        ids = prompt[None].to(model.device)
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
             torch.manual_seed(seed)
             model.eval()
             try:
                 tokens = model.generate(
-                    input_ids=encoded["input_ids"],
-                    attention_mask=encoded["attention_mask"],
-                    max_new_tokens=max_new_tokens,
-                    **options,
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **options
                 )
             finally:
                 for module, training in modes.items():
                     module.training = training
-        return cast(str, self.tokenizer.decode(tokens[0], skip_special_tokens=True))
+        return cast(Tensor, tokens[0])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the random states, so that dropout continues exactly after a resume, and what an export needs."""
