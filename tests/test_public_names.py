@@ -80,6 +80,7 @@ ARGUMENTS = {
         "val_fraction": 0.05,
         "seed": 0,
         "tokenizer_name_or_path": None,
+        "train_on": "answers",
     },
     ExportPretrained: {"dirpath": None},
     lightning_cxl.OffloadProgressBar: {"plain_every_n_steps": 10, "kwargs": inspect.Parameter.empty},
@@ -101,6 +102,7 @@ COMMANDS = {
     "plan": "model tiers ssd ssd-budget ssd-checkpoint batch seq precision state master accumulate "
     "accumulate-grad-batches activation-offload stream-weights overlap policy loss plot json",
     "calibrate": "output ssd quick json",
+    "export": "base adapter-config only-adapter dtype max-shard-bytes",
 }
 
 

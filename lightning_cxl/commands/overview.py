@@ -23,10 +23,14 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "fit": Command("train a causal language model on text files", "lightning_cxl.finetune.cli", trains=True),
+    "fit": Command("train a causal language model on text or conversations", "lightning_cxl.finetune.cli", trains=True),
     "validate": Command("its loss on held-out text", "lightning_cxl.finetune.cli", trains=True),
     "test": Command("the same, logged as test_loss", "lightning_cxl.finetune.cli", trains=True),
     "predict": Command("its most likely next tokens of held-out text", "lightning_cxl.finetune.cli", trains=True),
+    "export": Command(
+        "a checkpoint as a folder for transformers; adapters merged, quantised weights plain",
+        "lightning_cxl.commands.export.command",
+    ),
     "plan": Command(
         "what a job holds where, whether it fits, seconds per step; loads no weights",
         "lightning_cxl.commands.plan.command",

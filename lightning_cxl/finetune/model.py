@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_cxl.commands.export.layouts import FILES_KEY
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.finetune.data import Batch
+from lightning_cxl.finetune.loader import Batch, scored_tokens
+from lightning_cxl.finetune.own_files import own_files
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
 from lightning_cxl.weights.hf import from_pretrained
 
@@ -134,12 +136,12 @@ class CausalLM(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the mean loss over the set as `val_loss`."""
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch["input_ids"]))
+        """Log the mean loss over the tokens of the set that have labels as `val_loss`."""
+        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=scored_tokens(batch))
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the mean loss over the set as `test_loss`."""
-        self.log("test_loss", self._loss(batch), sync_dist=True, batch_size=len(batch["input_ids"]))
+        """Log the mean loss over the tokens of the set that have labels as `test_loss`."""
+        self.log("test_loss", self._loss(batch), sync_dist=True, batch_size=scored_tokens(batch))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, ``(batch, seq)``."""
@@ -184,28 +186,33 @@ class CausalLM(LightningModule):
             raise ConfigError(
                 "generate_text needs a tokenizer: set module.tokenizer, or run under a Trainer with TextData"
             )
-        model, eos = self._built(), self.tokenizer.eos_token_id
-        encoded = self.tokenizer(prompt, return_tensors="pt").to(model.device)
+        encoded = self.tokenizer(prompt, return_tensors="pt")
+        tokens = self.generate_tokens(encoded["input_ids"][0], max_new_tokens=max_new_tokens, seed=seed)
+        return cast(str, self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def generate_tokens(self, prompt: Tensor, *, max_new_tokens: int = 64, seed: int = 0) -> Tensor:
+        """Return what `generate_text` does as tokens: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``."""
+        model = self._built()
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "pad_token_id": eos, "eos_token_id": eos}
         modes = {module: module.training for module in model.modules()}
         devices = [] if self.device.type == "cpu" else [self.device]
+        ids = prompt[None].to(model.device)
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
             torch.manual_seed(seed)
             model.eval()
             try:
                 tokens = model.generate(
-                    input_ids=encoded["input_ids"],
-                    attention_mask=encoded["attention_mask"],
-                    max_new_tokens=max_new_tokens,
-                    **options,
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **options
                 )
             finally:
                 for module, training in modes.items():
                     module.training = training
-        return cast(str, self.tokenizer.decode(tokens[0], skip_special_tokens=True))
+        return cast(Tensor, tokens[0])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the random states, so that dropout continues exactly after a resume."""
+        """Store the random states, so that dropout continues exactly after a resume, and what an export needs."""
+        checkpoint[FILES_KEY] = own_files(self._built(), self.tokenizer)
         checkpoint[_RNG_KEY] = {"cpu": torch.get_rng_state()}
         if self.device.type != "cpu":
             checkpoint[_RNG_KEY][self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)
@@ -229,8 +236,7 @@ class CausalLM(LightningModule):
         return self.model
 
     def _loss(self, batch: Batch) -> Tensor:
-        ids = batch["input_ids"]
-        return cast(Tensor, self._built()(input_ids=ids, labels=ids, use_cache=False).loss)
+        return cast(Tensor, self._built()(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False).loss)
 
     def _new_llama(self) -> PreTrainedModel:
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id

@@ -6,7 +6,7 @@ on, and pages that do not fit there go to another one.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -175,7 +175,10 @@ class NamedTensor(NamedTuple):
 
     name: str
     tensor: torch.Tensor
+    """With its values, or on the meta device where `read` has them."""
     dtype: torch.dtype
+    read: Callable[[], torch.Tensor] | None = None
+    """Returns the values when they are written, so that they take memory only then."""
 
     @property
     def nbytes(self) -> int:
@@ -197,13 +200,13 @@ def write_tensors(path: Path, tensors: Sequence[NamedTensor], metadata: Mapping[
     """
     # wide elements first, as the reference implementation writes: every tensor is then aligned to its elements
     ordered = sorted(tensors, key=lambda item: -item.dtype.itemsize)
-    start = header.encode([(name, dtype, tuple(tensor.shape)) for name, tensor, dtype in ordered], metadata)
+    start = header.encode([(name, dtype, tuple(tensor.shape)) for name, tensor, dtype, _ in ordered], metadata)
     staging = Staging()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         _write(fd, memoryview(start))
-        for _, tensor, dtype in ordered:
-            _write_tensor(fd, tensor.detach(), dtype, staging)
+        for _, tensor, dtype, read in ordered:
+            _write_tensor(fd, (tensor if read is None else read()).detach(), dtype, staging)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:

@@ -1,0 +1,88 @@
+"""Protections of the main job and of exports: what of a conversation is learned, which numbers are written."""
+
+from tests.mutants.mutant import Mutant
+
+_CHAT = "lightning_cxl/finetune/chat.py"
+_CONVERSATIONS = "lightning_cxl/finetune/conversations.py"
+_LOADER = "lightning_cxl/finetune/loader.py"
+_SAMPLES = "lightning_cxl/finetune/samples.py"
+_DATA = "lightning_cxl/finetune/data.py"
+T_CHAT = ("tests/unit/finetune/test_chat.py",)
+T_CONVERSATIONS = ("tests/unit/finetune/test_conversations.py",)
+T_DATA = ("tests/unit/finetune/test_data.py",)
+T_LOADER = ("tests/unit/finetune/test_loader.py",)
+
+_ADAPTERS = "lightning_cxl/commands/export/adapters.py"
+_SOURCES = "lightning_cxl/commands/export/model_sources.py"
+_STORED = "lightning_cxl/commands/export/stored.py"
+T_EXPORT = ("tests/unit/commands/export/test_export.py",)
+T_MERGED = (f"{T_EXPORT[0]}::test_an_adapters_folder_merges_as_peft_merges",)
+T_REFUSED = (f"{T_EXPORT[0]}::test_what_cannot_be_exported_is_refused_before_anything_is_written",)
+T_QUANTISED = ("tests/unit/commands/export/test_quantised.py",)
+
+MUTANTS = (
+    Mutant(
+        "an answer's header is not learned",
+        _CHAT,
+        "max(len(answer.before), _shared(answer.opened, answer.after))",
+        "len(answer.before)",
+        T_CHAT,
+    ),
+    Mutant(
+        "an answer is looked for where the template shows it",
+        _CHAT,
+        "text.startswith(answer.after) and ",
+        "",
+        T_CHAT,
+    ),
+    Mutant(
+        "what comes before an answer is its sample's beginning",
+        _CHAT,
+        " and answer.after.startswith(answer.before)",
+        "",
+        T_CHAT,
+    ),
+    Mutant("marks of a template are used", _CHAT, "if _MARKS.search(", "if None and _MARKS.search(", T_CHAT),
+    Mutant("someone must answer", _CONVERSATIONS, 'message["role"] == "assistant" for', "True for", T_CONVERSATIONS),
+    Mutant(
+        "a weight is not passed over", _CONVERSATIONS, 'if message.get("weight", 1) != 1:', "if False:", T_CONVERSATIONS
+    ),
+    Mutant("padding has no labels", _LOADER, "padding_value=IGNORED", "padding_value=pad_id", T_LOADER),
+    Mutant(
+        "a first token, which nothing predicts, is no answer",
+        _SAMPLES,
+        "for label in labels[1:]",
+        "for label in labels",
+        ("tests/unit/finetune/test_samples.py",),
+    ),
+    Mutant("samples without an answer are left out", _SAMPLES, "samples.select(kept)", "samples", T_DATA),
+    Mutant("an error in a line says where", _DATA, "raise error.located(files) from error", "raise", T_DATA),
+    # -- exports
+    Mutant(
+        "a merged weight is let go of",
+        _ADAPTERS,
+        "            base._parameters.update(before)\n",
+        "            pass\n",
+        (f"{T_EXPORT[0]}::test_weights_are_in_memory_one_at_a_time",),
+    ),
+    Mutant("a layer can be merged again", _ADAPTERS, "            layer.merged_adapters.clear()\n", "", T_MERGED),
+    Mutant(
+        "16-bit adapters merge in float32",
+        _ADAPTERS,
+        'value.float() if ".lora_" in name else value',
+        "value",
+        T_MERGED,
+    ),
+    Mutant("a merge does not untie weights", _ADAPTERS, "if both is not None:", "if False:", T_REFUSED),
+    Mutant("an adapter fits its config", _ADAPTERS, "if given != own:", "if False:", T_REFUSED),
+    Mutant("what is given wins over the base", _SOURCES, " and id(weights[name]) not in given", "", T_EXPORT),
+    Mutant(
+        "tied weights that differ are refused",
+        _SOURCES,
+        "not read.source.holds(values_of(first))",
+        "False",
+        T_REFUSED,
+    ),
+    Mutant("a model that is there twice is refused", _SOURCES, "most[0][1] == most[1][1]", "False", T_REFUSED),
+    Mutant("bytes without scales are refused", _STORED, "not _SCALES & (group or {}).keys()", "False", T_QUANTISED),
+)
