@@ -38,6 +38,7 @@ from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
 from lightning_cxl.planning.jobs.perf import predict_adam_seconds, predict_copy_seconds
 from lightning_cxl.planning.policies.api import Decision, PlanningPolicy
 from lightning_cxl.run.checkpoint import plain_checkpoint
+from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.hf import from_pretrained, save_pretrained
 from lightning_cxl.weights.load import LoadReport, load_weights
@@ -80,6 +81,7 @@ __all__ = [
     "TensorRole",
     "Topology",
     "UnsupportedError",
+    "chunked_loss",
     "empty",
     "empty_weights",
     "from_pretrained",
