@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.data import Batch
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
+from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.weights.hf import from_pretrained
 
 _RNG_KEY = "causal_lm_rng"
@@ -229,8 +230,9 @@ class CausalLM(LightningModule):
         return self.model
 
     def _loss(self, batch: Batch) -> Tensor:
-        ids = batch["input_ids"]
-        return cast(Tensor, self._built()(input_ids=ids, labels=ids, use_cache=False).loss)
+        ids, model = batch["input_ids"], self._built()
+        with chunked_loss(model):
+            return cast(Tensor, model(input_ids=ids, labels=ids, use_cache=False).loss)
 
     def _new_llama(self) -> PreTrainedModel:
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id

@@ -187,7 +187,7 @@ def _of_chunk(
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     """Add ``one.T @ other`` to `total`, without a second tensor of its size."""
     if total.dtype == one.dtype == other.dtype:
-        total.addmm_(one.T, other)
+        torch.addmm(total, one.T, other, out=total)
         return
     for band, columns in zip(total.split(_BAND_ROWS), one.split(_BAND_ROWS, dim=1), strict=True):
         band += columns.T @ other
