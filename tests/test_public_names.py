@@ -78,6 +78,7 @@ ARGUMENTS = {
         "val_fraction": 0.05,
         "seed": 0,
         "tokenizer_name_or_path": None,
+        "train_on": "answers",
     },
     ExportPretrained: {"dirpath": None},
     lightning_cxl.OffloadProgressBar: {"plain_every_n_steps": 10, "kwargs": inspect.Parameter.empty},

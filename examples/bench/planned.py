@@ -93,7 +93,7 @@ def train(case: Case) -> dict[str, Any]:
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     tokens = torch.randint(0, case.shape["vocab_size"], (STEPS * case.batch, case.sequence))
-    data = DataLoader([{"input_ids": row} for row in tokens], batch_size=case.batch)
+    data = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=case.batch)
     growth = Growth()
     growth.start()
     module = CausalLM(**case.shape)

@@ -23,7 +23,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "fit": Command("train a causal language model on text files", "lightning_cxl.finetune.cli", trains=True),
+    "fit": Command("train a causal language model on text or conversations", "lightning_cxl.finetune.cli", trains=True),
     "validate": Command("its loss on held-out text", "lightning_cxl.finetune.cli", trains=True),
     "test": Command("the same, logged as test_loss", "lightning_cxl.finetune.cli", trains=True),
     "predict": Command("its most likely next tokens of held-out text", "lightning_cxl.finetune.cli", trains=True),

@@ -34,7 +34,7 @@ class FinetuneCLI(LightningCLI):
             trainer_defaults={"num_sanity_val_steps": -1, "callbacks": [self.summary]},
             parser_kwargs={
                 "prog": PROGRAM,
-                "description": "Train a causal language model on text files, and see how well it does.",
+                "description": "Train a causal language model on text or conversations, and see how well it does.",
                 **{name: {"description": _help(name)} for name in self.subcommands()},
             },
             auto_configure_optimizers=False,

@@ -1,4 +1,4 @@
-"""Which text files are trained on, and their documents as a `datasets.Dataset` cached in a folder of ours."""
+"""Which files are trained on, and their documents or lines as a `datasets.Dataset` cached in a folder of ours."""
 
 import glob
 import hashlib
@@ -12,6 +12,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from lightning_cxl.cache import cache_folder
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.conversations import LineError, form_of_file, read_text
 
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -62,8 +63,25 @@ def user_files(patterns: str | Sequence[str]) -> list[Path]:
     return sorted(files)
 
 
-def load_documents(files: Sequence[Path]) -> Dataset:
+def form_of_files(files: Sequence[Path]) -> str:
+    """Return what all `files` hold, as `form_of_file` has it.
+
+    Raises:
+        ConfigError: some hold something else than others, or no form is known.
+    """
+    found = {form_of_file(path): path for path in files}
+    if len(found) > 1:
+        examples = ", ".join(f"`{path}` ({form.replace('_', ' ')})" for form, path in sorted(found.items()))
+        raise ConfigError(f"text_files: files of several kinds cannot be mixed: {examples}. Name those of one kind")
+    return next(iter(found))
+
+
+def load_documents(files: Sequence[Path], *, by_line: bool = False) -> Dataset:
     """Return a memory-mapped dataset with one row ``{"text": ...}`` per file; reads nothing from the network.
+
+    Args:
+        files: UTF-8 text.
+        by_line: one row per line instead, without its line break.
 
     Raises:
         ConfigError: a file vanished or changed to something unreadable meanwhile.
@@ -72,12 +90,24 @@ def load_documents(files: Sequence[Path]) -> Dataset:
         return load_dataset(
             "text",
             data_files=[str(path) for path in files],
-            sample_by="document",
+            sample_by="line" if by_line else "document",
             split="train",
             cache_dir=str(cache_folder() / "datasets"),
         )
     except (DatasetGenerationError, FileNotFoundError) as error:
         raise ConfigError(f"cannot read the {len(files)} text files: {error.__cause__ or error}") from error
+
+
+def documents_of_lines(files: Sequence[Path]) -> Dataset:
+    """Return `load_documents` of files with lines ``{"text": "..."}``; empty lines are left out.
+
+    Raises:
+        ConfigError: a line is something else.
+    """
+    try:
+        return load_documents(files, by_line=True).map(_read_texts, batched=True, desc="Reading")
+    except LineError as error:
+        raise error.located(files) from None
 
 
 def corpus_fingerprint(documents: Dataset) -> str:
@@ -88,6 +118,10 @@ def corpus_fingerprint(documents: Dataset) -> str:
             encoded = text.encode()
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.hexdigest()[:16]
+
+
+def _read_texts(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {"text": [read_text(line) for line in batch["text"] if line.strip()]}
 
 
 def _is_text(path: Path) -> bool:

@@ -1,120 +1,42 @@
-"""`TextData`: text files packed into blocks of equal length, in an order that a resumed run continues."""
+"""`TextData`: text or conversations of files, as batches for a causal language model."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
-import torch
-from datasets import Dataset, Features, List, Value
-from torch import Tensor
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from lightning_cxl.errors import CheckpointError, ConfigError
-from lightning_cxl.finetune.corpus import corpus_fingerprint, load_documents, stdlib_files, user_files
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.chat import plain_text, with_template
+from lightning_cxl.finetune.conversations import LineError, read_conversation
+from lightning_cxl.finetune.corpus import (
+    corpus_fingerprint,
+    documents_of_lines,
+    form_of_files,
+    load_documents,
+    stdlib_files,
+    user_files,
+)
+from lightning_cxl.finetune.loader import Samples, SampleLoader
+from lightning_cxl.finetune.samples import PackedRows, pack, tokenize_conversations, with_answers
 from lightning_cxl.finetune.tokenizer import cached_tokenizer, load_tokenizer
 from lightning_cxl.integrations.lightning.lightning_api import LightningDataModule
 
-Batch = dict[str, Tensor]
-_SPLIT_SEED = 0  # one split for all runs, so that their validation losses compare
-_DOCUMENTS_PER_PACK = 512
-
-
-class BlockLoader:
-    """Batches of blocks; knows where it is, so that a checkpoint in the middle of an epoch resumes exactly.
-
-    The order of an epoch depends on `seed` and the epoch's number alone. Lightning calls `set_epoch` (through
-    `sampler`), stores `state_dict()` in its checkpoints and calls `load_state_dict()` before the first batch.
-
-    Args:
-        blocks: Rows ``{"input_ids": int64 (seq_len,)}``.
-        batch_size: Blocks in a batch; the blocks that fill no whole batch are left out of the epoch.
-        seed: None keeps the order of `blocks`.
-        rank: Which of `world_size` processes this is: each reads its own share of every epoch.
-        world_size: Number of processes.
-    """
-
-    batch_sampler = None  # Lightning asks every loader that has a `sampler`
-
-    def __init__(
-        self, blocks: Dataset, batch_size: int, *, seed: int | None = None, rank: int = 0, world_size: int = 1
-    ) -> None:
-        self.blocks = blocks
-        self.batch_size = batch_size
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = 0
-        self._next_batch = 0  # of the running epoch: what a checkpoint taken now must continue with
-        self._start = 0  # where the next iterator starts; not 0 only after load_state_dict()
-
-    @property
-    def sampler(self) -> "BlockLoader":
-        """Where Lightning looks for `set_epoch`."""
-        return self
-
-    def __len__(self) -> int:
-        return len(self.blocks) // (self.batch_size * self.world_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        # a generator: epoch and start are read at the first batch, after Lightning's set_epoch()
-        start, self._start = self._start, 0
-        order = self._order()
-        for index in range(start, len(self)):
-            self._next_batch = index + 1
-            yield {
-                "input_ids": self.blocks[order[index * self.batch_size : (index + 1) * self.batch_size]]["input_ids"]
-            }
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the iterators to come; a new epoch starts at its first batch."""
-        if epoch != self.epoch:
-            self.epoch, self._start, self._next_batch = epoch, 0, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what it depends on."""
-        return {"epoch": self.epoch, "next_batch": self._next_batch, "order": self._order_key()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of `state`.
-
-        Raises:
-            CheckpointError: `state` is in the middle of an epoch of other data, batch size or seed.
-        """
-        if 0 < state["next_batch"] < len(self) and state["order"] != self._order_key():
-            raise CheckpointError(
-                f"the checkpoint is at batch {state['next_batch']} of an epoch over {state['order']}, this run reads "
-                f"{self._order_key()}. Use the same data options, or start a new run from exported weights "
-                "(--model.name_or_path)"
-            )
-        self.epoch = state["epoch"]
-        self._start = self._next_batch = state["next_batch"]
-
-    def _order(self) -> list[int]:
-        """Return this process's block numbers in the order of the epoch."""
-        if self.seed is None:
-            order = torch.arange(len(self.blocks))
-        else:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-            order = torch.randperm(len(self.blocks), generator=generator)
-        own: list[int] = order[self.rank :: self.world_size].tolist()
-        return own
-
-    def _order_key(self) -> dict[str, Any]:
-        """Return what, together with the epoch's number, decides the order."""
-        return {
-            "num_blocks": len(self.blocks),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "world_size": self.world_size,
-        }
-
 
 class TextData(LightningDataModule):
-    """Text files as blocks of `seq_len` tokens, ready for a causal language model.
+    """Text files as blocks of `seq_len` tokens, or conversations as samples of up to `seq_len` tokens.
 
-    Documents are shuffled once, tokenized, ended with the end-of-text token and packed without padding; a block may
-    hold several documents, and attention is not cut between them. The last `val_fraction` of the blocks is held out
-    for validate, test and predict. Everything made is cached (LIGHTNING_CXL_CACHE) and made again when text,
-    tokenizer or `seq_len` change.
+    What the files hold is found out from their first lines: conversations or documents in JSONL (see
+    `conversations.EXPECTED`), or plain text, a document per file.
+
+    Documents are shuffled once, tokenized, ended with the end-of-text token and packed without padding. Conversations
+    are shuffled once and tokenized with the chat template of the tokenizer, or with `chat.FALLBACK_TEMPLATE`; what the
+    assistant did not say has the label -100. Several of them share a row of `seq_len` tokens, where there are enough
+    for a batch of such rows. In blocks and rows nothing attends to another document or conversation.
+
+    The last `val_fraction` of the samples is held out for validate, test and predict. Everything made is cached
+    (LIGHTNING_CXL_CACHE) and made again when text, tokenizer or `seq_len` change.
     """
 
     def __init__(
@@ -127,20 +49,23 @@ class TextData(LightningDataModule):
         val_fraction: float = 0.05,
         seed: int = 0,
         tokenizer_name_or_path: str | None = None,
+        train_on: Literal["answers", "all"] = "answers",
     ) -> None:
         """Remember the options; files are read in `prepare_data`.
 
         Args:
-            text_files: Files or globs (UTF-8 text, one document each). None: the Python standard library's sources.
-            seq_len: Tokens in a block.
-            batch_size: Blocks in a batch, per process.
+            text_files: Files or globs: text in UTF-8, or JSONL with conversations or documents, a line each. None: the
+                Python standard library's sources.
+            seq_len: Tokens in a block, and most tokens of a conversation.
+            batch_size: Blocks or rows in a batch, per process.
             vocab_size: Size of the byte-level BPE that is trained on the files; unused with a model's own tokenizer.
-            val_fraction: Share of the blocks that is held out.
-            seed: Of the order of the training blocks.
+            val_fraction: Share of the samples that is held out.
+            seed: Of the order of the training samples.
             tokenizer_name_or_path: Use this tokenizer (hub id or folder) instead of training one.
+            train_on: What is learned of conversations: "answers" is what the assistant says, "all" the questions, too.
 
         Raises:
-            ConfigError: a number that makes no sense.
+            ConfigError: an option that makes no sense.
         """
         super().__init__()
         if seq_len < 2 or batch_size < 1 or not 0 < val_fraction < 1:
@@ -148,6 +73,8 @@ class TextData(LightningDataModule):
                 f"need seq_len >= 2, batch_size >= 1 and 0 < val_fraction < 1; got seq_len {seq_len}, "
                 f"batch_size {batch_size}, val_fraction {val_fraction}"
             )
+        if train_on not in ("answers", "all"):
+            raise ConfigError(f'train_on must be "answers" or "all", not {train_on!r}')
         self.text_files = text_files
         self.seq_len = seq_len
         self.batch_size = batch_size
@@ -155,90 +82,97 @@ class TextData(LightningDataModule):
         self.val_fraction = val_fraction
         self.seed = seed
         self.tokenizer_name_or_path = tokenizer_name_or_path
+        self.train_on = train_on
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self._train: Dataset | None = None
-        self._val: Dataset | None = None
+        self._train: Samples | None = None
+        self._val: Samples | None = None
 
     def prepare_data(self) -> None:
-        """Read, tokenize and pack into the cache (one process per machine; a few seconds at the first time)."""
+        """Read and tokenize into the cache (one process per machine; a few seconds at the first time)."""
         self._load()
 
     def setup(self, stage: str | None = None) -> None:
         """Open what `prepare_data` left in the cache; sets `tokenizer`.
 
         Raises:
-            ConfigError: the text is too short for one batch of each split.
+            ConfigError: there is too little for one batch of each split.
         """
         if self._train is not None:
             return
-        tokenizer, blocks = self._load()
-        num_val = max(self.batch_size * self._world_size(), round(len(blocks) * self.val_fraction))
-        num_train = len(blocks) - num_val
+        tokenizer, samples = self._load()
+        of = f"blocks of {self.seq_len} tokens"
+        if "scored" in samples.column_names:
+            samples, of = with_answers(samples, self.seq_len), "conversations"
+        num_val = max(self.batch_size * self._world_size(), round(len(samples) * self.val_fraction))
+        num_train = len(samples) - num_val
         if num_train < self.batch_size * self._world_size():
             raise ConfigError(
-                f"the text gives {len(blocks)} blocks of {self.seq_len} tokens, too few for one training and one "
-                f"validation batch of {self.batch_size}: add text, or lower seq_len or batch_size"
+                f"the files give {len(samples)} {of}, too few for one training and one validation batch of "
+                f"{self.batch_size}: add some, or lower seq_len or batch_size"
             )
         self.tokenizer = tokenizer
-        self._train = blocks.select(range(num_train))
-        self._val = blocks.select(range(num_train, len(blocks)))
+        splits = samples.select(range(num_train)), samples.select(range(num_train, len(samples)))
+        self._train, self._val = map(self._packed, splits)
 
-    def train_dataloader(self) -> BlockLoader:
-        """Return the training blocks, shuffled by (seed, epoch)."""
+    def train_dataloader(self) -> SampleLoader:
+        """Return the training samples, shuffled by (seed, epoch)."""
         return self._loader(self._train, self.seed)
 
-    def val_dataloader(self) -> BlockLoader:
-        """Return the held-out blocks in fixed order."""
+    def val_dataloader(self) -> SampleLoader:
+        """Return the held-out samples in fixed order."""
         return self._loader(self._val, None)
 
-    def test_dataloader(self) -> BlockLoader:
-        """Return the held-out blocks."""
+    def test_dataloader(self) -> SampleLoader:
+        """Return the held-out samples."""
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> BlockLoader:
-        """Return the held-out blocks."""
+    def predict_dataloader(self) -> SampleLoader:
+        """Return the held-out samples."""
         return self.val_dataloader()
 
-    def _loader(self, blocks: Dataset | None, seed: int | None) -> BlockLoader:
-        assert blocks is not None, "setup() comes first"
+    def _packed(self, samples: Dataset) -> Samples:
+        """Return conversations in rows, where that leaves a batch of rows; blocks as they are."""
+        if "position_ids" in samples.column_names:
+            return samples
+        rows = PackedRows(samples, self.seq_len)
+        return rows if len(rows) >= self.batch_size * self._world_size() else samples
+
+    def _loader(self, samples: Samples | None, seed: int | None) -> SampleLoader:
+        assert samples is not None and self.tokenizer is not None, "setup() comes first"
         rank = self.trainer.global_rank if self.trainer is not None else 0
-        return BlockLoader(blocks, self.batch_size, seed=seed, rank=rank, world_size=self._world_size())
+        pad_id = self.tokenizer.eos_token_id
+        return SampleLoader(
+            samples, self.batch_size, pad_id=pad_id, seed=seed, rank=rank, world_size=self._world_size()
+        )
 
     def _world_size(self) -> int:
         return self.trainer.world_size if self.trainer is not None else 1
 
     def _load(self) -> tuple[PreTrainedTokenizerBase, Dataset]:
-        """Return the tokenizer and all blocks, from the caches where they have them."""
+        """Return the tokenizer and all samples, from the caches where they have them."""
         files = stdlib_files() if self.text_files is None else user_files(self.text_files)
-        documents = load_documents(files)
-        corpus_key = corpus_fingerprint(documents)
-        if self.tokenizer_name_or_path is not None:
-            tokenizer = load_tokenizer(self.tokenizer_name_or_path)
-        else:
-            texts = (text for batch in documents.iter(batch_size=64) for text in batch["text"])
-            tokenizer = cached_tokenizer(texts, self.vocab_size, corpus_key)
+        form = "text" if self.text_files is None else form_of_files(files)
+        if form == "conversations":
+            return self._load_conversations(files)
+        documents = load_documents(files) if form == "text" else documents_of_lines(files)
+        tokenizer = self._load_tokenizer(documents, _texts(documents))
         return tokenizer, pack(documents, tokenizer, self.seq_len)
 
+    def _load_conversations(self, files: list[Path]) -> tuple[PreTrainedTokenizerBase, Dataset]:
+        lines = load_documents(files, by_line=True)
+        try:
+            texts = (plain_text(read_conversation(line)) for line in _texts(lines) if line.strip())
+            tokenizer = with_template(self._load_tokenizer(lines, texts))
+            train_on_all = self.train_on == "all"
+            return tokenizer, tokenize_conversations(lines, tokenizer, self.seq_len, train_on_all=train_on_all)
+        except LineError as error:
+            raise error.located(files) from error
 
-def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Dataset:
-    """Return the documents, shuffled, as blocks ``{"input_ids": int64 (seq_len,)}``; cached by `datasets`.
-
-    What does not fill a block at the end of each 512 documents is dropped.
-    """
-    blocks = documents.shuffle(seed=_SPLIT_SEED).map(
-        _pack_batch,
-        fn_kwargs={"tokenizer": tokenizer, "seq_len": seq_len},
-        batched=True,
-        batch_size=_DOCUMENTS_PER_PACK,
-        remove_columns=["text"],
-        features=Features({"input_ids": List(Value("int32"))}),
-        desc="Tokenizing",
-    )
-    return blocks.with_format("torch")
+    def _load_tokenizer(self, rows: Dataset, texts: Iterator[str]) -> PreTrainedTokenizerBase:
+        if self.tokenizer_name_or_path is not None:
+            return load_tokenizer(self.tokenizer_name_or_path)
+        return cached_tokenizer(texts, self.vocab_size, corpus_fingerprint(rows))
 
 
-def _pack_batch(batch: dict[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> dict[str, Any]:
-    encoded = tokenizer(list(batch["text"]), add_special_tokens=False, verbose=False)["input_ids"]
-    stream = [token for document in encoded for token in (*document, tokenizer.eos_token_id)]
-    usable = len(stream) - len(stream) % seq_len
-    return {"input_ids": [stream[start : start + seq_len] for start in range(0, usable, seq_len)]}
+def _texts(rows: Dataset) -> Iterator[str]:
+    return (text for batch in rows.iter(batch_size=64) for text in batch["text"])

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.finetune.data import Batch
+from lightning_cxl.finetune.loader import Batch, scored_tokens
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
+from lightning_cxl.sequences.attention import packed_arguments, separate
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.weights.hf import from_pretrained
 
@@ -135,12 +136,12 @@ class CausalLM(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the mean loss over the set as `val_loss`."""
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch["input_ids"]))
+        """Log the mean loss over the tokens of the set that have labels as `val_loss`."""
+        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=scored_tokens(batch))
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the mean loss over the set as `test_loss`."""
-        self.log("test_loss", self._loss(batch), sync_dist=True, batch_size=len(batch["input_ids"]))
+        """Log the mean loss over the tokens of the set that have labels as `test_loss`."""
+        self.log("test_loss", self._loss(batch), sync_dist=True, batch_size=scored_tokens(batch))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, ``(batch, seq)``."""
@@ -230,9 +231,15 @@ class CausalLM(LightningModule):
         return self.model
 
     def _loss(self, batch: Batch) -> Tensor:
-        ids, model = batch["input_ids"], self._built()
+        model, ids, labels, arguments = self._built(), batch["input_ids"], batch["labels"], {}
+        if "position_ids" in batch:
+            packed = packed_arguments(model, batch["position_ids"])
+            if packed is None:
+                ids, labels = separate(ids, labels, batch["position_ids"])
+            else:
+                arguments = packed
         with chunked_loss(model):
-            return cast(Tensor, model(input_ids=ids, labels=ids, use_cache=False).loss)
+            return cast(Tensor, model(input_ids=ids, labels=labels, use_cache=False, **arguments).loss)
 
     def _new_llama(self) -> PreTrainedModel:
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id

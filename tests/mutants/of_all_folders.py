@@ -274,10 +274,10 @@ MUTANTS = (
     ),
     Mutant(
         "a loader's order depends on its seed",
-        "lightning_cxl/finetune/data.py",
+        "lightning_cxl/finetune/loader.py",
         '            "seed": self.seed,\n',
         "",
-        ("tests/unit/finetune/test_data.py",),
+        ("tests/unit/finetune/test_loader.py",),
     ),
     Mutant(
         "a path with a scheme is remote",

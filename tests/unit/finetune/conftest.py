@@ -1,5 +1,7 @@
 """Tiny text, tiny models, and a cache folder of the tests' own."""
 
+import json
+
 import pytest
 
 from lightning_cxl.finetune.data import TextData
@@ -53,3 +55,15 @@ def make_trainer(tmp_path):
         return Trainer(**{**defaults, **options})
 
     return make
+
+
+@pytest.fixture
+def write_lines(tmp_path):
+    """Return a function that writes rows (or lines as they are) to a file and returns its path."""
+
+    def write(*rows, name="chat.jsonl"):
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+        return tmp_path / name
+
+    return write

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_cxl.__main__ import main
 
@@ -163,3 +163,14 @@ def test_env_prints_the_machine(command, capsys):
     with pytest.raises(SystemExit) as caught:
         command("env", "--unknown", tiny=False)
     assert caught.value.code == 2
+
+
+def test_conversations_train_and_the_export_keeps_their_template(command, tmp_path, write_lines, capsys):
+    path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40)))
+    command("fit", "--config", EXAMPLE, **{"data.text_files": path, "data.seq_len": 64, "trainer.max_steps": 2})
+    assert "validation loss: before " in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs/finetune_stdlib/tensorboard/version_0/export")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert asked == "### User:\nHi\n\n### Assistant:\n"

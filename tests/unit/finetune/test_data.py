@@ -1,80 +1,14 @@
-from itertools import chain
-
 import pytest
 import torch
 from datasets import Dataset
 
-from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.finetune import data as module
-from lightning_cxl.finetune.data import BlockLoader, TextData, pack
+from lightning_cxl.finetune.chat import FALLBACK_TEMPLATE
+from lightning_cxl.finetune.data import TextData
+from lightning_cxl.finetune.samples import pack
 from lightning_cxl.finetune.tokenizer import train_tokenizer
-
-
-@pytest.fixture
-def blocks():
-    return Dataset.from_dict({"input_ids": [[i, i + 100] for i in range(11)]}).with_format("torch")
-
-
-def rows(loader):
-    return [batch["input_ids"][:, 0].tolist() for batch in loader]
-
-
-def test_batches_cover_whole_batches_of_the_blocks_once(blocks):
-    loader = BlockLoader(blocks, 3, seed=1)
-    batches = rows(loader)
-    assert [len(batch) for batch in batches] == [3, 3, 3]
-    assert len(loader) == 3
-    assert len(set(chain(*batches))) == 9
-
-
-def test_order_depends_on_seed_and_epoch_and_a_second_pass_repeats_it(blocks):
-    loader = BlockLoader(blocks, 3, seed=1)
-    first = rows(loader)
-    assert rows(loader) == first == rows(BlockLoader(blocks, 3, seed=1))
-    assert rows(BlockLoader(blocks, 3, seed=2)) != first
-    loader.set_epoch(1)
-    assert rows(loader) != first
-    loader.set_epoch(0)
-    assert rows(loader) == first
-
-
-def test_without_seed_blocks_keep_their_order(blocks):
-    assert rows(BlockLoader(blocks, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_processes_share_an_epoch_without_overlap(blocks):
-    shares = [list(chain(*rows(BlockLoader(blocks, 2, seed=3, rank=r, world_size=2)))) for r in range(2)]
-    assert [len(share) for share in shares] == [4, 4]
-    assert not set(shares[0]) & set(shares[1])
-
-
-@pytest.mark.parametrize("consumed", [0, 1, 2, 3])
-def test_a_new_loader_continues_where_the_state_was_taken(blocks, consumed):
-    loader = BlockLoader(blocks, 3, seed=1)
-    loader.set_epoch(4)
-    iterator = iter(loader)
-    for _ in range(consumed):
-        next(iterator)
-    state = loader.state_dict()
-    expected = [batch["input_ids"][:, 0].tolist() for batch in iterator]
-
-    other = BlockLoader(blocks, 3, seed=1)
-    other.load_state_dict(state)
-    resumed = iter(other)
-    other.set_epoch(4)  # Lightning's order: iter() comes before set_epoch()
-    assert [batch["input_ids"][:, 0].tolist() for batch in resumed] == expected
-    other.set_epoch(5)
-    assert len(rows(other)) == 3
-
-
-def test_state_of_another_order_is_refused_in_the_middle_of_an_epoch_only(blocks):
-    loader = BlockLoader(blocks, 3, seed=1)
-    state = loader.state_dict()
-    other = BlockLoader(blocks, 3, seed=2)
-    other.load_state_dict(state)
-    next(iter(loader))
-    with pytest.raises(CheckpointError, match="batch 1 of an epoch"):
-        other.load_state_dict(loader.state_dict())
+from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_tokenizer
 
 
 def test_packing_keeps_every_token_between_end_of_text_tokens():
@@ -137,7 +71,141 @@ def test_too_little_text_is_an_error_with_the_numbers(text_folder):
         data.setup()
 
 
-@pytest.mark.parametrize("option", [{"seq_len": 1}, {"batch_size": 0}, {"val_fraction": 0.0}, {"val_fraction": 1.0}])
+@pytest.mark.parametrize(
+    "option", [{"seq_len": 1}, {"batch_size": 0}, {"val_fraction": 0.0}, {"val_fraction": 1.0}, {"train_on": "x"}]
+)
 def test_impossible_numbers_are_refused(option):
     with pytest.raises(ConfigError, match=next(iter(option))):
         TextData(**option)
+
+
+def turns(number):
+    return {"prompt": f"What is {number}?", "completion": "It is " + "very " * (number % 4) + f"{number}."}
+
+
+@pytest.fixture
+def chat_tokenizer(tmp_path):
+    byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def pairs(loader):
+    """Return (ids, labels) of every sample, without what was padded."""
+    found = []
+    for batch in loader:
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            end = int((labels != -100).nonzero()[-1]) + 1
+            found.append((tuple(ids[:end].tolist()), tuple(labels[:end].tolist())))
+    return found
+
+
+def test_conversations_are_batches_with_labels_where_the_assistant_speaks(write_lines, chat_tokenizer):
+    rows = [turns(number) for number in range(10)]
+    path = write_lines(*rows[:3], "", *rows[3:])
+    data = TextData(str(path), seq_len=100, batch_size=2, val_fraction=0.2, tokenizer_name_or_path=chat_tokenizer)
+    data.setup()
+    expected = set()
+    for row in rows:
+        asked = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        ids, labels = by_hand(data.tokenizer, asked, (row["completion"] + "<|im_end|>",))
+        expected.add((tuple(ids), tuple(labels)))
+    train, val = pairs(data.train_dataloader()), pairs(data.val_dataloader())
+    assert (len(train), len(val)) == (8, 2)
+    assert set(train) | set(val) == expected
+
+
+def test_all_of_a_conversation_is_learned_where_that_is_asked(write_lines, chat_tokenizer):
+    path = write_lines(*(turns(number) for number in range(4)))
+    data = TextData(str(path), seq_len=100, batch_size=1, tokenizer_name_or_path=chat_tokenizer, train_on="all")
+    data.setup()
+    for batch in data.train_dataloader():
+        assert torch.equal(batch["labels"], batch["input_ids"])
+
+
+def test_long_conversations_lose_their_end_and_those_without_an_answer_are_left_out(write_lines, chat_tokenizer):
+    rows = [turns(0), turns(1), {"prompt": "a" * 90, "completion": "gone"}, {"prompt": "Hi", "completion": "b" * 90}]
+    path = write_lines(*rows)
+    data = TextData(str(path), seq_len=64, batch_size=1, val_fraction=0.3, tokenizer_name_or_path=chat_tokenizer)
+    message = "of 4 samples 2 are longer than 64 tokens and lose their end; 1 have no answer .* longest has 115 tokens"
+    with pytest.warns(LightningCXLWarning, match=message):
+        data.setup()
+    samples = pairs(data.train_dataloader()) + pairs(data.val_dataloader())
+    assert sorted(len(ids) for ids, _ in samples) == [38, 43, 64]
+
+
+def test_prepared_conversations_are_opened_from_the_cache_until_an_option_changes(write_lines, chat_tokenizer, cache):
+    def files():
+        return {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
+
+    def data(**changed):
+        options = {"seq_len": 100, "batch_size": 2, "tokenizer_name_or_path": chat_tokenizer, **changed}
+        return TextData(str(path), **options)
+
+    path = write_lines(*(turns(number) for number in range(8)))
+    data().prepare_data()
+    prepared = files()
+    data().setup()
+    assert files() == prepared
+    data(train_on="all").setup()
+    assert len(files()) == len(prepared) + 1
+
+
+def test_without_a_model_a_tokenizer_is_trained_on_the_conversations(write_lines):
+    path = write_lines(*(turns(number) for number in range(8)))
+    data = TextData(str(path), seq_len=100, batch_size=2, vocab_size=300)
+    data.setup()
+    assert data.tokenizer.chat_template == FALLBACK_TEMPLATE
+    assert len(data.tokenizer("### Assistant:\n")["input_ids"]) < 10
+    ids, labels = pairs(data.val_dataloader())[0]
+    said = [token for token in labels if token != -100]
+    assert data.tokenizer.decode(ids).startswith("### User:\nWhat is ")
+    assert data.tokenizer.decode(said).startswith("It is ") and said[-1] == data.tokenizer.eos_token_id
+
+
+def test_documents_may_come_in_lines(write_lines, text_folder):
+    files = sorted(text_folder.rglob("*.txt"))
+    path = write_lines("", *({"text": file.read_text()} for file in files), name="documents.jsonl")
+    options = {"seq_len": 16, "batch_size": 2, "vocab_size": 300}
+    from_lines, from_files = (TextData(list(map(str, names)), **options) for names in ([path], files))
+    from_lines.setup()
+    from_files.setup()
+    assert from_lines.tokenizer.get_vocab() == from_files.tokenizer.get_vocab()
+    assert torch.equal(from_lines._train["input_ids"][:], from_files._train["input_ids"][:])
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "message"),
+    [
+        ([turns(1), "", turns(2), {"prompt": "Hi"}], CHATML, r"chat\.jsonl`, line 4: the object has .* expected one"),
+        ([turns(1), "{"], CHATML, r"chat\.jsonl`, line 2: not JSON"),
+        ([{"text": "a"}, {"text": 3}], CHATML, r"chat\.jsonl`, line 2: `text` must be a string"),
+        ([turns(1), turns(2)], REWRITES, r"chat\.jsonl`, line \d: .*not found in its text"),
+    ],
+)
+def test_an_error_in_a_line_names_file_and_line(write_lines, tmp_path, rows, template, message):
+    good = write_lines(*[turns(7)] * 2 if "text" not in rows[0] else [{"text": "b"}], name="a_good_one.jsonl")
+    path = write_lines(*rows)
+    byte_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
+    if template == REWRITES:
+        good = path
+    data = TextData([str(good), str(path)], tokenizer_name_or_path=str(tmp_path / "tokenizer"))
+    with pytest.raises(ConfigError, match=message):
+        data.setup()
+
+
+def test_an_error_in_a_line_is_found_while_a_tokenizer_is_trained(write_lines):
+    path = write_lines(turns(1), {"messages": []})
+    with pytest.raises(ConfigError, match=r"chat\.jsonl`, line 2: no message has the role assistant"):
+        TextData(str(path)).setup()
+
+
+def test_text_and_conversations_are_not_mixed(write_lines, text_folder):
+    path = write_lines(turns(1))
+    with pytest.raises(ConfigError, match=r"chat\.jsonl` \(conversations\), .*\.txt` \(text\)"):
+        TextData([str(path), f"{text_folder}/00.txt"]).setup()
+
+
+def test_too_few_conversations_are_an_error_with_the_numbers(write_lines, chat_tokenizer):
+    data = TextData(str(write_lines(turns(1), turns(2))), batch_size=2, tokenizer_name_or_path=chat_tokenizer)
+    with pytest.raises(ConfigError, match="2 conversations, too few"):
+        data.setup()

@@ -1,0 +1,144 @@
+"""Labels against references put together by hand, piece by piece."""
+
+import pytest
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.chat import (
+    FALLBACK_TEMPLATE,
+    TemplateMismatchError,
+    plain_text,
+    samples_of,
+    with_template,
+)
+from lightning_cxl.finetune.conversations import Conversation
+from tests.unit.finetune.chats import (
+    CHATML,
+    FORGETS_THOUGHTS,
+    MARKED,
+    OPENS_WITH_THOUGHT,
+    REWRITES,
+    TWO_TURNS,
+    by_hand,
+    byte_tokenizer,
+)
+
+SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
+OPENED = "<|im_start|>assistant\n"
+
+
+def question(text):
+    return f"<|im_start|>user\n{text}<|im_end|>\n"
+
+
+def learned(template, messages=TWO_TURNS, *, train_on_all=False, tools=None, **special):
+    tokenizer = byte_tokenizer(template, **special)
+    found = samples_of(Conversation(messages, tools), tokenizer, train_on_all=train_on_all)
+    return tokenizer, [tuple(sample) for sample in found]
+
+
+@pytest.mark.parametrize("template", [CHATML, OPENS_WITH_THOUGHT])
+def test_answers_are_found_by_what_they_add(template):
+    tokenizer, found = learned(template)
+    assert found == [
+        by_hand(
+            tokenizer,
+            *(SYSTEM, question("Hi"), OPENED, ("Hello<|im_end|>\n",)),
+            *(question("Bye"), OPENED, ("See you<|im_end|>\n",)),
+        )
+    ]
+
+
+def test_answers_are_found_by_marks():
+    tokenizer, found = learned(MARKED)
+    assert found == [
+        by_hand(
+            tokenizer,
+            *(SYSTEM, question("Hi"), OPENED, ("Hello<|im_end|>",), "\n"),
+            *(question("Bye"), OPENED, ("See you<|im_end|>",), "\n"),
+        )
+    ]
+
+
+def test_an_answer_that_looks_like_the_question_is_told_from_it():
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
+    tokenizer, found = learned(CHATML, messages)
+    assert found == [by_hand(tokenizer, question("Hi"), OPENED, ("Hi<|im_end|>\n",))]
+
+
+def test_what_follows_the_last_answer_is_not_learned():
+    tokenizer, found = learned(CHATML, TWO_TURNS[1:4])
+    assert found == [by_hand(tokenizer, question("Hi"), OPENED, ("Hello<|im_end|>\n",), question("Bye"))]
+
+
+def test_where_earlier_answers_change_each_answer_is_a_sample():
+    messages = [dict(message) for message in TWO_TURNS[1:]]
+    messages[1]["content"] = "greet</think>Hello"
+    messages[3]["content"] = "leave</think>See you"
+    tokenizer, found = learned(FORGETS_THOUGHTS, messages)
+    assert found == [
+        by_hand(tokenizer, question("Hi"), OPENED, ("greet</think>Hello<|im_end|>\n",)),
+        by_hand(
+            tokenizer,
+            *(question("Hi"), OPENED, "Hello<|im_end|>\n"),
+            *(question("Bye"), OPENED, ("leave</think>See you<|im_end|>\n",)),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, REWRITES])
+def test_all_tokens_are_learned_where_that_is_asked(template):
+    tokenizer, ((ids, labels),) = learned(template, train_on_all=True)
+    assert ids == labels == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
+
+
+def test_a_template_that_hides_where_answers_are_is_refused():
+    with pytest.raises(TemplateMismatchError, match=r"mark it in the template .* or train on all"):
+        learned(REWRITES)
+
+
+def test_what_a_template_refuses_says_why():
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(TemplateMismatchError, match="refuses the conversation: roles must alternate"):
+        learned(template)
+
+
+def test_tools_reach_the_template():
+    template = "{{ tools[0]['name'] }}:" + CHATML
+    tokenizer, found = learned(template, TWO_TURNS[1:3], tools=[{"name": "now"}])
+    assert found == [by_hand(tokenizer, "now:", question("Hi"), OPENED, ("Hello<|im_end|>\n",))]
+
+
+@pytest.mark.parametrize("bos", [{}, {"bos_token": "<|im_start|>"}])
+def test_a_tokenizer_without_template_gets_one_in_plain_letters(bos):
+    tokenizer = with_template(byte_tokenizer(**bos))
+    assert tokenizer.chat_template == FALLBACK_TEMPLATE
+    (found,) = samples_of(Conversation(TWO_TURNS), tokenizer, train_on_all=False)
+    assert tuple(found) == by_hand(
+        tokenizer,
+        bos.get("bos_token", ""),
+        "### System:\nBe kind.\n\n### User:\nHi\n\n### Assistant:\n",
+        ("Hello<|endoftext|>",),
+        "\n\n### User:\nBye\n\n### Assistant:\n",
+        ("See you<|endoftext|>",),
+        "\n\n",
+    )
+    asked = tokenizer.apply_chat_template(TWO_TURNS[:2], tokenize=False, add_generation_prompt=True)
+    assert asked == bos.get("bos_token", "") + "### System:\nBe kind.\n\n### User:\nHi\n\n### Assistant:\n"
+
+
+def test_a_tokenizers_own_template_stays():
+    assert with_template(byte_tokenizer(CHATML)).chat_template == CHATML
+
+
+def test_a_tokenizer_that_does_not_know_characters_is_refused():
+    class Slow:
+        is_fast = False
+        name_or_path = "old"
+
+    with pytest.raises(ConfigError, match="'old' is a Slow"):
+        with_template(Slow())
+
+
+def test_a_new_tokenizer_learns_from_roles_and_contents():
+    messages = [*TWO_TURNS[1:2], {"role": "assistant", "tool_calls": [{}]}]
+    assert plain_text(Conversation(messages)) == "### User:\nHi\n\n### Assistant:\n\n\n"

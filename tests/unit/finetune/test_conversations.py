@@ -1,0 +1,108 @@
+import json
+import re
+
+import pytest
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.conversations import (
+    Conversation,
+    LineError,
+    form_of_file,
+    read_conversation,
+    read_text,
+)
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": MESSAGES, "id": 7}, MESSAGES),
+        ({"prompt": "Hi", "completion": "Hello"}, MESSAGES),
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, MESSAGES),
+        ({"instruction": "Hi", "output": "Hello"}, MESSAGES),
+        (
+            {"instruction": "Add", "input": "1 2", "output": "3"},
+            [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
+        ),
+    ],
+)
+def test_every_form_becomes_messages(row, messages):
+    assert read_conversation(json.dumps(row)) == Conversation(messages)
+
+
+def test_tools_and_calls_are_kept_for_the_template():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    row = {"messages": [MESSAGES[0], call, {"role": "tool", "content": "12:00"}, MESSAGES[1]], "tools": tools}
+    assert read_conversation(json.dumps(row)) == Conversation(row["messages"], tools)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "no JSON object"),
+        ('{"question": "Hi"}', r"keys \['question'\]; expected one JSON object per line"),
+        ('{"prompt": "Hi"}', "expected one JSON object per line"),
+        ('{"prompt": "Hi", "completion": 7}', "`completion` must be a string, not 7"),
+        ('{"instruction": "Hi", "input": 3, "output": "x"}', "`input` must be a string, not 3"),
+        ('{"messages": "Hi"}', '`messages` must be a list of objects, not "Hi"'),
+        ('{"messages": []}', "no message has the role assistant"),
+        ('{"messages": [{"role": "user", "content": "Hi"}]}', "no message has the role assistant"),
+        ('{"messages": [{"content": "Hi"}]}', "message 1 needs a `role`"),
+        ('{"messages": [{"role": "assistant"}]}', "`content` of message 1 must be a string, and is missing"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            r'must be a string, and is \[\{"type": "image"\}\]',
+        ),
+        ('{"messages": [{"role": "user", "content": null, "tool_calls": [1]}]}', "must be a string, and is null"),
+        ('{"messages": [{"role": "assistant", "content": "Hi", "weight": 0}]}', "message 1 has a `weight`"),
+        ('{"messages": [{"role": "assistant", "content": "Hi"}], "tools": {}}', "`tools` must be a list"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_what_is_expected(line, reason):
+    with pytest.raises(LineError) as caught:
+        read_conversation(line)
+    assert re.search(reason, caught.value.reason)
+
+
+def test_documents_in_lines_are_strings():
+    assert read_text('{"text": "one\\ntwo"}') == "one\ntwo"
+    for line in ('{"text": 3}', '{"prompt": "Hi", "completion": "Hello"}'):
+        with pytest.raises(LineError):
+            read_text(line)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "form"),
+    [
+        ("a.jsonl", '\n  \n{"messages": []}\n', "conversations"),
+        ("a.txt", '{"prompt": "", "completion": ""}\n', "conversations"),
+        ("a.json", '\ufeff{"instruction": "", "output": ""}', "conversations"),
+        ("a.jsonl", '{"text": ""}\nnot read here', "json_text"),
+        ("a.txt", "some text", "text"),
+        ("a.txt", "", "text"),
+        ("a.py", '{"name": "a dictionary in a text"}', "text"),
+        ("a.txt", "[1, 2]", "text"),
+    ],
+)
+def test_a_files_form_is_that_of_its_first_line(tmp_path, name, content, form):
+    (tmp_path / name).write_text(content)
+    assert form_of_file(tmp_path / name) == form
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '\n{"question": 1}', "a.jsonl`, line 2: the object has the keys"),
+        ("a.jsonl", "\n\n", "a.jsonl` has no line that is not empty; expected"),
+        ("a.ndjson", "text", "a.ndjson`, line 1: not JSON"),
+        ("a.json", ' [\n{"prompt": "x"}]', r"one JSON array.* `a\.jsonl`"),
+    ],
+)
+def test_a_name_that_promises_json_lines_must_hold_them(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        form_of_file(tmp_path / name)
