@@ -31,6 +31,8 @@ log = logging.getLogger("lightning_cxl")
 _KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _QUESTION = (0, 1, 2, 0, 1, 2, 3)
 """Positions of the row that a model is asked about."""
+_BEGINS = 3
+"""Where its second sequence begins: a token that sees nothing but itself, in any window."""
 _FORBIDDEN = -1e4
 _told: set[str] = set()
 _answers: weakref.WeakKeyDictionary[nn.Module, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
@@ -92,16 +94,19 @@ def _ask(model: nn.Module, implementation: str) -> str | None:
 
 
 def _is_cut(given: Any) -> bool:
-    """Return whether this is a mask in which the last token of the question does not see its first sequence."""
-    last = len(_QUESTION) - 1
+    """Return whether this is a mask in which the second sequence of the question begins anew."""
     if isinstance(given, Tensor):
         if given.dim() != 4 or given.shape[-2:] != (len(_QUESTION), len(_QUESTION)):
             return False
-        seen = given[..., last, :] if given.dtype is torch.bool else given[..., last, :] > _FORBIDDEN
-        return bool(seen[..., 3:].all() and not seen[..., :3].any())  # some models' masks say what is not seen
+        row = given[..., _BEGINS, : _BEGINS + 1]
+        seen = row if row.dtype is torch.bool else row > _FORBIDDEN
+        return bool(seen[..., _BEGINS].all() and not seen[..., :_BEGINS].any())  # some masks say what is not seen
     rule = getattr(given, "mask_mod", None)  # of flex attention
-    where = [torch.tensor(index) for index in (0, 0, last, 2)]
-    return rule is not None and not bool(rule(*where))
+    return rule is not None and [_sees(rule, key) for key in range(_BEGINS + 1)] == [False] * _BEGINS + [True]
+
+
+def _sees(rule: Any, key: int) -> bool:
+    return bool(rule(*(torch.tensor(index) for index in (0, 0, _BEGINS, key))))
 
 
 def packed_arguments(model: nn.Module, position_ids: Tensor) -> dict[str, Any] | None:
