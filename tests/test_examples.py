@@ -230,12 +230,18 @@ def configures(names, _):
     assert names["strategy"].config.state == "bf16" and names["trainer"].strategy is names["strategy"]
 
 
+def packs(names, shown):
+    assert shown == "[[0, 1, 2, 3, 0, 1], [0, 1, 2, 0]]\n"
+    assert names["model"].lm_head.weight.grad is not None and names["arguments"] is not None
+
+
 SHOWN = {
     "README.md": trains_and_reports,
     "examples/guides/big_models.md": loads,
     "examples/guides/checkpoints.md": resumes,
     "examples/guides/configuration.md": configures,
     "examples/guides/gpu.md": overlaps,
+    "examples/guides/long_contexts.md": packs,
     "examples/guides/optimizer.md": updates,
     "examples/guides/policies.md": places,
 }

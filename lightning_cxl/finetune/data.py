@@ -18,7 +18,7 @@ from lightning_cxl.finetune.corpus import (
     stdlib_files,
     user_files,
 )
-from lightning_cxl.finetune.loader import Samples, SampleLoader
+from lightning_cxl.finetune.loader import SampleLoader, Samples
 from lightning_cxl.finetune.samples import PackedRows, pack, tokenize_conversations, with_answers
 from lightning_cxl.finetune.tokenizer import cached_tokenizer, load_tokenizer
 from lightning_cxl.integrations.lightning.lightning_api import LightningDataModule
@@ -132,10 +132,12 @@ class TextData(LightningDataModule):
 
     def _packed(self, samples: Dataset) -> Samples:
         """Return conversations in rows, where that leaves a batch of rows; blocks as they are."""
-        if "position_ids" in samples.column_names:
-            return samples
-        rows = PackedRows(samples, self.seq_len)
-        return rows if len(rows) >= self.batch_size * self._world_size() else samples
+        if "position_ids" not in samples.column_names:
+            rows = PackedRows(samples, self.seq_len)
+            if len(rows) >= self.batch_size * self._world_size():
+                return rows
+        unpacked: Samples = samples
+        return unpacked
 
     def _loader(self, samples: Samples | None, seed: int | None) -> SampleLoader:
         assert samples is not None and self.tokenizer is not None, "setup() comes first"

@@ -55,8 +55,8 @@ class SampleLoader:
     `sampler`), stores `state_dict()` in its checkpoints and calls `load_state_dict()` before the first batch.
 
     Args:
-        samples: Rows ``{"input_ids": int64 (tokens,)}``, with or without ``"labels"`` and ``"position_ids"`` of the same
-            shape.
+        samples: Rows ``{"input_ids": int64 (tokens,)}``, with or without ``"labels"`` and ``"position_ids"`` of
+            the same shape.
         batch_size: Samples in a batch; the samples that fill no whole batch are left out of the epoch.
         pad_id: Token behind samples that are shorter than the longest of their batch.
         seed: None keeps the order of `samples`.

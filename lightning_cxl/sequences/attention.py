@@ -145,7 +145,7 @@ def _arguments(implementation: str, position_ids: Tensor) -> dict[str, Any]:
 def separate(input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``input_ids`` and ``labels`` with a row for each packed sequence that has labels, padded at the end."""
     lengths = lengths_of(position_ids).tolist()
-    pieces = zip(input_ids.flatten().split(lengths), labels.flatten().split(lengths), strict=True)
+    pieces = zip(torch.split(input_ids.flatten(), lengths), torch.split(labels.flatten(), lengths), strict=True)
     kept = [(ids, own) for ids, own in pieces if bool((own[1:] != IGNORED).any())] or [(input_ids[0], labels[0])]
     ids, own = ([pair[which] for pair in kept] for which in (0, 1))
     padded = nn.utils.rnn.pad_sequence(ids, batch_first=True)

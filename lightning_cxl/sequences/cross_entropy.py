@@ -74,7 +74,7 @@ def chunked_cross_entropy(
         return loss
     hidden, labels = hidden[trained], labels[trained]
     total = hidden.new_zeros((), dtype=torch.float32)
-    for part, targets in zip(hidden.split(tokens), labels.split(tokens), strict=True):
+    for part, targets in zip(torch.split(hidden, tokens), torch.split(labels, tokens), strict=True):
         total = total + checkpoint(_sum_of, forward, scores, part, targets, use_reentrant=False)
     return total / count
 
@@ -120,7 +120,7 @@ class _PlainLayer(torch.autograd.Function):
             # one cast here, as autocast keeps one; its own would be without a gradient, for others to find
             matrix = weight.to(compute) if is_autocast else weight
             offset = None if bias is None else bias.to(matrix.dtype)
-            for rows in trained.split(tokens):
+            for rows in torch.split(trained, tokens):
                 part = hidden[rows].to(compute)
                 logits = functional.linear(part, matrix, offset)
                 summed, gradient = _of_chunk(logits, labels[rows, None], scores, count if any(wanted) else None)
@@ -144,7 +144,7 @@ class _PlainLayer(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None  # handed over: the engine may keep them without a copy
         if gradients is None:
             raise RuntimeError(
@@ -189,5 +189,5 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     if total.dtype == one.dtype == other.dtype:
         torch.addmm(total, one.T, other, out=total)
         return
-    for band, columns in zip(total.split(_BAND_ROWS), one.split(_BAND_ROWS, dim=1), strict=True):
+    for band, columns in zip(torch.split(total, _BAND_ROWS), torch.split(one, _BAND_ROWS, dim=1), strict=True):
         band += columns.T @ other

@@ -48,6 +48,7 @@ class DeferredLogits(Tensor):
         """Defer ``forward(hidden)``.
 
         Args:
+            cls: this class.
             layer: the output layer.
             forward: its forward.
             hidden: ``(..., width)``.
@@ -100,7 +101,9 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # a class method, as torch's own tests have it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Make the logits for what comes here without a torch function, such as code in C++."""
         args, kwargs = tree_map(
             lambda each: each.made(str(func)) if isinstance(each, cls) else each, (args, kwargs or {})

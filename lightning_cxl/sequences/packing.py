@@ -81,7 +81,9 @@ def pack_sequences(
     labels = input_ids if labels is None else labels
     counts = [len(ids) for ids in input_ids]
     if counts != [len(each) for each in labels]:
-        raise ConfigError(f"sequences of {counts} tokens have {[len(each) for each in labels]} labels: give one a token")
+        raise ConfigError(
+            f"sequences of {counts} tokens have {[len(each) for each in labels]} labels: give one a token"
+        )
     pieces = [(i, start) for i, count in enumerate(counts) for start in range(0, count, row_tokens)]
     rows = fit_rows([min(row_tokens, counts[i] - start) for i, start in pieces], row_tokens)
     packed: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}

@@ -82,5 +82,5 @@ def test_never_all_logits_are_on_the_device(options):
         train(lambda: tiny_llama(vocab_size=VOCABULARY), offload(**options), task=task, steps=2, data=many_rows)
         peaks.append(torch.accelerator.max_memory_allocated())
     full, chunked = peaks
-    print(full/all_logits,chunked/all_logits)
+    print(full / all_logits, chunked / all_logits)
     assert chunked < all_logits / 2 < 2 * all_logits < full

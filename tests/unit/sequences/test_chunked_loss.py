@@ -61,7 +61,8 @@ def assert_alike(model, batch, tolerance, **options):
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert found[name].dtype == gradient.dtype
-        off = (found[name].float() - gradient.float()).norm() / gradient.float().norm().clamp(min=1e-3)  # some are zero but for rounding
+        norm = gradient.float().norm().clamp(min=1e-3)  # some are zero but for rounding
+        off = (found[name].float() - gradient.float()).norm() / norm
         assert off < tolerance, f"{name}: {off}"
 
 
@@ -91,6 +92,12 @@ def test_a_sum_over_chunks_in_bfloat16_is_rounded_once():
         truth = gradient if truth is None else truth
         errors[dtype, tokens] = (gradient - truth).norm() / truth.norm()
     assert errors[torch.bfloat16, 16] < 1.2 * errors[torch.bfloat16, 4096]
+
+
+def test_small_gradients_in_float16_wait_for_the_loss_scale(batch):
+    """Without the scale they would be zero in float16."""
+    batch |= {"num_items_in_batch": 10**6}
+    assert_alike(tiny("Llama"), batch, 5e-3, autocast=torch.float16, factor=2.0**16)
 
 
 @pytest.mark.parametrize("change", ["tied", "frozen", "nothing learned but the layer", "no label at all"])
