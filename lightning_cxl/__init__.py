@@ -39,6 +39,9 @@ from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
 from lightning_cxl.planning.jobs.perf import predict_adam_seconds, predict_copy_seconds
 from lightning_cxl.planning.policies.api import Decision, PlanningPolicy
 from lightning_cxl.run.checkpoint import plain_checkpoint
+from lightning_cxl.sequences.attention import packed_arguments
+from lightning_cxl.sequences.chunked_loss import chunked_loss
+from lightning_cxl.sequences.packing import pack_sequences
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.hf import from_pretrained, save_pretrained
 from lightning_cxl.weights.load import LoadReport, load_weights
@@ -82,12 +85,15 @@ __all__ = [
     "TensorRole",
     "Topology",
     "UnsupportedError",
+    "chunked_loss",
     "empty",
     "empty_weights",
     "from_pretrained",
     "host_allocation",
     "load_machine",
     "load_weights",
+    "pack_sequences",
+    "packed_arguments",
     "plain_checkpoint",
     "predict_adam_seconds",
     "predict_copy_seconds",

@@ -190,6 +190,33 @@ tree_leaves: Callable[[Any], list[Any]] = find(
     "torch.utils._pytree", "tree_leaves", "find tensors in what a unit returns"
 )
 
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = find(
+    "torch.utils._pytree", "tree_map", "replace tensors in arguments"
+)
+
+# --- tensors of a class of their own, and hooks of modules
+
+_make_wrapper = find("torch", "Tensor._make_wrapper_subclass", "stand for logits that are not made yet")
+plain_tensor_functions: Callable[[], AbstractContextManager[Any]] = find(
+    "torch", "_C.DisableTorchFunctionSubclass", "ask such a stand-in for its shape"
+)
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+for _name in _BACKWARD_HOOKS:
+    if not hasattr(nn.Module(), _name):
+        find("torch", f"nn.Module.{_name}", "know whether a module's backward is hooked")
+
+
+def wrapper_tensor(cls: type[_T], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _T:
+    """Return a tensor of class `cls` without memory of its own."""
+    made: _T = _make_wrapper(cls, shape, dtype=dtype, device=device)
+    return made
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether somebody looks at gradients that pass through the module."""
+    return any(getattr(module, name) for name in _BACKWARD_HOOKS)
+
+
 # --- optimizers, their schedulers and loss scalers
 
 _hooks_of_all = tuple(

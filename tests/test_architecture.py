@@ -32,7 +32,7 @@ OUTSIDE = {
     "torch_private": ("torch",), "weights": ("torch", "transformers", "huggingface_hub"),
     "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),
     "streaming": ("torch",), "optim": ("torch",), "gradients": ("torch",), "updates": ("torch",),
-    "inventory": ("torch",), "planning": ("torch",), "run": ("torch",),
+    "inventory": ("torch",), "planning": ("torch",), "run": ("torch",), "sequences": ("torch", "transformers"),
 }  # fmt: skip
 MAX_LINES = 350
 

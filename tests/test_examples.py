@@ -236,6 +236,11 @@ def loops(names, shown):
     assert all(torch.equal(value, names["model"].state_dict()[name]) for name, value in saved["model"].items())
 
 
+def packs(names, shown):
+    assert shown == "[[0, 1, 2, 3, 0, 1], [0, 1, 2, 0]]\n"
+    assert names["model"].lm_head.weight.grad is not None and names["arguments"] is not None
+
+
 SHOWN = {
     "README.md": trains_and_reports,
     "examples/guides/big_models.md": loads,
@@ -243,6 +248,7 @@ SHOWN = {
     "examples/guides/configuration.md": configures,
     "examples/guides/fabric.md": loops,
     "examples/guides/gpu.md": overlaps,
+    "examples/guides/long_contexts.md": packs,
     "examples/guides/optimizer.md": updates,
     "examples/guides/policies.md": places,
 }

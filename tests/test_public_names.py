@@ -27,8 +27,9 @@ NAMES = """
     LightningCXLWarning LoadReport Machine MachineTier MemoryClass MissingTierWarning Move Node OffloadConfig
     OffloadProgressBar PinnedMemoryError Placement PlacementError PlacementPolicy PlacementRequest PlanningPolicy
     RoleHomePolicy SpillWarning StorageError TensorRole Tier TierFullError TierKind TierNotFoundError Topology
-    UnsupportedError empty empty_weights from_pretrained host_allocation load_machine load_weights plain_checkpoint
-    predict_adam_seconds predict_copy_seconds residency save_pretrained save_weights tier
+    UnsupportedError chunked_loss empty empty_weights from_pretrained host_allocation load_machine load_weights
+    pack_sequences packed_arguments plain_checkpoint predict_adam_seconds predict_copy_seconds residency
+    save_pretrained save_weights tier
 """
 OPTIONS = {
     "tiers": {},

@@ -113,7 +113,7 @@ def plan(case: Case) -> dict[str, Any]:
     model.to("meta", torch.bfloat16 if case.precision == "bf16-true" else torch.float32)
     load = Workload(batch=case.batch, sequence=case.sequence, computes_on_host=True)
     config = OffloadConfig()
-    seen = measure(model, config, load, loss_on_meta(model, case.batch, case.sequence))
+    seen = measure(model, config, load, loss_on_meta(model, case.batch, case.sequence, chunked=True))
     if seen.note:
         raise RuntimeError(seen.note)
     job = model_job("planned", list_tensors(model, None, config, load, measured=seen)).job

@@ -19,8 +19,8 @@ from lightning_cxl.finetune.corpus import (
     stdlib_files,
     user_files,
 )
-from lightning_cxl.finetune.loader import SampleLoader
-from lightning_cxl.finetune.samples import pack, tokenize_conversations, with_answers
+from lightning_cxl.finetune.loader import SampleLoader, Samples
+from lightning_cxl.finetune.samples import PackedRows, pack, tokenize_conversations, with_answers
 from lightning_cxl.finetune.tokenizer import cached_tokenizer, load_tokenizer
 from lightning_cxl.integrations.lightning.lightning_api import LightningDataModule
 
@@ -41,10 +41,10 @@ class TextData(LightningDataModule):
     What the files hold is found out from their first lines: conversations or documents in JSONL (see
     `conversations.EXPECTED`), or plain text, a document per file.
 
-    Documents are shuffled once, tokenized, ended with the end-of-text token and packed without padding; a block may
-    hold several documents, and attention is not cut between them. Conversations are shuffled once and tokenized with
-    the chat template of the tokenizer, or with `chat.FALLBACK_TEMPLATE`; what the assistant did not say has the label
-    -100.
+    Documents are shuffled once, tokenized, ended with the end-of-text token and packed without padding. Conversations
+    are shuffled once and tokenized with the chat template of the tokenizer, or with `chat.FALLBACK_TEMPLATE`; what the
+    assistant did not say has the label -100. Several of them share a row of `seq_len` tokens, where there are enough
+    for a batch of such rows. In blocks and rows nothing attends to another document or conversation.
 
     The last `val_fraction` of the samples is held out for validate, test and predict. Everything made is cached
     (LIGHTNING_CXL_CACHE) and made again when text, tokenizer or `seq_len` change.
@@ -68,7 +68,7 @@ class TextData(LightningDataModule):
             text_files: Files or globs: text in UTF-8, or JSONL with conversations or documents, a line each. None: the
                 Python standard library's sources.
             seq_len: Tokens in a block, and most tokens of a conversation.
-            batch_size: Blocks or conversations in a batch, per process.
+            batch_size: Blocks or rows in a batch, per process.
             vocab_size: Size of the byte-level BPE that is trained on the files; unused with a model's own tokenizer.
             val_fraction: Share of the samples that is held out.
             seed: Of the order of the training samples.
@@ -95,9 +95,9 @@ class TextData(LightningDataModule):
         self.tokenizer_name_or_path = tokenizer_name_or_path
         self.train_on = train_on
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self._train: Dataset | None = None
-        self._val: Dataset | None = None
-        self._held_out: Dataset | None = None
+        self._train: Samples | None = None
+        self._val: Samples | None = None
+        self._held_out: Dataset | None = None  # as `_val`, not packed
 
     def prepare_data(self) -> None:
         """Read and tokenize into the cache (one process per machine; a few seconds at the first time)."""
@@ -123,9 +123,9 @@ class TextData(LightningDataModule):
                 f"{self.batch_size}: add some, or lower seq_len or batch_size"
             )
         self.tokenizer = tokenizer
-        self._train = samples.select(range(num_train))
-        self._val = samples.select(range(num_train, len(samples)))
-        self._held_out = self._val
+        splits = samples.select(range(num_train)), samples.select(range(num_train, len(samples)))
+        self._train, self._val = map(self._packed, splits)
+        self._held_out = splits[1]
 
     def train_dataloader(self) -> SampleLoader:
         """Return the training samples, shuffled by (seed, epoch)."""
@@ -151,7 +151,16 @@ class TextData(LightningDataModule):
         assert self._held_out is not None, "setup() comes first"
         return [_cut(self._held_out[number]) for number in range(min(count, len(self._held_out)))]
 
-    def _loader(self, samples: Dataset | None, seed: int | None) -> SampleLoader:
+    def _packed(self, samples: Dataset) -> Samples:
+        """Return conversations in rows, where that leaves a batch of rows; blocks as they are."""
+        if "position_ids" not in samples.column_names:
+            rows = PackedRows(samples, self.seq_len)
+            if len(rows) >= self.batch_size * self._world_size():
+                return rows
+        unpacked: Samples = samples
+        return unpacked
+
+    def _loader(self, samples: Samples | None, seed: int | None) -> SampleLoader:
         assert samples is not None and self.tokenizer is not None, "setup() comes first"
         rank = self.trainer.global_rank if self.trainer is not None else 0
         pad_id = self.tokenizer.eos_token_id

@@ -1,31 +1,46 @@
 """`SampleLoader`: batches of samples, in an order that a resumed run continues."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.finetune.chat import IGNORED
+from lightning_cxl.sequences.packing import without_first
 
 Batch = dict[str, Tensor]
+
+
+class Samples(Protocol):
+    """What a `SampleLoader` reads: a `datasets.Dataset` in the format of torch, or what looks like one."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def __getitem__(self, numbers: list[int]) -> Mapping[str, Sequence[Tensor]]:
+        """Return the columns of some of them."""
 
 
 def collate(rows: Mapping[str, Sequence[Tensor]], pad_id: int) -> Batch:
     """Return a batch: ``input_ids`` and ``labels``, both int64 ``(samples, tokens of the longest)``.
 
     Shorter samples have `pad_id` behind them, without labels. A model that attends only to earlier tokens needs no
-    mask for that. Rows without labels learn all their tokens.
+    mask for that. Rows without labels learn all their tokens. Rows with ``position_ids`` are packed, and so is the
+    batch: see [Note: Packed rows].
     """
     ids = rows["input_ids"]
     labels = rows.get("labels", ids)
-    return {
+    batch = {
         "input_ids": pad_sequence(list(ids), batch_first=True, padding_value=pad_id),
         "labels": pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
     }
+    if "position_ids" in rows:
+        batch["position_ids"] = pad_sequence(list(rows["position_ids"]), batch_first=True)
+        batch["labels"] = without_first(batch["labels"], batch["position_ids"])
+    return batch
 
 
 def scored_tokens(batch: Batch) -> int:
@@ -40,7 +55,8 @@ class SampleLoader:
     `sampler`), stores `state_dict()` in its checkpoints and calls `load_state_dict()` before the first batch.
 
     Args:
-        samples: Rows ``{"input_ids": int64 (tokens,)}``, with or without ``"labels"`` of the same shape.
+        samples: Rows ``{"input_ids": int64 (tokens,)}``, with or without ``"labels"`` and ``"position_ids"`` of
+            the same shape.
         batch_size: Samples in a batch; the samples that fill no whole batch are left out of the epoch.
         pad_id: Token behind samples that are shorter than the longest of their batch.
         seed: None keeps the order of `samples`.
@@ -52,7 +68,7 @@ class SampleLoader:
 
     def __init__(
         self,
-        samples: Dataset,
+        samples: Samples,
         batch_size: int,
         *,
         pad_id: int = 0,

@@ -16,6 +16,8 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.loader import Batch, scored_tokens
 from lightning_cxl.finetune.own_files import own_files
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
+from lightning_cxl.sequences.attention import packed_arguments, separate
+from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.weights.hf import from_pretrained
 
 _RNG_KEY = "causal_lm_rng"
@@ -236,7 +238,15 @@ class CausalLM(LightningModule):
         return self.model
 
     def _loss(self, batch: Batch) -> Tensor:
-        return cast(Tensor, self._built()(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False).loss)
+        model, ids, labels, arguments = self._built(), batch["input_ids"], batch["labels"], {}
+        if "position_ids" in batch:
+            packed = packed_arguments(model, batch["position_ids"])
+            if packed is None:
+                ids, labels = separate(ids, labels, batch["position_ids"])
+            else:
+                arguments = packed
+        with chunked_loss(model):
+            return cast(Tensor, model(input_ids=ids, labels=labels, use_cache=False, **arguments).loss)
 
     def _new_llama(self) -> PreTrainedModel:
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset, Features, List, Value
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.finetune.chat import IGNORED, TemplateMismatchError, samples_of
 from lightning_cxl.finetune.conversations import LineError, read_conversation
+from lightning_cxl.sequences.packing import fit_rows
 
 _SPLIT_SEED = 0  # one split for all runs, so that their validation losses compare
 _DOCUMENTS_PER_PACK = 512
@@ -18,9 +21,13 @@ _CHAT_RECIPE = "chat1"  # part of the cache key: change it when samples of the s
 
 
 def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Dataset:
-    """Return the documents, shuffled, as blocks ``{"input_ids": int64 (seq_len,)}``; cached by `datasets`.
+    """Return the documents, shuffled, as blocks; cached by `datasets`.
 
-    What does not fill a block at the end of each 512 documents is dropped.
+    Blocks are cut from the documents one behind the other, so all of them are full, and a document may go on in the
+    next block, as a sequence of its own. What does not fill a block at the end of each 512 documents is dropped.
+
+    Returns:
+        Rows ``{"input_ids", "position_ids": int64 (seq_len,)}``. See [Note: Packed rows].
     """
     blocks = documents.shuffle(seed=_SPLIT_SEED).map(
         _pack_batch,
@@ -28,7 +35,7 @@ def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -
         batched=True,
         batch_size=_DOCUMENTS_PER_PACK,
         remove_columns=["text"],
-        features=Features({"input_ids": List(Value("int32"))}),
+        features=Features({"input_ids": List(Value("int32")), "position_ids": List(Value("int32"))}),
         desc="Tokenizing",
     )
     return blocks.with_format("torch")
@@ -37,8 +44,45 @@ def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -
 def _pack_batch(batch: dict[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> dict[str, Any]:
     encoded = tokenizer(list(batch["text"]), add_special_tokens=False, verbose=False)["input_ids"]
     stream = [token for document in encoded for token in (*document, tokenizer.eos_token_id)]
+    places = [place for document in encoded for place in range(len(document) + 1)]
     usable = len(stream) - len(stream) % seq_len
-    return {"input_ids": [stream[start : start + seq_len] for start in range(0, usable, seq_len)]}
+    starts = range(0, usable, seq_len)
+    return {
+        "input_ids": [stream[start : start + seq_len] for start in starts],
+        "position_ids": [_from_zero(places[start : start + seq_len]) for start in starts],
+    }
+
+
+def _from_zero(places: list[int]) -> list[int]:
+    """Return places in documents of a block that may begin within one: from there they count from 0, too."""
+    first_end = next((index for index, place in enumerate(places) if index and place == 0), len(places))
+    return [*range(first_end), *places[first_end:]]
+
+
+class PackedRows:
+    """Samples of different lengths, several in a row. See [Note: Packed rows].
+
+    Args:
+        samples: Rows ``{"input_ids", "labels": int64 (tokens,)}``.
+        row_tokens: Most tokens of a row; no sample has more.
+    """
+
+    def __init__(self, samples: Dataset, row_tokens: int) -> None:
+        self._samples = samples
+        self._rows = fit_rows([len(ids) for ids in samples.with_format("numpy")["input_ids"]], row_tokens)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, rows: list[int]) -> dict[str, list[Tensor]]:
+        """Return ``input_ids``, ``labels`` and ``position_ids`` of some rows."""
+        packed: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
+        for row in rows:
+            found = self._samples[self._rows[row]]
+            packed["input_ids"].append(torch.cat(list(found["input_ids"])))
+            packed["labels"].append(torch.cat(list(found["labels"])))
+            packed["position_ids"].append(torch.cat([torch.arange(len(ids)) for ids in found["input_ids"]]))
+        return packed
 
 
 def tokenize_conversations(

@@ -24,6 +24,7 @@ from tests.mutants import (
     of_encryption,
     of_finetuning,
     of_inputs_on_ssd,
+    of_sequences,
     of_state_on_ssd,
     of_storage,
     of_updates,
@@ -44,6 +45,7 @@ MUTANTS = (
     *ON_SSD,
     *of_updates.MUTANTS,
     *of_finetuning.MUTANTS,
+    *of_sequences.MUTANTS,
     *of_user_loops.MUTANTS,
     *of_all_folders.MUTANTS,
 )

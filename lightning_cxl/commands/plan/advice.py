@@ -68,7 +68,9 @@ def _changes(settings: Settings, machine: Machine) -> Iterator[Change]:
         yield option("stream_weights=True", stream_weights=True)
     if settings.loss == "full":
         yield option(
-            "a loss that never holds all logits (--loss chunked), such as a fused cross-entropy", loss="chunked"
+            "a loss that never holds all logits: `with lightning_cxl.chunked_loss(model):` around the model's forward, "
+            "as the main job has it (--loss chunked)",
+            loss="chunked",
         )
     if settings.batch > 1:
         yield option(f"half the batch, {settings.batch // 2}", batch=settings.batch // 2)

@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         "--loss",
         choices=["full", "chunked"],
         default=default.loss,
-        help="chunked: as if the model computed its loss without ever holding all logits (%(default)s)",
+        help="chunked: under lightning_cxl.chunked_loss, as the main job computes it (%(default)s)",
     )
     add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--plot", type=Path, metavar="FILE.png", help="draw tiers and predicted times")

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.commands.measuring.timing import reason
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.model_names import is_cached, require_model
 from lightning_cxl.weights.published import SHAPES, published
 
-_CHUNK_TOKENS = 1024
-_MAX_CHUNKS = 1024  # each is run dry, which takes about 10 ms; enough for 2^20 tokens
 PlannedPrecision = Literal["32-true", "bf16-true", "bf16-mixed"]
 """The Trainer's precisions that can be planned."""
 
@@ -55,7 +52,7 @@ def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False
         model: of transformers, on the meta device.
         batch: sequences.
         sequence: tokens of each.
-        chunked: head and loss are computed for a few tokens at a time, and again in backward.
+        chunked: as under `chunked_loss`.
     """
     # the cache is what these models make in training by default; without it they look for packed sequences in
     # position ids, which have no values here
@@ -66,15 +63,8 @@ def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False
         return loss
 
     def in_chunks() -> torch.Tensor:
-        ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-        hidden = model.base_model(input_ids=ids, use_cache=True).last_hidden_state.flatten(0, 1)
-        size = max(_CHUNK_TOKENS, batch * sequence // _MAX_CHUNKS)
-        parts = zip(torch.split(hidden, size), torch.split(ids.flatten(), size), strict=True)
-        losses = [checkpoint(of_chunk, tokens, labels, use_reentrant=False) for tokens, labels in parts]
-        return torch.stack(losses).sum()
-
-    def of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(model.get_output_embeddings()(hidden).float(), labels)
+        with chunked_loss(model):
+            return full()
 
     return in_chunks if chunked else full
 

@@ -26,7 +26,7 @@ class Settings:
     activation_offload: bool = True
     stream_weights: bool | Literal["auto"] = "auto"
     loss: Literal["full", "chunked"] = "full"
-    """``"chunked"``: the model computes its loss without ever holding all logits, as fused losses do."""
+    """``"chunked"``: the model computes its loss under `lightning_cxl.chunked_loss`, as the main job does."""
 
     def __post_init__(self) -> None:
         """Refuse counts below one."""

@@ -8,6 +8,7 @@ from lightning_cxl.finetune.chat import FALLBACK_TEMPLATE
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.samples import pack
 from lightning_cxl.finetune.tokenizer import train_tokenizer
+from lightning_cxl.sequences.attention import separate
 from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_tokenizer
 
 
@@ -93,7 +94,8 @@ def pairs(loader):
     """Return (ids, labels) of every sample, without what was padded."""
     found = []
     for batch in loader:
-        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        rows = separate(*batch.values()) if "position_ids" in batch else (batch["input_ids"], batch["labels"])
+        for ids, labels in zip(*rows, strict=True):
             end = int((labels != -100).nonzero()[-1]) + 1
             found.append((tuple(ids[:end].tolist()), tuple(labels[:end].tolist())))
     return found
@@ -119,7 +121,34 @@ def test_all_of_a_conversation_is_learned_where_that_is_asked(write_lines, chat_
     data = TextData(str(path), seq_len=100, batch_size=1, tokenizer_name_or_path=chat_tokenizer, train_on="all")
     data.setup()
     for batch in data.train_dataloader():
-        assert torch.equal(batch["labels"], batch["input_ids"])
+        learned = batch["position_ids"] > 0
+        assert torch.equal(batch["labels"][learned], batch["input_ids"][learned])
+
+
+def test_few_conversations_have_a_row_each_and_many_share_rows(write_lines, chat_tokenizer):
+    path = write_lines(*(turns(number) for number in range(12)))
+    kept = {}
+    for batch_size in (1, 6):
+        options = {"seq_len": 128, "val_fraction": 0.34, "tokenizer_name_or_path": chat_tokenizer}
+        data = TextData(str(path), batch_size=batch_size, **options)
+        data.setup()
+        batches = [*data.train_dataloader(), *data.val_dataloader()]
+        kept[batch_size] = [max(batch["input_ids"].shape[1] for batch in batches), "position_ids" in batches[0]]
+        assert len(set(pairs(data.train_dataloader()) + pairs(data.val_dataloader()))) == 12
+    assert kept[1][1] and 64 < kept[1][0] <= 128
+    assert not kept[6][1] and kept[6][0] < 64
+
+
+def test_documents_of_a_block_are_packed(data):
+    data.setup()
+    for batch in data.train_dataloader():
+        starts = batch["position_ids"] == 0
+        assert starts[:, 0].all()
+        ended = batch["input_ids"][:, :-1] == data.tokenizer.eos_token_id
+        assert torch.equal(starts[:, 1:], ended)
+        assert torch.equal(batch["labels"] == -100, starts)
+        steps = torch.diff(batch["position_ids"])
+        assert bool((steps[~starts[:, 1:]] == 1).all())
 
 
 def test_long_conversations_lose_their_end_and_those_without_an_answer_are_left_out(write_lines, chat_tokenizer):

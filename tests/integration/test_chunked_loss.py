@@ -1,0 +1,86 @@
+"""A loss without all logits under the strategy: wherever the output layer is, the run is the plain one."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_cxl
+from tests import training_device
+from tests.integration.llama import tiny_llama
+from tests.integration.test_parity import assert_identical
+from tests.integration.training import EXACT, offload, train
+from tests.models import Task
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks
+
+STEPS = 4
+VOCABULARY = 4096
+
+
+class FullTask(Task):
+    """The model's own loss, from all logits."""
+
+    def loss(self, batch):
+        x, y = batch
+        return self.model(input_ids=x, labels=x.masked_fill(y % 3 == 0, -100), use_cache=False).loss
+
+
+class ChunkedTask(FullTask):
+    """The same in chunks of 16 tokens."""
+
+    def loss(self, batch):
+        with lightning_cxl.chunked_loss(self, tokens=16):
+            return super().loss(batch)
+
+
+def adapted_head():
+    torch.manual_seed(1)
+    return peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+
+
+def frozen_head():
+    model = tiny_llama()
+    model.lm_head.requires_grad_(False)
+    return model
+
+
+def tied():
+    return tiny_llama(tie_word_embeddings=True)
+
+
+MODELS = {"plain": tiny_llama, "tied": tied, "frozen": frozen_head, "adapted": adapted_head}
+HEAD_STREAMS = {"units": ["*.layers.?", "*.lm_head"], "stream_weights": True}
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in MODELS), ("plain", HEAD_STREAMS)])
+def test_is_the_plain_run(name, options):
+    expected = train(MODELS[name], "auto", task=FullTask, steps=STEPS)
+    plain = train(MODELS[name], "auto", task=ChunkedTask, steps=STEPS)
+    ours = train(MODELS[name], offload(**EXACT, **options), task=ChunkedTask, steps=STEPS)
+    if not options:
+        assert_identical(plain, ours)
+    assert ours[0] == pytest.approx(expected[0], rel=1e-6)
+    for key, value in expected[1].items():
+        assert torch.allclose(ours[1][key], value, rtol=1e-4, atol=1e-5), key
+
+
+def many_rows():
+    tokens = torch.randint(0, VOCABULARY, (128, 16), generator=torch.Generator().manual_seed(0))  # attention is small
+    return DataLoader(TensorDataset(tokens, tokens), batch_size=64)
+
+
+@pytest.mark.parametrize("options", [{}, HEAD_STREAMS], ids=["the head stays", "the head streams"])
+def test_never_all_logits_are_on_the_device(options):
+    if training_device.current.type == "cpu":
+        pytest.skip("needs a device apart")
+    all_logits = 64 * 16 * VOCABULARY * 4
+    peaks = []
+    for task in FullTask, ChunkedTask:
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        train(lambda: tiny_llama(vocab_size=VOCABULARY), offload(**options), task=task, steps=2, data=many_rows)
+        peaks.append(torch.accelerator.max_memory_allocated())
+    full, chunked = peaks
+    print(full / all_logits, chunked / all_logits)
+    assert chunked < all_logits / 2 < 2 * all_logits < full

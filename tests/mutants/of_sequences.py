@@ -1,0 +1,120 @@
+"""Protections of the loss in chunks and of packed rows."""
+
+from tests.mutants.mutant import Mutant
+
+_LOSS = "lightning_cxl/sequences/cross_entropy.py"
+_DEFERRED = "lightning_cxl/sequences/deferred_logits.py"
+_CHUNKED = "lightning_cxl/sequences/chunked_loss.py"
+_ATTENTION = "lightning_cxl/sequences/attention.py"
+_PACKING = "lightning_cxl/sequences/packing.py"
+_LOADER = "lightning_cxl/finetune/loader.py"
+_SAMPLES = "lightning_cxl/finetune/samples.py"
+_DATA = "lightning_cxl/finetune/data.py"
+T_LOSS = ("tests/unit/sequences/test_chunked_loss.py",)
+T_ATTENTION = ("tests/unit/sequences/test_attention.py",)
+T_PACKING = ("tests/unit/sequences/test_packing.py",)
+T_DATA = ("tests/unit/finetune/test_data.py",)
+
+MUTANTS = (
+    Mutant(
+        "float16 waits for the loss scale",
+        _LOSS,
+        "and torch.float16 not in (_compute_type(hidden), layer.weight.dtype)",
+        "",
+        (f"{T_LOSS[0]}::test_small_gradients_in_float16_wait_for_the_loss_scale",),
+    ),
+    Mutant(
+        "gradients of weights are summed in float32",
+        _LOSS,
+        "torch.zeros_like(weight, dtype=torch.float32)",
+        "torch.zeros_like(weight)",
+        T_LOSS,
+    ),
+    Mutant("the gradient of the loss counts", _LOSS, "each.mul_(gradient)", "each", T_LOSS),
+    Mutant(
+        "gradients are handed over once", _LOSS, "ctx.gradients, None  #", "ctx.gradients, ctx.gradients  #", T_LOSS
+    ),
+    Mutant(
+        "each chunk's logits are made again",
+        _LOSS,
+        "checkpoint(_sum_of, forward, scores, part, targets, use_reentrant=False)",
+        "_sum_of(forward, scores, part, targets)",
+        ("tests/integration/test_chunked_loss.py::test_never_all_logits_are_on_the_device",),
+    ),
+    Mutant(
+        "a cap of logits is differentiated",
+        _LOSS,
+        "if scores is None:\n        return summed, result",
+        "if True:\n        return summed, result",
+        T_LOSS,
+    ),
+    Mutant(
+        "what is not done to each logit by itself makes them",
+        _DEFERRED,
+        "and _are_numbers(*args[1:], kwargs)",
+        "",
+        T_LOSS,
+    ),
+    Mutant("hooks of the backward see logits", _CHUNKED, "or has_backward_hooks(self.module) ", "", T_LOSS),
+    Mutant("a loss of the model's own is called", _CHUNKED, "self._original is ForCausalLMLoss and ", "", T_LOSS),
+    Mutant(
+        "a vocabulary of another size is the model's affair",
+        _CHUNKED,
+        " and vocab_size == logits.shape[-1]",
+        "",
+        T_LOSS,
+    ),
+    Mutant("the head is as before", _CHUNKED, "        deferring.remove()\n", "", T_LOSS),
+    Mutant(
+        "a context inside of another does nothing",
+        _CHUNKED,
+        " or isinstance(found[0].loss_function, _ChunkedLoss)",
+        "",
+        T_LOSS,
+    ),
+    Mutant("a mask of ones is found", _ATTENTION, " and not seen[..., :_BEGINS].any()", "", T_ATTENTION),
+    Mutant("a mask that says what is not seen is found", _ATTENTION, "seen[..., _BEGINS].all() and ", "", T_ATTENTION),
+    Mutant(
+        "a state that runs over the row is found",
+        _ATTENTION,
+        'getattr(model, "_is_stateful", False) or ',
+        "",
+        T_ATTENTION,
+    ),
+    Mutant(
+        "flash attention is told of all rows",
+        _ATTENTION,
+        "if _is_flash(implementation):\n        lengths",
+        "if False:\n        lengths",
+        T_ATTENTION,
+    ),
+    Mutant(
+        "the question stops before the first block",
+        _ATTENTION,
+        "        raise _ReachedError(args, kwargs)\n",
+        "        pass\n",
+        T_ATTENTION,
+    ),
+    Mutant("a first token has no label", _PACKING, "(IGNORED, *labels[i][part][1:])", "labels[i][part]", T_PACKING),
+    Mutant(
+        "a batch's first tokens have no labels",
+        _LOADER,
+        'without_first(batch["labels"], batch["position_ids"])',
+        'batch["labels"]',
+        T_DATA,
+    ),
+    Mutant(
+        "a block that begins within a document begins at 0",
+        _SAMPLES,
+        "return [*range(first_end), *places[first_end:]]",
+        "return places",
+        T_DATA,
+    ),
+    Mutant(
+        "few conversations have rows of their own",
+        _DATA,
+        "if len(rows) >= self.batch_size * self._world_size():",
+        "if rows:",
+        T_DATA,
+    ),
+)

@@ -1,0 +1,242 @@
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cxl import chunked_loss
+from lightning_cxl.commands.plan.meta_model import loss_on_meta
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.dry_run import dry_run
+from lightning_cxl.sequences import chunked_loss as module
+from lightning_cxl.sequences import cross_entropy, deferred_logits
+from lightning_cxl.sequences.deferred_logits import DeferredLogits
+from tests.unit.sequences.models import VOCABULARY, tiny
+
+FAMILIES = ["Llama", "Gemma2", "Granite", "Cohere", "Mixtral", "Phi", "GPT2", "OPT", "Mamba"]
+PRECISIONS = {
+    "float32": (torch.float32, None, 3e-6),
+    "bfloat16": (torch.bfloat16, None, 2e-2),
+    "autocast to bfloat16": (torch.float32, torch.bfloat16, 2e-2),
+    "autocast to float16": (torch.float32, torch.float16, 5e-3),
+}
+
+
+@pytest.fixture
+def batch():
+    ids = torch.randint(3, VOCABULARY, (2, 50), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[0, 10:30] = -100
+    return {"input_ids": ids, "labels": labels, "use_cache": False}
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    """What the log says, in which each line comes once."""
+    for each in (module, deferred_logits):
+        monkeypatch.setattr(each, "_told", set())
+    caplog.set_level(logging.INFO, logger="lightning_cxl")
+    return lambda: [record.message for record in caplog.records]
+
+
+def gradients(model, batch, *, chunked, autocast=None, factor=1.0):
+    """Return the loss and all gradients, of a loss in chunks of 16 tokens or of all logits."""
+    model.zero_grad()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        if chunked:
+            with chunked_loss(model, tokens=16):
+                output = model(**batch)
+            assert isinstance(output.logits, DeferredLogits)
+        else:
+            output = model(**batch)
+    (output.loss * factor).backward()
+    return output.loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_alike(model, batch, tolerance, **options):
+    loss, expected = gradients(model, batch, chunked=False, **options)
+    found_loss, found = gradients(model, batch, chunked=True, **options)
+    assert found_loss.item() == pytest.approx(loss.item(), rel=min(tolerance, 1e-3))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert found[name].dtype == gradient.dtype
+        norm = gradient.float().norm().clamp(min=1e-3)  # some are zero but for rounding
+        off = (found[name].float() - gradient.float()).norm() / norm
+        assert off < tolerance, f"{name}: {off}"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_all_logits(family, precision, batch):
+    dtype, autocast, tolerance = PRECISIONS[precision]
+    if family == "Mamba" and precision != "float32":
+        pytest.skip("its own scan takes float32")
+    batch = batch | ({} if family == "Mamba" else {"num_items_in_batch": torch.tensor(37)})
+    assert_alike(tiny(family, dtype), batch, tolerance, autocast=autocast, factor=0.25)
+
+
+def test_a_sum_over_chunks_in_bfloat16_is_rounded_once():
+    """The gradient of the weight of many chunks is as near to the true one as that of one product."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, VOCABULARY, bias=False)
+    hidden, labels = torch.randn(4096, 32), torch.randint(0, VOCABULARY, (4096,))
+    errors = {}
+    truth = None
+    for dtype, tokens in ((torch.float64, 4096), (torch.bfloat16, 4096), (torch.bfloat16, 16)):
+        copied = copy.deepcopy(layer).to(dtype)
+        cross_entropy.chunked_cross_entropy(
+            copied.forward, copied, None, hidden.bfloat16().to(dtype), labels, None, tokens
+        ).backward()
+        gradient = copied.weight.grad.double()
+        truth = gradient if truth is None else truth
+        errors[dtype, tokens] = (gradient - truth).norm() / truth.norm()
+    assert errors[torch.bfloat16, 16] < 1.2 * errors[torch.bfloat16, 4096]
+
+
+def test_small_gradients_in_float16_wait_for_the_loss_scale(batch):
+    """Without the scale they would be zero in float16."""
+    batch |= {"num_items_in_batch": 10**6}
+    assert_alike(tiny("Llama"), batch, 5e-3, autocast=torch.float16, factor=2.0**16)
+
+
+@pytest.mark.parametrize("change", ["tied", "frozen", "nothing learned but the layer", "no label at all"])
+def test_whatever_is_trained(change, batch):
+    model = tiny("Llama", tie_word_embeddings=change == "tied")
+    head = model.lm_head.weight
+    if change == "frozen":
+        head.requires_grad_(False)
+    elif change == "nothing learned but the layer":
+        model.requires_grad_(False)
+        head.requires_grad_(True)
+    elif change == "no label at all":
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+        loss, found = gradients(model, batch, chunked=True)
+        assert loss.isnan() and not any(gradient.any() for gradient in found.values())
+        return
+    assert_alike(model, batch, 3e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_adapters_are_called_chunk_by_chunk(batch):
+    peft = pytest.importorskip("peft")
+    for options in ({"target_modules": ["lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}):
+        model = tiny("Llama")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options))
+        assert_alike(model, batch, 3e-6)
+
+
+def test_a_quantised_layer(batch):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = tiny("Llama")
+    plain = model.lm_head
+    model.lm_head = bitsandbytes.nn.Linear4bit(32, VOCABULARY, bias=False, compute_dtype=torch.float32)
+    model.lm_head.load_state_dict(plain.state_dict())
+    model.lm_head.to("cpu")
+    assert_alike(model, batch, 3e-6)
+
+
+def test_evaluation_keeps_nothing_and_logits_can_be_read(batch, lines):
+    model = tiny("Gemma2").eval()
+    with torch.no_grad():
+        expected = model(**batch)
+        with chunked_loss(model, tokens=16):
+            output = model(**batch)
+            generated = model.generate(batch["input_ids"][:, :4], max_new_tokens=3, do_sample=False)
+    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert output.logits.shape == expected.logits.shape and output.logits.dtype == expected.logits.dtype
+    with torch.no_grad():
+        assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
+        assert torch.equal(output.logits[:, -1], expected.logits[:, -1])
+    assert torch.equal(generated, model.generate(batch["input_ids"][:, :4], max_new_tokens=3, do_sample=False))
+    assert lines() == []
+
+
+def test_logits_that_somebody_needs_are_made_and_the_log_says_so_once(batch, lines):
+    model = tiny("Llama")
+    expected = model(**batch).logits.logsumexp(-1).mean()
+    for _ in range(2):
+        with chunked_loss(model):
+            found = model(**batch).logits.logsumexp(-1).mean()
+        assert found.item() == pytest.approx(expected.item())
+    found.backward()
+    assert model.lm_head.weight.grad is not None
+    assert lines() == ["All logits are made at once: `logsumexp` asks for them, which cannot be done in chunks."]
+
+
+def own_loss(model):
+    """Give the model a loss function of its own."""
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().square().mean()
+
+
+def hooked(model):
+    model.lm_head.register_full_backward_hook(lambda *_: None)
+
+
+def larger_vocabulary(model):
+    model.config.vocab_size = VOCABULARY * 50  # the rows of logits that the loss is told of
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum() / vocab_size
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
+@pytest.mark.parametrize("change", [own_loss, hooked, larger_vocabulary])
+def test_a_model_for_which_it_is_not_possible_computes_as_before(change, batch, lines):
+    model = tiny("Llama")
+    change(model)
+    before = model.__dict__.get("_loss_function")
+    expected = model(**batch).loss
+    with chunked_loss(model):
+        found = model(**batch).loss
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert model.__dict__.get("_loss_function") is before
+    assert len(lines()) == 1
+
+
+def test_a_module_without_a_language_model_is_said_once(lines):
+    for _ in range(2):
+        with chunked_loss(nn.Linear(2, 2)):
+            pass
+    assert lines() == ["Linear computes its loss from all logits at once: it holds no model of transformers."]
+
+
+def test_the_model_is_as_before_afterwards_and_a_copy_made_inside_too(batch):
+    model = tiny("Llama")
+    expected = model(**batch).loss.item()
+    with pytest.raises(ZeroDivisionError), chunked_loss(model), chunked_loss(nn.Sequential(model)):
+        copied = copy.deepcopy(model)
+        raise ZeroDivisionError
+    for each in (model, copied):
+        assert type(each(**batch).logits) is torch.Tensor
+        assert each(**batch).loss.item() == expected
+    assert "forward" not in model.lm_head.__dict__
+
+
+def test_a_second_backward_is_refused(batch):
+    model = tiny("Llama")
+    with chunked_loss(model):
+        loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="the gradients of a chunked loss are made once"):
+        loss.backward()
+
+
+def test_a_chunk_has_at_least_one_token():
+    with pytest.raises(ConfigError, match="at least 1, got 0"), chunked_loss(tiny("Llama"), tokens=0):
+        pass
+
+
+def test_chunks_are_a_quarter_of_the_width_within_limits():
+    assert [cross_entropy.chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
+
+
+def test_the_dry_run_holds_one_chunk():
+    with torch.device("meta"):
+        model = tiny("Llama", vocab_size=50_000)
+    full, chunked = (
+        dry_run(model, [], loss_on_meta(model, 4, 512, chunked=chunked), min_bytes=1) for chunked in (False, True)
+    )
+    chunk, all_logits, weight = 256 * 50_000 * 4, 2048 * 50_000 * 4, 32 * 50_000 * 4
+    assert full.device_peak_bytes > 2 * all_logits
+    assert 2 * chunk < chunked.device_peak_bytes < 3 * chunk + 2 * weight
+    flops = [run.forward_flops + run.backward_flops for run in (full, chunked)]
+    assert flops[1] == pytest.approx(flops[0])
