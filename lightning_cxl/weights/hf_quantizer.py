@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.weights.load import LoadReport
+from lightning_cxl.weights.quantise import quantised_on_meta
 from lightning_cxl.weights.saved_quantised import SavedQuantised, weight_beside
 from lightning_cxl.weights.sources import FileTensor, MergedTensor, Translate, WeightSource
 
@@ -132,6 +133,18 @@ class Quantizer:
         if layer.source_cls is nn.Linear:
             return source
         return MergedTensor([source], _transposed)  # a Conv1D of GPT-2, whose weight has the other orientation
+
+    def fill_on_meta(self, model: Any) -> None:
+        """Give all layers quantised weights without memory, for plans.
+
+        Args:
+            model: after `replace_layers`. INOUT.
+        """
+        for name, parameter in list(_quantised_parameters(model)):
+            layer = model.get_submodule(name.rpartition(".")[0])
+            layer.weight = quantised_on_meta(parameter)
+        model.hf_quantizer = self._own
+        self._own.postprocess_model(model)
 
     def complete(self, model: Any, report: LoadReport) -> None:
         """Check that all layers have got their weights, and note in the model how it is quantised.

@@ -46,6 +46,32 @@ def quantised(source: WeightSource, meta: nn.Parameter, dtype: torch.dtype, spec
     return result
 
 
+def quantised_on_meta(meta: Any) -> nn.Parameter:
+    """Return what `quantised` would make of a parameter, on the meta device: for plans.
+
+    Args:
+        meta: ``Params4bit`` or ``Int8Params`` of bitsandbytes, in the type that it would be rounded to.
+    """
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn.modules import Int8Params
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if type(meta).__name__ == "Int8Params":
+        codes = empty(*meta.shape, dtype=torch.int8)
+        return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=empty(meta.shape[0]))
+    num_blocks = -(-meta.numel() // meta.blocksize)
+    codes, scales = empty(-(-meta.numel() // 2), dtype=torch.uint8), empty(num_blocks)
+    offset, nested = None, None
+    if meta.compress_statistics:
+        scales, offset = scales.to(torch.uint8), empty()
+        nested = QuantState(  # type: ignore[no-untyped-call]
+            absmax=empty(-(-num_blocks // _NESTED_BLOCK)), code=empty(256), blocksize=_NESTED_BLOCK, dtype=torch.float32
+        )
+    return _four_bit_parameter(meta, meta.dtype, codes, empty(16), scales, offset, nested)
+
+
 def placed(like: Tensor, spec: TierSpec | None) -> Tensor:
     """Return uninitialised memory where a weight belongs, with the shape and type of a tensor."""
     return new_weight(like, like.dtype, spec)
@@ -53,7 +79,6 @@ def placed(like: Tensor, spec: TierSpec | None) -> Tensor:
 
 def _four_bit(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
     from bitsandbytes import functional
-    from bitsandbytes.nn.modules import Params4bit
 
     num_blocks = -(-meta.numel() // meta.blocksize)
     codes = placed(torch.empty(-(-meta.numel() // 2), dtype=torch.uint8, device="meta"), spec)
@@ -75,7 +100,17 @@ def _four_bit(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpe
     if scales is None:
         nested.absmax, nested.code = _moved(nested.absmax, spec), _moved(nested.code, spec)
         scales, offset = _moved(coded, spec), _moved(mean, spec)
-    meta.module.quant_state = functional.QuantState(  # type: ignore[no-untyped-call]
+    return _four_bit_parameter(meta, dtype, codes, code, scales, offset, nested)
+
+
+def _four_bit_parameter(
+    meta: Any, dtype: torch.dtype, codes: Tensor, code: Tensor, scales: Tensor, offset: Tensor | None, nested: Any
+) -> nn.Parameter:
+    """Return the parameter, with its quantisation state, which its module gets, too."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn.modules import Params4bit
+
+    meta.module.quant_state = QuantState(  # type: ignore[no-untyped-call]
         absmax=scales,
         shape=meta.shape,
         code=code,

@@ -181,7 +181,8 @@ def units(monkeypatch):
         made.append(unit)
 
     monkeypatch.setattr(UnitWeights, "__init__", noted)
-    return made
+    yield made
+    made.clear()
 
 
 def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies, units):
