@@ -152,6 +152,18 @@ def test_quantised_weights_are_on_their_tier_from_the_first_byte(folder):
     assert all(where and None not in where for where in module.at_once.values()), module.at_once
 
 
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("way", WAYS)
+def test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes(folder, way):
+    """Weights that were loaded before the run lie in ordinary memory."""
+    model, strategy = theirs(folder, way), offload(**EXACT)
+    result = fit(QLoRA(lambda: model), strategy)
+    assert_identical(plain(folder, way), result)
+    report = strategy.report()
+    planned, peak = (sum(report[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak"))
+    assert planned == pytest.approx(peak, rel=0.01)
+
+
 @pytest.fixture
 def copies(monkeypatch):
     """Copies of a run: the home of each that goes to the device, and the host memory of each that comes from there."""

@@ -8,7 +8,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning_cxl import empty_weights, from_pretrained, load_weights
+from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.weights import quantise
 from lightning_cxl.weights.tensor_file import TensorFile
@@ -128,6 +128,15 @@ def test_what_we_have_quantised_is_saved_by_transformers(tmp_path):
     folder = saved(MODELS["Llama"](), tmp_path / "plain")
     quantised = saved(ours(folder, **WAYS["nf4, nested"]), tmp_path / "quantised")
     assert_same(theirs(quantised), theirs(folder, **WAYS["nf4, nested"]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_quantised_is_saved_and_loads(tmp_path, way):
+    folder = saved(MODELS["Qwen2: biases, tied"](), tmp_path / "plain")
+    save_pretrained(ours(folder, **WAYS[way]), tmp_path / "quantised", max_shard_bytes="30KB", dtype=torch.float32)
+    expected = theirs(folder, **WAYS[way])
+    assert_same(theirs(tmp_path / "quantised"), expected)
+    assert_same(from_pretrained(AUTO, tmp_path / "quantised"), theirs(tmp_path / "quantised"))
 
 
 def test_no_weight_is_read_as_a_whole(tmp_path, monkeypatch):
