@@ -8,10 +8,10 @@ peak, sampled every 2 ms.
 * load: nf4 with double quantisation, by `lightning_cxl.from_pretrained` and by transformers;
 * train: adapters of peft on all linear layers of the blocks, two steps, under `CXLOffloadStrategy`, and with plain
   Lightning and the gradient checkpointing of transformers; losses must be the same;
-* plan: the quantised model on the meta device, a dry run of a step, and `lightning_cxl.planning.jobs.model_job`, against
-  the peak of every role in `strategy.report()` and against the growth of the process.
+* plan: the quantised model on the meta device, a dry run of a step, and `lightning_cxl.planning.jobs.model_job`,
+  against the peak of every role in `strategy.report()` and against the growth of the process.
 
-    python examples/bench/qlora.py FOLDER [--json FILE]
+    python examples/bench/qlora.py FOLDER [--size tiny] [--json FILE]
 """
 
 import argparse
@@ -46,7 +46,7 @@ SHAPE = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "n
 TINY = SHAPE | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
                 "num_attention_heads": 4}  # fmt: skip
 SHARD_BYTES = 512 * 2**20
-SEQUENCE, STEPS = 256, 2
+SEQUENCE, STEPS = 64, 2
 GOAL = 0.03
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -205,6 +205,7 @@ def main() -> None:
     """Measure, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the files, 2.2 GB; used again if they are there")
+    parser.add_argument("--size", choices=("1b", "tiny"), default="1b", help="tiny: for a look at the output")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -212,10 +213,12 @@ def main() -> None:
         child(options.folder, *options.child)
         return
     if not (options.folder / "model.safetensors.index.json").is_file():
-        write(options.folder, SHAPE)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        write(options.folder, SHAPE if options.size == "1b" else TINY)
     shard = max(file.stat().st_size for file in options.folder.glob("*.safetensors"))
-    results = Results(machine(torch.get_num_threads()) | {"shape": SHAPE, "sequence": SEQUENCE})
+    results = Results(machine(torch.get_num_threads()) | {"size": options.size, "sequence": SEQUENCE})
     loads = {whose: measured(options.folder, "load", whose) for whose in ("ours", "theirs")}
+    print("loaded:", {whose: mib(found["grown"]) for whose, found in loads.items()}, flush=True)
     trains = {whose: measured(options.folder, "train", whose) for whose in ("ours", "theirs")}
     if trains["ours"]["losses"] != trains["theirs"]["losses"]:
         raise SystemExit(f"the losses differ: {trains}")

@@ -23,7 +23,7 @@ from lightning_cxl.placement.decorators import TierSpec
 from lightning_cxl.weights.chunks import scratch
 from lightning_cxl.weights.sources import WeightSource
 
-_CHUNK_NUMBERS = 2**18  # a multiple of every block size of bitsandbytes; its kernels take up to 40 bytes for each
+_CHUNK_NUMBERS = 2**20  # a multiple of every block size of bitsandbytes; its kernels take up to 40 bytes for each
 _NESTED_BLOCK = 256  # numbers; what bitsandbytes takes for scales of scales
 
 
