@@ -260,7 +260,7 @@ def test_the_python_code_of_every_document_is_run():
 
 
 # Lightning's own advice about the worker count, the missing log and unused hooks
-@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_python_code_of_a_document_runs_as_it_is(name, capsys):
     names = {"MyModule": Trains}

@@ -11,6 +11,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.dry_run import DryRun, dry_run
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES
+from lightning_cxl.streaming.quantised import numel
 from lightning_cxl.streaming.units import NamedUnits, find_units
 
 
@@ -63,7 +64,7 @@ def estimate(model: nn.Module, config: OffloadConfig, workload: Workload, why: s
     width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
     itemsize = 4 if workload.mixed else next((p.element_size() for p in known_parameters(model)), 4)
     nbytes = tokens * width * itemsize
-    forward = 2.0 * tokens * sum(p.numel() for p in known_parameters(model))
+    forward = 2.0 * tokens * sum(numel(p) for p in known_parameters(model))
     note = (
         f"{why}: activations are estimated as batch x sequence x {width} per unit, flops as 2 per parameter and token, "
         f"and memory on the device is not known"

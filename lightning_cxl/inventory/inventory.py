@@ -33,7 +33,7 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.streamable import streamable
-from lightning_cxl.streaming.unit_weights import piece_nbytes
+from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits, find_units
 
 
@@ -192,11 +192,12 @@ def _weights(
     role = TensorRole.COMPUTE_WEIGHTS
     in_units = units_by_parameter(streamed)
     rest = [p for p in known_parameters(model) if computes_on_host and id(p) not in in_units]
+    tensors = tensors_by_parameter(model) if rest else {}
     return [
         HostTensor(group[0], role, piece_nbytes(unit.module, group), unit.name, is_updated=is_updated(group[0]))
         for unit in streamed
         for group in unit.groups
-    ] + [HostTensor(parameter, role, parameter.nbytes) for parameter in rest]
+    ] + [HostTensor(parameter, role, sum(t.nbytes for t in tensors[id(parameter)])) for parameter in rest]
 
 
 def _inputs(measured: Measured, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:

@@ -8,6 +8,7 @@ from torch import nn
 from lightning_cxl.memory.host_tensors import is_ordinary
 from lightning_cxl.memory.ordinary import anonymous_bytes
 from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.streaming.unit_weights import tensors_by_parameter
 
 _SLACK_BYTES = 128 * 2**20
 
@@ -41,12 +42,13 @@ def free_for(model: nn.Module, memory: HostMemory) -> FreeMemory:
     topology = memory.topology
     own = dict.fromkeys(topology.names, 0)
     others = []
-    for parameter in filter(is_ordinary, model.parameters()):
-        tier = memory.tier_at(parameter.data_ptr()) if parameter.numel() else None
+    tensors = (tensor for each in tensors_by_parameter(model).values() for tensor in each)
+    for tensor in filter(is_ordinary, tensors):
+        tier = memory.tier_at(tensor.data_ptr()) if tensor.numel() else None
         if tier is None:
-            others.append(parameter)
+            others.append(tensor)
         else:
-            own[tier.name] += parameter.nbytes
+            own[tier.name] += tensor.nbytes
     freed = dict.fromkeys(topology.names, 0)  # when weights in ordinary memory have moved
     for node, nbytes in anonymous_bytes(others, topology.tiers[0].node_ids[0]).items():
         if (tier := topology.node_tier(node)) is not None:

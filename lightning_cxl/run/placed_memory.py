@@ -198,13 +198,18 @@ class PlacedMemory:
             return self.on_ssd.home(parameters[0])
         return InMemory(self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS))
 
-    def weights(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return memory for the weights of a parameter; None if they are where they belong."""
-        nbytes = parameter.numel() * parameter.element_size()
-        placement = self.placements.place(parameter, TensorRole.COMPUTE_WEIGHTS, nbytes)
-        if self._is_at_home(parameter, placement):
+    def weights(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return memory for the weights of a parameter; None if they are where they belong.
+
+        Args:
+            parameter: decides where.
+            tensor: the parameter, or one that belongs to it. See [Note: Quantised parameters].
+        """
+        role = TensorRole.COMPUTE_WEIGHTS
+        placement = self.placements.place(parameter, role, tensor.nbytes)
+        if self._is_at_home(tensor, placement):
             return None
-        return self.like(parameter, TensorRole.COMPUTE_WEIGHTS, parameter.dtype)
+        return mirror(tensor, tensor.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
 
     def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move an optimizer's state in ordinary memory to where the policy wants it.
@@ -248,9 +253,9 @@ class PlacedMemory:
             if each.role is not TensorRole.ACTIVATIONS:
                 self._planned.add(each.role, each.nbytes, self.placements.of(each))
 
-    def _is_at_home(self, parameter: torch.Tensor, placement: Placement) -> bool:
+    def _is_at_home(self, tensor: torch.Tensor, placement: Placement) -> bool:
         """Whether weights lie already where they should, because they were created there."""
-        return is_ordinary(parameter) and self.memory.is_placed(parameter.data_ptr(), placement)
+        return is_ordinary(tensor) and self.memory.is_placed(tensor.data_ptr(), placement)
 
 
 def _is_movable(value: object) -> bool:

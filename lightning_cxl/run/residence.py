@@ -20,6 +20,7 @@ from lightning_cxl.run.host_weights import place_weights
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
+from lightning_cxl.streaming.quantised import numel, prepare_layers
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -43,13 +44,16 @@ class Residence:
         self._engine = engine
         self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
         """Ids of the parameters that stream."""
+        self._undo_preparation = prepare_layers(model)
         on_host = engine.device.type == "cpu"
         self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
         self._streamer: ParamStreamer | None = None
         if on_host:
-            self.unplaced = place_weights(model, lambda p: None if id(p) in self.streamed_ids else memory.weights(p))
+            self.unplaced = place_weights(
+                model, lambda p, tensor: None if id(p) in self.streamed_ids else memory.weights(p, tensor)
+            )
         else:
             self._move_rest(model, engine.device)
 
@@ -87,6 +91,7 @@ class Residence:
 
     def close(self) -> None:
         """Stop streaming. The weights stay where they are. Idempotent."""
+        self._undo_preparation()
         if self._streamer is not None:
             self._streamer.detach()
 
@@ -111,6 +116,6 @@ def count_parameters(model: nn.Module | None) -> dict[str, int]:
     # without a look: updates may be running, or may have failed
     parameters = [] if model is None else [p for p in {id(p): p for p in peek(model)}.values() if not is_lazy(p)]
     return {
-        "num_parameters": sum(p.numel() for p in parameters),
+        "num_parameters": sum(numel(p) for p in parameters),
         "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
     }

@@ -6,13 +6,29 @@ keep those in attributes, of the parameter, of a state object, or of the module 
 attribute. Companions that are the parameter's own data under another name (`Int8Params.CB`) follow the parameter; all
 others lie in the same piece of host memory and visit the device together with it. Kinds are known by the class name of
 the parameter, so that no library is imported; a kind that is not quantised yet stays where it is.
+
+Two things that layers of bitsandbytes do would go wrong in a run, which therefore prepares them (`prepare_layers`):
+
+* The backward of a 4-bit layer reads its weight through a tensor that the forward has left in the graph, not through
+  autograd's saved tensors. By then other weights lie there: gradients would be wrong without an error. It gets the
+  parameter's bytes of that moment instead.
+* When the CPU evaluates and has AVX-512 BF16, a layer puts its 4-bit weight in another order, in memory of its own, and
+  cannot train with it any more. It is kept from that: the bytes stay at home, training goes on after a validation, and
+  evaluation computes as training does.
 """
 
+import functools
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from lightning_cxl.errors import UnsupportedError
+
+_MAY_REPACK = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers
+_MOST_STEPS = 3  # from the output of a layer back to its product: a change of type, and one to spare
 
 
 class Companion(NamedTuple):
@@ -59,6 +75,78 @@ def is_quantised_later(parameter: nn.Parameter) -> bool:
     return (kind == "Params4bit" and not attributes.get("bnb_quantized", False)) or (
         kind == "Int8Params" and not attributes.get("has_fp16_weights", False) and parameter.dtype is not torch.int8
     )
+
+
+def numel(parameter: torch.Tensor) -> int:
+    """Return how many numbers a parameter stands for; its bytes may hold several each."""
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    return parameter.numel() if shape is None else prod(shape)
+
+
+def prepare_layers(model: nn.Module) -> Callable[[], None]:
+    """Make quantised layers fit for weights that move; returns what undoes it. See [Note: Quantised parameters].
+
+    Args:
+        model: INOUT.
+
+    Raises:
+        UnsupportedError: a layer has put its weight in another order already.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if _MAY_REPACK in module.__dict__]
+    for name, module in layers:
+        if getattr(getattr(module._parameters.get("weight"), "quant_state", None), "packing_format_for_cpu", False):
+            raise UnsupportedError(
+                f"`{name}` has put its 4-bit weight in the order that bitsandbytes evaluates with on this CPU, and "
+                "cannot train with: load the model again, and do not evaluate it before the run"
+            )
+    before = [(module, getattr(module, _MAY_REPACK)) for _, module in layers]
+    hooks = [
+        module.register_forward_hook(functools.partial(_let_backward_read, parameter))
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if type(parameter).__name__ == "Params4bit"
+    ]
+    for module, _ in before:
+        setattr(module, _MAY_REPACK, False)
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        for module, value in before:
+            setattr(module, _MAY_REPACK, value)
+
+    return undo
+
+
+def _let_backward_read(parameter: nn.Parameter, module: nn.Module, inputs: Any, output: Any) -> None:
+    """Let the backward of a 4-bit layer read the parameter as it is then.
+
+    Raises:
+        UnsupportedError: the layer's node is not in the graph, so that its gradients could be wrong.
+    """
+    if torch.compiler.is_compiling() or not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        return  # torch.compile saves what a backward reads as every other tensor
+    node: Any = output.grad_fn
+    for _ in range(_MOST_STEPS):
+        if type(node).__name__ == "MatMul4BitBackward":
+            node.tensors = _BytesOfThen(parameter)
+            return
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    raise UnsupportedError(
+        f"a layer of class {type(module).__name__} computes in a way that this version does not know, and its backward "
+        "may read other weights than its own: set stream_weights=False, or take bitsandbytes 0.50"
+    )
+
+
+class _BytesOfThen:
+    """What the backward of a 4-bit layer unpacks: None, and the bytes of its parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        yield None
+        yield self._parameter.data
 
 
 def _of_bitsandbytes_4bit(module: nn.Module, parameter: Any) -> Iterator[Companion]:

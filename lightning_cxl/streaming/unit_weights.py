@@ -284,8 +284,8 @@ class UnitWeights:
             )
         if replaced:
             raise UnsupportedError(
-                f"unit `{self.name}` replaced the bytes of {len(replaced)} quantised weights in its forward, as "
-                "bitsandbytes does when it evaluates on a CPU: set stream_weights=False there"
+                f"unit `{self.name}` replaced the bytes of {len(replaced)} quantised weights in its forward: set "
+                "stream_weights=False"
             )
 
 
@@ -293,6 +293,12 @@ def piece_nbytes(unit: nn.Module, parameters: Sequence[nn.Parameter]) -> int:
     """Return the bytes of a piece that holds these parameters of `unit` and what belongs to them."""
     module_of = owners_in(unit)
     return sum(_aligned_nbytes(t) for p in parameters for t in tensors_of(module_of[id(p)], p).values())
+
+
+def tensors_by_parameter(module: nn.Module) -> dict[int, list[torch.Tensor]]:
+    """Return each parameter of a module and its children with the tensors beside it, by the parameter's id."""
+    module_of = owners_in(module)
+    return {id(p): list(tensors_of(module_of[id(p)], p).values()) for p in module.parameters()}
 
 
 def owners_in(unit: nn.Module) -> dict[int, nn.Module]:

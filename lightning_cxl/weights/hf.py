@@ -19,6 +19,7 @@ from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarni
 from lightning_cxl.memory.new_weight import new_weight
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.folder import open_weights
+from lightning_cxl.weights.hf_quantizer import Quantizer
 from lightning_cxl.weights.load import LoadReport, load_translated
 from lightning_cxl.weights.save import named_tensors, save_tensors
 from lightning_cxl.weights.sources import MergedTensor, WeightSource
@@ -35,6 +36,7 @@ def from_pretrained(
     *,
     strict: bool = True,
     mapped: bool = False,
+    quantization_config: Any = None,
     **config_overrides: Any,
 ) -> Any:
     """Build a transformers model without weights and load them, each straight into the memory it will stay in.
@@ -43,6 +45,10 @@ def from_pretrained(
     tied, generation settings read. See `load_weights` for where weights go and what errors say. Tensors of which
     transformers makes one (experts) take up to twice that weight's memory meanwhile, one weight after the other.
 
+    With a `quantization_config`, weights are quantised while they are read: at no time is there more than what they
+    take quantised and a few chunks, see [Note: Quantising while loading]. Files that bitsandbytes has quantised load
+    as they are.
+
     Args:
         model_class: ``AutoModelForCausalLM`` or another class of transformers.
         folder: with ``config.json`` and safetensors files.
@@ -50,28 +56,40 @@ def from_pretrained(
         strict: refuse when weights are missing, or files hold more than the model has; False: initialise the missing
             (a new head) as transformers does, and warn.
         mapped: weights show the pages of the files, and take no memory until a run moves them; see `load_weights`.
+        quantization_config: a ``BitsAndBytesConfig`` of transformers, 4 or 8 bit, or a dictionary of its fields; None:
+            nothing is quantised that is not so in the files. For files that are, the way they were quantised counts.
         **config_overrides: fields of the config, such as ``attn_implementation="eager"``.
 
     Raises:
         CheckpointError: files are missing or damaged, or do not fit the model.
         ConfigError: there is no such folder, or it has no config.
-        UnsupportedError: quantized files, or transformers before version 5.
+        UnsupportedError: transformers before version 5; files or settings of another quantising library than
+            bitsandbytes, or that is not installed.
         TierFullError: the weights do not fit in memory.
 
     Example::
 
         model = lightning_cxl.from_pretrained(AutoModelForCausalLM, "folder", torch.bfloat16)
+        four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        model = lightning_cxl.from_pretrained(AutoModelForCausalLM, "folder", quantization_config=four_bit)
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype is {dtype!r}; give one of torch, such as torch.bfloat16, or None for the config's")
     path = Path(fspath(folder))
     config = _config(model_class, path, config_overrides)
+    saved = _take_quantisation(config)
+    quantizer = None if quantization_config is None and saved is None else Quantizer(quantization_config, saved)
     with empty_weights():
         model = build_model(model_class, config, dtype or _dtype(config, path))
+    if quantizer is not None:
+        quantizer.replace_layers(model)
     _keep_wide(model)
     names = FileNames(model)
-    report = load_translated(model, path, names, strict=strict, mapped=mapped)
+    translate = names if quantizer is None else quantizer.translate(model, names)
+    report = load_translated(model, path, translate, strict=strict, mapped=mapped)
     model._weight_conversions = names.used()  # so that it is saved under the names that it came with
+    if quantizer is not None:
+        quantizer.complete(model, report)
     _complete(model, report)
     model.tie_weights()
     if model.can_generate() and (path / "generation_config.json").is_file():
@@ -150,13 +168,18 @@ def _config(model_class: Any, path: Path, overrides: dict[str, Any]) -> Any:
     unknown = [name for name in overrides if not hasattr(config, name) and name != "attn_implementation"]
     if unknown:
         raise ConfigError(f"{type(config).__name__} has no field {', '.join(map(repr, unknown))}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"the weights in `{path}` are quantized; this version loads plain ones. Load with `from_pretrained` of "
-            "transformers."
-        )
     config.name_or_path = str(path)
     return config
+
+
+def _take_quantisation(config: Any) -> Any:
+    """Take out of a config how the files are quantised and return it; None if they are not."""
+    for each in (config, config.get_text_config(decoder=True)):
+        saved = getattr(each, "quantization_config", None)
+        if saved is not None:
+            del each.quantization_config
+            return saved
+    return None
 
 
 def _dtype(config: Any, path: Path) -> torch.dtype:

@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.memory.new_weight import new_weight
+from lightning_cxl.streaming.quantised import is_quantised_later
 from lightning_cxl.weights.chunks import Staging
 from lightning_cxl.weights.folder import Source, open_weights
 from lightning_cxl.weights.match import Matches, Read, match_names, refuse_mismatch
+from lightning_cxl.weights.quantise import quantised
+from lightning_cxl.weights.saved_quantised import SavedQuantised
 from lightning_cxl.weights.sources import Translate, WeightSource, tensors_of
 from lightning_cxl.weights.tied import ModelWeight
 
@@ -135,6 +138,12 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool, staging: S
     """Give a weight on the meta device its values: memory with them, or pages of the file."""
     weight, meta = read.weight, read.weight.tensor
     wanted = dtype if dtype is not None and weight.is_parameter and meta.is_floating_point() else meta.dtype
+    if isinstance(meta, nn.Parameter) and isinstance(read.source, SavedQuantised):
+        weight.put(read.source.parameter(meta, weight.spec, staging, mapped=mapped))
+        return
+    if isinstance(meta, nn.Parameter) and is_quantised_later(meta):
+        weight.put(quantised(read.source, meta, wanted, weight.spec))
+        return
     tensor = _pages_like(meta, wanted, read) if mapped else None
     if tensor is None:
         tensor = new_weight(meta, wanted, weight.spec)

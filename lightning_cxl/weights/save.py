@@ -10,7 +10,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarni
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.units import format_bytes, parse_bytes
 from lightning_cxl.weights.folder import INDEX_FILE, SINGLE_FILE
+from lightning_cxl.weights.saved_quantised import weight_beside
 from lightning_cxl.weights.tensor_file import NamedTensor, write_tensors
 from lightning_cxl.weights.tied import ModelWeight, distinct, model_weights
 
@@ -101,15 +102,19 @@ def named_tensors(
     ]
     if sparse:
         raise CheckpointError(f"safetensors files hold dense tensors; `{sparse[0]}` is sparse or quantized")
-    _warn_of_other_state(model, set(by_name))
+    state = model.state_dict()
+    beside = _beside_quantised(state, by_name)
+    _warn_of_other_state(model, state.keys(), by_name.keys() | {item.name for each in beside.values() for item in each})
     declared, ignored = _declared_tied(model), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     named = []
     for weight in weights:
-        converts = dtype is not None and weight.is_parameter and weight.tensor.is_floating_point()
+        parts = beside.get(weight.names[0], [])
+        converts = dtype is not None and weight.is_parameter and weight.tensor.is_floating_point() and not parts
         name = _kept_name(weight, declared, ignored)
         if name is not None:
             own, read = later.get(weight.names[0], (weight.tensor.dtype, None))
             named.append(NamedTensor(name, weight.tensor, dtype if converts and dtype else own, read))
+            named += parts
     return named
 
 
@@ -145,9 +150,18 @@ def _positive(size: int | str) -> int:
     return nbytes
 
 
-def _warn_of_other_state(model: nn.Module, written: set[str]) -> None:
+def _beside_quantised(state: Mapping[str, Any], weights: Mapping[str, ModelWeight]) -> dict[str, list[NamedTensor]]:
+    """Return what state dicts have beside each weight that bitsandbytes has quantised, by the weight's name."""
+    beside: dict[str, list[NamedTensor]] = {}
+    for name, tensor in state.items():
+        weight = weight_beside(name)
+        if name not in weights and weight is not None and weight[0] in weights:
+            beside.setdefault(weight[0], []).append(NamedTensor(name, tensor, tensor.dtype))
+    return beside
+
+
+def _warn_of_other_state(model: nn.Module, state: Set[str], written: Set[str]) -> None:
     """Warn where modules have a state dict of their own making: only parameters and buffers are saved."""
-    state = set(model.state_dict())
     other = [
         f"{len(names)} {where}, such as `{min(names)}`"
         for names, where in (

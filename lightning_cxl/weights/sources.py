@@ -1,6 +1,6 @@
 """What a weight is read from: one tensor of a file, or several that make it up."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,9 @@ class WeightSource(Protocol):
 
     def read_into(self, target: Tensor, staging: Staging) -> None:
         """Fill a tensor of the same shape; see `TensorFile.read_into`."""
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values in row-major order, flat and a part at a time; see `TensorFile.parts`."""
 
     def mapped(self) -> Tensor | None:
         """Return a tensor that shows the pages of a file; None where it must be read. See `TensorFile.mapped`."""
@@ -65,6 +68,10 @@ class FileTensor(NamedTuple):
     def read_into(self, target: Tensor, staging: Staging) -> None:
         """Fill a tensor of the same shape; see `TensorFile.read_into`."""
         self.file.read_into(self.name, target, staging)
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values, flat and a part at a time; see `TensorFile.parts`."""
+        return self.file.parts(self.name, num_elements)
 
     def mapped(self) -> Tensor | None:
         """Return a tensor that shows the pages of the file; see `TensorFile.mapped`."""
@@ -111,6 +118,10 @@ class MergedTensor:
         with torch.no_grad():
             target.copy_(self._merged(staging))
         HeapTrimmer().trim_now()  # what `compute` took on the way
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values, flat and a part at a time; all of them are in memory meanwhile."""
+        yield from torch.split(self._merged(Staging()).reshape(-1), num_elements)
 
     def mapped(self) -> None:
         """Return None: no file has these numbers."""

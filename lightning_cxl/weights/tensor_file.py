@@ -7,6 +7,7 @@ on, and pages that do not fit there go to another one.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.file_pages import pages_of_file
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.weights import header
-from lightning_cxl.weights.chunks import CHUNK_BYTES, Staging, bytes_of, chunks, is_raw
+from lightning_cxl.weights.chunks import CHUNK_BYTES, Staging, bytes_of, chunks, is_raw, scratch
 from lightning_cxl.weights.header import TensorEntry
 
 
@@ -86,6 +87,24 @@ class TensorFile:
                     chunk.copy_(part)
         finally:
             torch.autograd.graph.increment_version(target)
+
+    def parts(self, name: str, num_elements: int) -> Iterator[torch.Tensor]:
+        """Yield a tensor in row-major order, flat and a part at a time; each is overwritten by the next.
+
+        Args:
+            name: of the tensor in the file.
+            num_elements: of each part but the last, which may have fewer.
+
+        Raises:
+            CheckpointError: the file could not be read.
+        """
+        entry = self.entries[name]
+        count = prod(entry.shape)
+        memory = scratch((min(num_elements, count),), entry.dtype)
+        for begin in range(0, count, num_elements):
+            part = memory[: count - begin]
+            self._read(bytes_of(part), self._data + entry.begin + begin * entry.dtype.itemsize)
+            yield part
 
     def mapped(self, name: str) -> torch.Tensor | None:
         """Return a tensor that shows the pages of the file, and takes memory only where it is written to.

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint that are read when they are written: as they are, renamed, or dequantised."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,10 @@ class StoredTensor(NamedTuple):
         """Fill a tensor of the same shape."""
         target.copy_(self.tensor.detach())
 
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values, flat and a part at a time."""
+        yield from torch.split(self.tensor.detach().reshape(-1), num_elements)
+
     def mapped(self) -> Tensor | None:
         """Return the pages of the file."""
         return self.tensor
@@ -66,6 +70,10 @@ class Renamed(NamedTuple):
     def read_into(self, target: Tensor, staging: Staging) -> None:
         """Fill a tensor of the same shape."""
         self.source.read_into(target, staging)
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values, flat and a part at a time."""
+        return self.source.parts(num_elements)
 
     def mapped(self) -> Tensor | None:
         """Return the pages of the file."""
@@ -109,6 +117,12 @@ class Dequantised:
         else:
             numbers = functional.dequantize_4bit(weight, self._state())
         target.copy_(numbers)
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values, flat and a part at a time; all of them are in memory meanwhile."""
+        numbers = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(numbers, Staging())
+        yield from torch.split(numbers.reshape(-1), num_elements)
 
     def mapped(self) -> None:
         """Return None: no file has these numbers."""

@@ -24,6 +24,8 @@ from lightning_cxl.planning.jobs.job import Job, MemoryClass
 from lightning_cxl.planning.jobs.moves import Traffic, engine_moves, ssd_moves
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.params import NUM_SLOTS
+from lightning_cxl.streaming.quantised import numel
+from lightning_cxl.streaming.unit_weights import tensors_by_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def model_job(name: str, inventory: Inventory) -> ModelJob:
     job = Job(
         name=name,
         classes=_classes(inventory),
-        num_parameters=sum(p.numel() for p in known_parameters(inventory.model)),
+        num_parameters=sum(numel(p) for p in known_parameters(inventory.model)),
         num_units=max(1, len(inventory.units)),
         num_records=sum(not record.is_inputs for record in inventory.ssd_records),
         num_visits=len({each.owner for each in inventory.ssd_records if each.is_updated}),
@@ -114,7 +116,8 @@ def _device_parts(inventory: Inventory) -> dict[str, int]:
         if each.unit and each.role is TensorRole.COMPUTE_WEIGHTS:
             unit_bytes[each.unit] = unit_bytes.get(each.unit, 0) + each.nbytes
     buffers = sum(buffer.nbytes for buffer in model.buffers() if not is_lazy(buffer))
-    rest = sum(p.nbytes for p in known_parameters(model) if id(p) not in streamed)
+    tensors = tensors_by_parameter(model)
+    rest = sum(t.nbytes for p in known_parameters(model) if id(p) not in streamed for t in tensors[id(p)])
     leaving = leaving_groups(inventory.gradients)[:2]  # one is copied, one is computed
     parts = {
         "weights that stay on the device": 0 if on_host else rest + buffers,

@@ -268,7 +268,7 @@ def test_what_is_no_folder_of_a_model(tmp_path):
     with pytest.raises(ConfigError, match="not a model class"):
         from_pretrained(torch.nn.Linear, tmp_path, torch.float32)
     tf.LlamaConfig(**TINY_LLAMA, quantization_config={"quant_method": "fp8"}).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="quantized"):
+    with pytest.raises(UnsupportedError, match="quantised by fp8"):
         from_pretrained(tf.AutoModelForCausalLM, tmp_path)
 
 

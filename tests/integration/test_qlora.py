@@ -1,0 +1,278 @@
+"""QLoRA: files quantised while they load, adapters of peft on top; as with transformers, peft, bitsandbytes alone."""
+
+import pytest
+import torch
+import transformers as tf
+from lightning.pytorch import LightningModule, seed_everything
+
+import lightning_cxl
+from lightning_cxl import UnsupportedError, residency
+from lightning_cxl.storage.store import Store
+from lightning_cxl.streaming.params import NUM_SLOTS
+from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.transfer import engine
+from tests import training_device
+from tests.integration.test_parity import assert_identical
+from tests.integration.training import EXACT, make_trainer, offload
+from tests.models import token_data
+
+bnb = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
+]
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+WAYS = {
+    "nf4": NF4,
+    "nf4, nested": NF4 | {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16},
+    "fp4": NF4 | {"bnb_4bit_quant_type": "fp4"},
+    "8 bit": {"load_in_8bit": True},
+}
+FOUR_BIT = list(WAYS)[:3]
+LAYERS, STEPS = 5, 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library():
+    """Its kernels without a GPU are compiled by torch, which does not know the device apart; its tables stay there."""
+    with torch._dynamo.config.patch(disable=True):
+        if training_device.unavailable is None:
+            for kind in ("nf4", "fp4"):
+                layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type=kind).to("cpu")
+                layer.to(training_device.chosen)(torch.zeros(1, 64, device=training_device.chosen))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    tf.logging.disable_progress_bar()
+    torch.manual_seed(3)
+    config = tf.LlamaConfig(
+        vocab_size=37, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=LAYERS,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("qlora")
+    tf.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="50KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+def theirs(folder, way):
+    config = tf.BitsAndBytesConfig(**WAYS[way])
+    return tf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
+
+
+def ours(folder, way):
+    config = tf.BitsAndBytesConfig(**WAYS[way])
+    return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder, quantization_config=config)
+
+
+class QLoRA(LightningModule):
+    """Loads and adds adapters in `configure_model`; records losses of training and validation."""
+
+    def __init__(self, load):
+        super().__init__()
+        self.load, self.model, self.losses = load, None, []
+
+    def configure_model(self):
+        if self.model is not None:
+            return
+        with torch.device("cpu"):  # plain Lightning would let the device draw the adapters
+            model = self.load()
+            self.at_once = {name: set(residency(p)) for name, p in model.named_parameters()}
+            torch.manual_seed(1)
+            adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+            self.model = peft.get_peft_model(model, adapters)
+
+    def loss(self, batch):
+        loss = self.model(input_ids=batch[0], labels=batch[1], use_cache=False).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+    def val_dataloader(self):
+        return token_data(2)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def fit(module, strategy):
+    seed_everything(11, verbose=False)
+    make_trainer(strategy, max_steps=STEPS, val_check_interval=2, num_sanity_val_steps=0).fit(module, token_data(STEPS))
+    return module.losses, {name: value.cpu().clone() for name, value in module.state_dict().items()}
+
+
+def plain(folder, way):
+    """Without us: loaded and quantised by transformers, on the device by Lightning."""
+    return fit(QLoRA(lambda: theirs(folder, way)), "auto")
+
+
+def under_us(folder, way, **options):
+    strategy = offload(**EXACT, **options)
+    module = QLoRA(lambda: ours(folder, way))
+    return fit(module, strategy), strategy, module
+
+
+@pytest.mark.parametrize("way", FOUR_BIT)
+def test_is_the_run_without_us(folder, way):
+    expected = plain(folder, way)
+    result, strategy, _ = under_us(folder, way)
+    assert_identical(expected, result)
+    assert len(set(expected[0])) == len(expected[0]) == STEPS + 2 * (STEPS // 2)
+    assert strategy.report()["streamed"]["num_units"] == LAYERS
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_is_the_run_without_us_on_the_cpu(folder, way, stream):
+    expected = plain(folder, way)
+    result, strategy, _ = under_us(folder, way, stream_weights=stream)
+    assert_identical(expected, result)
+    planned, peak = (
+        sum(strategy.report()[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak")
+    )
+    unit = strategy.report()["streamed"]["host_bytes"] / LAYERS if stream else 0  # is there twice while it moves
+    assert planned == pytest.approx(peak - unit, rel=0.01)
+
+
+def test_quantised_weights_are_on_their_tier_from_the_first_byte(folder):
+    module = under_us(folder, "nf4")[2]
+    quantised = [
+        name for name, p in module.model.base_model.model.named_parameters() if type(p).__name__ == "Params4bit"
+    ]
+    assert len(quantised) == 7 * LAYERS
+    assert all(where and None not in where for where in module.at_once.values()), module.at_once
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("way", WAYS)
+def test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes(folder, way):
+    """Weights that were loaded before the run lie in ordinary memory."""
+    model, strategy = theirs(folder, way), offload(**EXACT)
+    result = fit(QLoRA(lambda: model), strategy)
+    assert_identical(plain(folder, way), result)
+    report = strategy.report()
+    planned, peak = (sum(report[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak"))
+    assert planned == pytest.approx(peak, rel=0.01)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Copies of a run: the home of each that goes to the device, and the host memory of each that comes from there."""
+    to_device, to_host = [], []
+    start = engine.DeviceEngine._start
+
+    def noted(self, stream, copies, *rest):
+        for source, destination in copies:
+            if destination.device.type == "cpu":
+                to_host.append(destination.data_ptr())
+            else:
+                to_device.append(source.data_ptr())
+        return start(self, stream, copies, *rest)
+
+    monkeypatch.setattr(engine.DeviceEngine, "_start", noted)
+    return to_device, to_host
+
+
+@pytest.fixture
+def units(monkeypatch):
+    """The units whose weights stream."""
+    made = []
+    initialise = UnitWeights.__init__
+
+    def noted(unit, *arguments):
+        initialise(unit, *arguments)
+        made.append(unit)
+
+    monkeypatch.setattr(UnitWeights, "__init__", noted)
+    yield made
+    made.clear()
+
+
+def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies, units):
+    to_device, to_host = copies
+    of_steps, frozen = [], []
+
+    def bytes_of_frozen():
+        homes = [home for unit in units for each in unit._quantised for home in each.homes.values()]
+        return [home.reshape(-1).view(torch.uint8).clone() for home in homes]
+
+    class Counting(QLoRA):
+        def on_train_batch_start(self, batch, batch_idx):
+            to_device.clear()
+            to_host.clear()
+            if batch_idx == 0:
+                frozen.extend(bytes_of_frozen())
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            of_steps.append((list(to_device), list(to_host)))
+
+    module = Counting(lambda: ours(folder, "nf4, nested"))
+    make_trainer(offload(**EXACT), max_steps=STEPS, limit_val_batches=0).fit(module, token_data(STEPS))
+    assert len(units) == LAYERS and all(len(unit.pieces) == 1 for unit in units)
+    homes = [unit.pieces[0].flat for unit in units]
+    for copied_in, copied_out in of_steps[1:]:  # in the first, what the forward needs has been on its way before
+        times = [copied_in.count(home.data_ptr()) for home in homes]
+        # once for the forward; once for the backward, unless a unit is still in a slot
+        assert times == [2] * (LAYERS - NUM_SLOTS) + [1] * NUM_SLOTS
+        assert copied_out
+        for home in homes:
+            assert not any(home.data_ptr() <= address < home.data_ptr() + home.numel() for address in copied_out)
+    assert len(frozen) == LAYERS * 7 * 6
+    assert all(map(torch.equal, frozen, bytes_of_frozen()))
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("stream", [False, True])
+def test_evaluation_on_a_cpu_that_repacks_leaves_the_weights_alone(folder, stream, monkeypatch):
+    """On a CPU with AVX-512 BF16, bitsandbytes cannot train any more after it has evaluated."""
+    expected = plain(folder, "nf4, nested")
+    monkeypatch.setattr(bnb.nn.modules, "has_avx512bf16", lambda: True)
+    result, _, module = under_us(folder, "nf4, nested", stream_weights=stream)
+    assert_identical(expected, result)
+    layers = [each for each in module.model.modules() if isinstance(each, bnb.nn.Linear4bit)]
+    assert len(layers) == LAYERS * 7
+    assert all(layer.support_avx512bf16_for_cpu and len(layer._forward_hooks) == 0 for layer in layers)
+
+
+@pytest.mark.on_cpu
+def test_weights_that_are_repacked_already_are_refused(folder):
+    model = ours(folder, "nf4")
+    model.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(UnsupportedError, match=r"layers.1.mlp.up_proj.* evaluates with on this CPU"):
+        fit(QLoRA(lambda: model), offload(**EXACT))
+
+
+def test_a_layer_whose_backward_is_not_known_is_refused(folder, monkeypatch):
+    class Another(bnb.autograd._functions.MatMul4Bit):
+        pass
+
+    monkeypatch.setattr(bnb.autograd._functions, "MatMul4Bit", Another)
+    with pytest.raises(UnsupportedError, match="a layer of class Linear4bit computes in a way"):
+        under_us(folder, "nf4")
+
+
+def test_weights_on_ssd_are_read_and_never_written(folder, tmp_path, monkeypatch):
+    written, write = [], Store.write
+
+    def noted(store, record, memory):
+        written.append(record.name)
+        return write(store, record, memory)
+
+    expected = under_us(folder, "nf4, nested")[0]
+    monkeypatch.setattr(Store, "write", noted)
+    on_ssd = {"tiers": {"ssd": {"path": str(tmp_path / "ssd"), "budget": "64MiB"}}}
+    on_ssd |= {"tier_rules": {"*": {"weights": "ssd"}}}
+    result, strategy, _ = under_us(folder, "nf4, nested", stream_weights=True, **on_ssd)
+    assert_identical(expected, result)
+    assert strategy.report()["planned_roles"]["compute_weights"]["ssd"] > 0
+    frozen = sorted(name for name in written if name.endswith("frozen weights"))
+    assert len(frozen) == len(set(frozen)) == LAYERS, "each once, when it moved there"

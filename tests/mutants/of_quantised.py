@@ -1,0 +1,87 @@
+"""Protections of quantised weights: while they load, when they move, and in the backward of their layers."""
+
+from tests.mutants.mutant import Mutant
+
+_STREAMED = "lightning_cxl/streaming/quantised.py"
+_QUANTISE = "lightning_cxl/weights/quantise.py"
+_SAVED = "lightning_cxl/weights/saved_quantised.py"
+_QUANTIZER = "lightning_cxl/weights/hf_quantizer.py"
+_SAVE = "lightning_cxl/weights/save.py"
+_INVENTORY = "lightning_cxl/inventory/inventory.py"
+_HOST_WEIGHTS = "lightning_cxl/run/host_weights.py"
+_RUN = "tests/integration/test_qlora.py"
+_LOAD = "tests/unit/weights/test_hf_quantised.py"
+T_RUN = (f"{_RUN}::test_is_the_run_without_us",)
+T_CPU = (f"{_RUN}::test_is_the_run_without_us_on_the_cpu",)
+T_EVALUATED = (f"{_RUN}::test_evaluation_on_a_cpu_that_repacks_leaves_the_weights_alone",)
+T_REPACKED = (f"{_RUN}::test_weights_that_are_repacked_already_are_refused",)
+T_UNKNOWN = (f"{_RUN}::test_a_layer_whose_backward_is_not_known_is_refused",)
+T_MOVED = (f"{_RUN}::test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes",)
+T_ROUNDED = (f"{_LOAD}::test_weights_are_rounded_to_the_models_type_first",)
+T_DAMAGED = (f"{_LOAD}::test_damaged_quantised_files_are_named",)
+T_SETTINGS = (f"{_LOAD}::test_settings_that_are_refused",)
+T_MISSING = (f"{_LOAD}::test_a_weight_that_no_file_holds_cannot_be_quantised",)
+T_WAYS = (f"{_LOAD}::test_the_model_is_the_one_that_transformers_quantises",)
+T_SAVED = (f"{_LOAD}::test_what_is_quantised_is_saved_and_loads",)
+
+MUTANTS = (
+    Mutant(
+        "the backward of a 4-bit layer reads the weight of then",
+        _STREAMED,
+        "            node.tensors = _BytesOfThen(parameter)\n",
+        "",
+        T_RUN,
+    ),
+    Mutant(
+        "a backward that is not known is refused",
+        _STREAMED,
+        '    raise UnsupportedError(\n        f"a layer of class',
+        '    return\n    raise UnsupportedError(\n        f"a layer of class',
+        T_UNKNOWN,
+    ),
+    Mutant(
+        "layers do not repack in a run",
+        _STREAMED,
+        "        setattr(module, _MAY_REPACK, False)\n",
+        "        pass\n",
+        T_EVALUATED,
+    ),
+    Mutant("after a run layers may repack", _STREAMED, "setattr(module, _MAY_REPACK, value)", "pass", T_EVALUATED),
+    Mutant(
+        "after a run no hooks are left", _STREAMED, "            hook.remove()\n", "            pass\n", T_EVALUATED
+    ),
+    Mutant(
+        "repacked weights are refused",
+        _STREAMED,
+        '"quant_state", None), "packing_format_for_cpu", False):',
+        '"quant_state", None), "no such thing", False):',
+        T_REPACKED,
+    ),
+    Mutant(
+        "what belongs to a weight is planned where the CPU computes",
+        _INVENTORY,
+        "sum(t.nbytes for t in tensors[id(parameter)])",
+        "parameter.nbytes",
+        T_CPU,
+    ),
+    Mutant(
+        "what belongs to a weight moves where the CPU computes",
+        _HOST_WEIGHTS,
+        "            show(module, parameter, moved)\n",
+        '            parameter.data = moved[""]\n',
+        T_MOVED,
+    ),
+    Mutant("rounded to the model's type first", _QUANTISE, "yield part.to(dtype)", "yield part", T_ROUNDED),
+    Mutant(
+        "whole rows", _QUANTISE, "_CHUNK_NUMBERS // row) * row", "_CHUNK_NUMBERS // row) * 2 * row // 2 + 1", T_WAYS
+    ),
+    Mutant("biases are as transformers leaves them", _QUANTIZER, "bias.requires_grad_(True)", "pass", T_WAYS),
+    Mutant("tied weights are not quantised", _QUANTIZER, "if both is not None:", "if False:", T_SETTINGS),
+    Mutant("no layer without a weight", _QUANTIZER, "        if missing:\n", "        if False:\n", T_MISSING),
+    Mutant("what lies beside a weight is complete", _SAVED, "        if missing:\n", "        if False:\n", T_DAMAGED),
+    Mutant(
+        "sizes of quantised files are checked", _SAVED, "dtype.itemsize != nbytes:", "dtype.itemsize < 0:", T_DAMAGED
+    ),
+    Mutant("old layouts are refused", _SAVED, "int(self._small(_FORMAT, staging)) != 0", "int(0) != 0", T_DAMAGED),
+    Mutant("codes are saved as they are", _SAVE, "is_floating_point() and not parts", "is_floating_point()", T_SAVED),
+)

@@ -1,0 +1,246 @@
+"""`from_pretrained` with weights that bitsandbytes quantises, or has quantised, against transformers' own."""
+
+import json
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
+from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.weights import quantise
+from lightning_cxl.weights.tensor_file import TensorFile
+from tests.models import TINY_LLAMA
+
+bnb = pytest.importorskip("bitsandbytes")
+AUTO = tf.AutoModelForCausalLM
+TIED = dict(TINY_LLAMA, tie_word_embeddings=True)
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+        "eos_token_id": 2}  # fmt: skip
+MODELS = {
+    "Llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)),
+    "Qwen2: biases, tied": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**TIED)),
+    "GPT-2: weights the other way round": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
+}
+WAYS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "nf4, nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "all options": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "fp4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+        "bnb_4bit_quant_storage": torch.bfloat16,
+        "llm_int8_skip_modules": ["lm_head", "q_proj", "c_fc"],
+    },
+    "8 bit": {"load_in_8bit": True},
+    "8 bit, no outliers": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    tf.logging.disable_progress_bar()
+
+
+@pytest.fixture(params=[None, 3])
+def _chunks(request, monkeypatch):
+    """Weights as one chunk, and as chunks of three blocks with a rest."""
+    if request.param is not None:
+        monkeypatch.setattr(quantise, "_CHUNK_NUMBERS", request.param * 64)
+
+
+def saved(model, folder):
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return folder
+
+
+def theirs(folder, dtype="auto", **fields):
+    config = {"quantization_config": tf.BitsAndBytesConfig(**fields)} if fields else {}
+    return AUTO.from_pretrained(folder, dtype=dtype, device_map={"": "cpu"}, **config)
+
+
+def ours(folder, dtype=None, **fields):
+    return from_pretrained(AUTO, folder, dtype, quantization_config=tf.BitsAndBytesConfig(**fields))
+
+
+def facts(value):
+    """Everything that an object of a quantised layer holds, in a form that compares bit by bit."""
+    if isinstance(value, torch.Tensor):
+        own = {key: facts(each) for key, each in value.__dict__.items() if key not in ("module", "_is_hf_initialized")}
+        numbers = value.detach().contiguous().view(-1).view(torch.uint8).tolist()
+        return type(value), value.dtype, tuple(value.shape), value.requires_grad, numbers, own
+    if type(value).__name__ in ("QuantState", "MatmulLtState"):
+        return {key: facts(each) for key, each in vars(value).items()}
+    return value
+
+
+def assert_same(one, other):
+    modules = [dict(each.named_modules()) for each in (one, other)]
+    assert modules[0].keys() == modules[1].keys()
+    for name, mine in modules[0].items():
+        twin = modules[1][name]
+        assert type(mine) is type(twin)
+        names = ("compute_dtype", "compute_type_is_set", "quant_storage", "quant_state", "state", "training")
+        for key in names:
+            assert facts(getattr(mine, key, None)) == facts(getattr(twin, key, None)), (name, key)
+    parameters = [dict(each.named_parameters()) for each in (one, other)]
+    assert parameters[0].keys() == parameters[1].keys()
+    for name, parameter in parameters[0].items():
+        assert facts(parameter) == facts(parameters[1][name]), name
+    for name in ("is_quantized", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
+        assert getattr(one, name, None) == getattr(other, name, None), name
+    assert type(one.hf_quantizer) is type(other.hf_quantizer)
+    assert one.config.quantization_config.to_dict() == other.config.quantization_config.to_dict()
+    ids = torch.arange(12).view(1, 12)
+    assert torch.equal(one(ids).logits, other(ids).logits)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_model_is_the_one_that_transformers_quantises(tmp_path, kind, way):
+    torch.manual_seed(0)
+    folder = saved(MODELS[kind](), tmp_path)
+    assert_same(ours(folder, **WAYS[way]), theirs(folder, **WAYS[way]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["nf4, nested", "8 bit"])
+def test_weights_are_rounded_to_the_models_type_first(tmp_path, way, dtype):
+    folder = saved(MODELS["Llama"](), tmp_path)
+    assert_same(ours(folder, dtype, **WAYS[way]), theirs(folder, dtype, **WAYS[way]))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_quantised_files_load_as_they_are(tmp_path, kind, way, mapped):
+    folder = saved(MODELS[kind](), tmp_path / "plain")
+    quantised = saved(theirs(folder, **WAYS[way]), tmp_path / "quantised")
+    assert_same(from_pretrained(AUTO, quantised, mapped=mapped), theirs(quantised))
+
+
+def test_what_we_have_quantised_is_saved_by_transformers(tmp_path):
+    folder = saved(MODELS["Llama"](), tmp_path / "plain")
+    quantised = saved(ours(folder, **WAYS["nf4, nested"]), tmp_path / "quantised")
+    assert_same(theirs(quantised), theirs(folder, **WAYS["nf4, nested"]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_quantised_is_saved_and_loads(tmp_path, way):
+    folder = saved(MODELS["Qwen2: biases, tied"](), tmp_path / "plain")
+    save_pretrained(ours(folder, **WAYS[way]), tmp_path / "quantised", max_shard_bytes="30KB", dtype=torch.float32)
+    expected = theirs(folder, **WAYS[way])
+    assert_same(theirs(tmp_path / "quantised"), expected)
+    assert_same(from_pretrained(AUTO, tmp_path / "quantised"), theirs(tmp_path / "quantised"))
+
+
+def test_no_weight_is_read_as_a_whole(tmp_path, monkeypatch):
+    folder = saved(MODELS["Llama"](), tmp_path)
+    whole = []
+    read_into = TensorFile.read_into
+    monkeypatch.setattr(
+        TensorFile, "read_into", lambda self, name, *rest: whole.append(name) or read_into(self, name, *rest)
+    )
+    model = ours(folder, **WAYS["nf4"])
+    kinds = {name: type(parameter).__name__ for name, parameter in model.named_parameters()}
+    assert sorted(whole) == sorted(name for name, kind in kinds.items() if kind == "Parameter")
+    assert "Params4bit" in kinds.values()
+
+
+def test_a_plain_model_with_layers_of_the_library_loads_too(tmp_path):
+    linear = nn.Linear(64, 48, bias=False)
+    save_file({"weight": linear.weight.detach()}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        layer = bnb.nn.Linear4bit(64, 48, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    load_weights(layer, tmp_path)
+    twin = bnb.nn.Linear4bit(64, 48, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    twin.load_state_dict(linear.state_dict())
+    assert facts(layer.weight) == facts(twin.to("cpu").weight)
+    assert layer.quant_state is layer.weight.quant_state
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"load_in_8bit": True, "llm_int8_has_fp16_weight": True}, UnsupportedError, "full-precision weights"),
+        ({"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True}, UnsupportedError, "which tiers do instead"),
+        ({}, ConfigError, "quantises nothing"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, ConfigError, "quantises nothing"),
+        ({"load_in_8bit": True, "llm_int8_skip_modules": []}, UnsupportedError, "tied to `model.embed_tokens.weight`"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path, fields, error, message):
+    folder = saved(MODELS["Qwen2: biases, tied"](), tmp_path)
+    with pytest.raises(error, match=message):
+        ours(folder, **fields)
+
+
+def test_a_dictionary_is_as_good_and_another_library_is_refused(tmp_path):
+    folder = saved(MODELS["Llama"](), tmp_path)
+    fields = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    assert_same(from_pretrained(AUTO, folder, quantization_config=fields), theirs(folder, **WAYS["nf4"]))
+    with pytest.raises(UnsupportedError, match=r"to be quantised by hqq; .* bitsandbytes"):
+        from_pretrained(AUTO, folder, quantization_config={"quant_method": "hqq"})
+
+
+def test_another_quantisation_in_the_files_is_refused(tmp_path):
+    folder = saved(MODELS["Llama"](), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="weights are quantised by gptq"):
+        from_pretrained(AUTO, folder)
+
+
+def test_a_weight_that_no_file_holds_cannot_be_quantised(tmp_path):
+    MODELS["Llama"]().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = tf.BitsAndBytesConfig(**WAYS["nf4"])
+    with pytest.raises(CheckpointError, match=r"1 weights .* such as `model.layers.1.mlp.up_proj.weight`"):
+        from_pretrained(AUTO, tmp_path, strict=False, quantization_config=config)
+
+
+@pytest.mark.parametrize(
+    ("way", "change", "message"),
+    [
+        ("nf4", lambda t, w: t.pop(f"{w}.absmax"), "lacks absmax"),
+        ("nf4", lambda t, w: t.pop(f"{w}.quant_state.bitsandbytes__nf4"), r"lacks quant_state.bitsandbytes__nf4"),
+        ("nf4, nested", lambda t, w: t.pop(f"{w}.nested_quant_map"), "lacks nested_quant_map"),
+        ("nf4", lambda t, w: t.update({w: t[w][:-1].clone()}), "numbers of 4 bit are"),
+        ("nf4", lambda t, w: t[f"{w}.quant_state.bitsandbytes__nf4"].zero_(), "does not understand"),
+        ("8 bit", lambda t, w: t.pop(w.replace(".weight", ".SCB")), "lacks SCB"),
+        ("8 bit", lambda t, w: t[w.replace(".weight", ".weight_format")].add_(1), "layout of an old bitsandbytes"),
+    ],
+)
+def test_damaged_quantised_files_are_named(tmp_path, way, change, message):
+    saved(MODELS["Llama"](), tmp_path / "plain")
+    theirs(tmp_path / "plain", **WAYS[way]).save_pretrained(tmp_path / "quantised")
+    file = tmp_path / "quantised" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors, "model.layers.0.mlp.down_proj.weight")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"(?s)`model.layers.0.mlp.down_proj.weight`.*{message}|{message}"):
+        from_pretrained(AUTO, tmp_path / "quantised")
+
+
+def test_a_failure_leaves_the_weights_on_the_meta_device(tmp_path, monkeypatch):
+    with empty_weights():
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Identity())
+    model[1] = bnb.nn.Linear4bit(64, 64, bias=False, device="meta")
+    tensors = {"0.weight": torch.zeros(8, 8), "1.weight": torch.zeros(64, 64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def fail(self, name, count):
+        raise CheckpointError("a disk that fails")
+
+    monkeypatch.setattr(TensorFile, "parts", fail)
+    with pytest.raises(CheckpointError, match="a disk that fails"):
+        load_weights(model, tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
