@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.gradients.unscale import HostUnscale
 from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.optim.awaited_params import plain
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
-from lightning_cxl.torch_private import UNSCALE
+from lightning_cxl.torch_private import UNSCALE, step_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +134,19 @@ class UserLoop:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Return a region for one backward; after it gradients are complete, as ``.grad`` of `holders`."""
+    def backward(self, *, is_last: bool = True) -> Iterator[None]:
+        """Return a region for one backward.
+
+        Args:
+            is_last: the step comes next, not another backward of it. Afterwards gradients are complete, as ``.grad``
+                of `holders`; after another one only where the loop may read them then.
+        """
         runs = [each.run for each in self._prepared.values() if each.run.optimizers]
         for run in runs:
             run.start_backward()
         yield
         for run in runs:
-            run.finish_backward()
+            run.finish_backward(is_last=is_last)
 
     def holders(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Return the tensors whose ``.grad`` is the gradient of given parameters: their masters, where they have some.
@@ -158,6 +165,20 @@ class UserLoop:
         for run in self.session.runs:
             for optimizer in run.optimizers:
                 run.guard.look(optimizer)
+
+    def clipping_in_step(self, holders: Sequence[Tensor]) -> CPUAdam | None:
+        """Return the optimizer that can clip the gradients of `holders` in the sweep of its step.
+
+        None if gradients may be read before they are dropped, or not all of them are of one `CPUAdam`.
+        """
+        optimizers = [each for run in self.session.runs for each in run.optimizers]
+        if len(optimizers) != 1 or self.loop.reads_gradients:
+            return None
+        (optimizer,) = optimizers
+        if not isinstance(optimizer, CPUAdam) or step_hooks(optimizer)[0]:
+            return None
+        own = {p for group in optimizer.param_groups for p in plain(group["params"]) if p.grad is not None}
+        return optimizer if own == {p for p in holders if p.grad is not None} else None
 
     def attach_scaler(self, scaler: Any) -> None:
         """Let a loss scaler of torch's, perhaps on a device, unscale gradients on the host; until `close`."""

@@ -134,10 +134,10 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         """Return what takes the place of optimizers; one that Accelerate has wrapped before keeps its wrapper."""
         new: dict[int, Optimizer] = {id(each): each for each in optimizers}
         rest = [each for each in optimizers if not self._is_adopted(each)]
-        owners = {id(each): self.offload.model_of(_inner(each), models) for each in rest}
+        owners = {id(each): self.offload.model_of(inner(each), models) for each in rest}
         for model in dict.fromkeys([*models, *owners.values()]):
             mine = [each for each in rest if owners[id(each)] is model]
-            adopted = self.offload.prepare(model, [_inner(each) for each in mine])
+            adopted = self.offload.prepare(model, [inner(each) for each in mine])
             for each, result in zip(mine, adopted, strict=True):
                 if isinstance(each, AcceleratedOptimizer):
                     AcceleratedOptimizer.__init__(each, result, device_placement=False, scaler=each.scaler)
@@ -146,19 +146,24 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         return [new[id(each)] for each in optimizers]
 
     def _is_adopted(self, optimizer: Optimizer) -> bool:
-        return any(_inner(optimizer) is each for run in self.offload.session.runs for each in run.optimizers)
+        return any(inner(optimizer) is each for run in self.offload.session.runs for each in run.optimizers)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass; afterwards gradients are on the host, complete. See Accelerate's `backward`."""
-        with self.offload.backward():
+        with self.offload.backward(is_last=self.sync_gradients):
             super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_norm_`."""
         self.offload.look()
-        return super().clip_grad_norm_(self.offload.holders(parameters), max_norm, norm_type)  # type: ignore[no-any-return]
+        holders = self.offload.holders(parameters)
+        optimizer = self.offload.clipping_in_step(holders) if norm_type == 2 else None
+        if optimizer is None:
+            return super().clip_grad_norm_(holders, max_norm, norm_type)  # type: ignore[no-any-return]
+        self.unscale_gradients()
+        return torch.tensor(optimizer.clip_grad_norm_(max_norm), device=self.device)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_value_`."""
@@ -179,7 +184,8 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         return self.offload.session.report(self.device)
 
 
-def _inner(optimizer: Optimizer) -> Optimizer:
+def inner(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside of the wrappers of Accelerate."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,0 +1,52 @@
+"""`TrainerAccelerator`: the accelerator inside of a Trainer of transformers."""
+
+import weakref
+from typing import Any
+
+from transformers import Trainer
+
+from lightning_cxl.integrations.accelerate.accelerator import CXLAccelerator
+
+
+class TrainerAccelerator(CXLAccelerator):
+    """An accelerator whose `free_memory` lets go of what its Trainer trains, and of nothing else.
+
+    A Trainer calls that when `train` begins. A reference model, which was prepared before, is still needed then.
+    """
+
+    _trainer: "weakref.ref[Trainer]"
+
+    @classmethod
+    def of(cls, trainer: Trainer, offload: Any) -> "TrainerAccelerator":
+        """Turn the accelerator of a Trainer into ours; models that only compute are prepared again.
+
+        Args:
+            trainer: whose accelerator has prepared no optimizer.
+            offload: options, see `CXLAccelerator`.
+
+        Raises:
+            ConfigError: it has prepared an optimizer, or an option has an impossible value.
+            UnsupportedError: several processes, or a plugin that places models itself.
+        """
+        accelerator = trainer.accelerator
+        frozen = [] if accelerator._optimizers else list(accelerator._models)
+        for model in frozen:
+            accelerator._models.remove(model)
+        ours = cls.attach(accelerator, offload)
+        assert isinstance(ours, cls)
+        ours._trainer = weakref.ref(trainer)
+        for model in frozen:
+            ours.prepare_model(model, evaluation_mode=True)
+        return ours
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of the model that the Trainer trains; models that only compute stay prepared."""
+        trainer = self._trainer()
+        if trainer is None:
+            return super().free_memory(*objects)
+        own = {id(trainer.model), id(trainer.model_wrapped)}
+        frozen = [each for each in self._models if id(each) not in own]
+        objects = super().free_memory(*objects)
+        for model in frozen:
+            self.prepare_model(model, evaluation_mode=True)
+        return objects
