@@ -3,6 +3,7 @@
 import weakref
 from typing import Any
 
+from torch import nn
 from transformers import Trainer
 
 from lightning_cxl.integrations.accelerate.accelerator import CXLAccelerator
@@ -15,6 +16,8 @@ class TrainerAccelerator(CXLAccelerator):
     """
 
     _trainer: "weakref.ref[Trainer]"
+    _others: list[nn.Module]
+    """Models besides the Trainer's own that were prepared, in the order in which they were."""
 
     @classmethod
     def of(cls, trainer: Trainer, offload: Any) -> "TrainerAccelerator":
@@ -34,19 +37,21 @@ class TrainerAccelerator(CXLAccelerator):
             accelerator._models.remove(model)
         ours = cls.attach(accelerator, offload)
         assert isinstance(ours, cls)
-        ours._trainer = weakref.ref(trainer)
+        ours._trainer, ours._others = weakref.ref(trainer), []
         for model in frozen:
             ours.prepare_model(model, evaluation_mode=True)
         return ours
 
-    def free_memory(self, *objects: Any) -> Any:
-        """Let go of the model that the Trainer trains; models that only compute stay prepared."""
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Prepare a model; see `CXLAccelerator.prepare_model`."""
         trainer = self._trainer()
-        if trainer is None:
-            return super().free_memory(*objects)
-        own = {id(trainer.model), id(trainer.model_wrapped)}
-        frozen = [each for each in self._models if id(each) not in own]
+        if trainer is not None and model is not trainer.model and not any(model is each for each in self._others):
+            self._others.append(model)
+        return super().prepare_model(model, *args, **kwargs)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of the model that the Trainer trains; others, which only compute, are prepared anew."""
         objects = super().free_memory(*objects)
-        for model in frozen:
+        for model in self._others:
             self.prepare_model(model, evaluation_mode=True)
         return objects
