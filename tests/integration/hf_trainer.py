@@ -77,7 +77,7 @@ def weights_of(model):
 def finish(trainer):
     """End what goes on, and return what was trained: (what was logged, weights)."""
     result = losses_of(trainer), weights_of(trainer.model)
-    trainer.accelerator.free_memory()
+    trainer.end()
     return result
 
 
@@ -101,7 +101,7 @@ def assert_close(plain, ours, atol=1e-6):
     assert len(plain[0]) == len(ours[0])
     mine, others = torch.tensor(ours[0], dtype=torch.double), torch.tensor(plain[0], dtype=torch.double)
     torch.testing.assert_close(mine[:, [0, 2]], others[:, [0, 2]], rtol=0, atol=atol)
-    torch.testing.assert_close(mine[:, 1], others[:, 1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mine[:, 1], others[:, 1], rtol=10 * atol, atol=atol)
 
 
 def only_checkpoint(source: Path, target: Path, step: int) -> Path:

@@ -47,6 +47,7 @@ class CXLTrainerMixin:
     args: Any
     optimizer: Any
     lr_scheduler: Any
+    ref_model: Any
     _num_parameters: int | None = None  # outside of embeddings
 
     def __init__(self, *args: Any, offload: Mapping[str, Any] | str | PathLike[str] | None = None, **kwargs: Any) -> None:
@@ -72,6 +73,12 @@ class CXLTrainerMixin:
             self.accelerator.offload.prepare(self.model)
         wrapped: nn.Module = super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
         return wrapped
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Let the model of TRL's preference trainers compute when they are made: without adapters it is the reference."""
+        if self.ref_model is None:
+            self.accelerator.offload.prepare(self.model)
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the Trainer's scheduler; one of the user's drives the optimizer that was adopted."""

@@ -3,6 +3,7 @@
 import weakref
 from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
 
@@ -50,8 +51,13 @@ class TrainerAccelerator(CXLAccelerator):
         return super().prepare_model(model, *args, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of the model that the Trainer trains; others, which only compute, are prepared anew."""
-        objects = super().free_memory(*objects)
+        """Let go of the model that the Trainer trains; others, which only compute, stay or are prepared anew."""
+        trainer = self._trainer()
+        trains = any(run.optimizers for run in self.offload.session.runs)
+        if trains or trainer is None or self.offload.knows(trainer.model):
+            objects = super().free_memory(*objects)
+        else:
+            objects = Accelerator.free_memory(self, *objects)
         for model in self._others:
             self.prepare_model(model, evaluation_mode=True)
         return objects
