@@ -25,7 +25,7 @@ from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
-from lightning_cxl.torch_private import UNSCALE
+from lightning_cxl.torch_private import UNSCALE, mark_as_called
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class UserLoop:
         try:
             _follow(model, names, optimizers)  # some modules make new parameters when they move
             adopted = run.adopt(optimizers)
-            for optimizer in adopted:
+            for given, optimizer in zip(optimizers, adopted, strict=True):
+                mark_as_called(given)  # a scheduler that stays with it shares its groups, and sees none of its steps
                 attach_files(optimizer, run)
                 undo.callback(detach_files, optimizer)
             undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
@@ -144,10 +145,10 @@ class UserLoop:
     def holders(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Return the tensors whose ``.grad`` is the gradient of given parameters: their masters, where they have some.
 
-        Each comes once, as in clipping by torch.
+        As many as were given, in the same order.
         """
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return list(dict.fromkeys(self._holder(parameter) for parameter in given))
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        return [self._holder(parameter) for parameter in given]
 
     def _holder(self, parameter: Tensor) -> Tensor:
         pairs = (run.masters.find(parameter) for run in self.session.runs)
@@ -176,6 +177,10 @@ class UserLoop:
         raise ConfigError(f"this {type(optimizer).__name__} was not prepared: prepare it together with its model")
 
     # -- the end -----------------------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
+        """Copy and pickle without the runs that are going on: they belong to this process."""
+        return UserLoop, (self.session, self.device, self.loop)
 
     def _end(self, model: nn.Module, *, after_error: bool = False) -> None:
         gone = self._prepared.pop(id(model))
