@@ -178,6 +178,10 @@ class UserLoop:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
+    def __del__(self) -> None:
+        if "_prepared" in self.__dict__:  # else the constructor has refused
+            self.close(after_error=True)
+
     def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
         """Copy and pickle without the runs that are going on: they belong to this process."""
         return UserLoop, (self.session, self.device, self.loop)
@@ -192,6 +196,7 @@ class UserLoop:
         """Free everything but weights and optimizer state, which belong to the user. Idempotent."""
         prepared, self._prepared = self._prepared, {}
         with ExitStack() as cleanup:
+            cleanup.callback(self.session.forget_trained)
             cleanup.callback(self.session.close, after_error=after_error)
             for each in prepared.values():
                 cleanup.callback(each.undo.close)

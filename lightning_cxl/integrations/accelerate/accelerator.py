@@ -182,7 +182,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
 
     def report(self) -> dict[str, Any]:
         """Return bytes planned, used and at the peak, per tier and role; see `Session.report`."""
-        return self.offload.session.report(self.device)
+        return self.offload.session.report(self.offload.device)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
