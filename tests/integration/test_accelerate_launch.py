@@ -33,10 +33,11 @@ SCRIPT = """
             optimizer.zero_grad()
     report = accelerator.report()
     with open("report.json", "w") as file:
-        json.dump([report["config"], report["optimizers"], accelerator.gradient_accumulation_steps], file)
+        json.dump([report["config"], report["optimizers"], accelerator.mixed_precision], file)
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_is_launched(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "options.yaml").write_text("tiers: {dram: 64MiB}\nstate: bf16\n")
@@ -49,15 +50,15 @@ def test_a_script_that_is_launched(tmp_path):
     }
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
     done = subprocess.run(
-        [*launch, "--gradient_accumulation_steps", "2", "script.py"],
+        [*launch, "--mixed_precision", "bf16", "script.py"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    config, optimizers, accumulated = json.loads((tmp_path / "report.json").read_text())
+    config, optimizers, precision = json.loads((tmp_path / "report.json").read_text())
     assert config["tiers"] == {"value": {"dram": "64MiB"}, "origin": "argument"}
     assert config["state"] == {"value": "bf16", "origin": "argument"}
     assert config["stream_weights"] == {"value": True, "origin": "environment"}
-    assert "bf16 state" in optimizers[0] and accumulated == 2
+    assert "bf16 state" in optimizers[0] and precision == "bf16"
 
 
 def test_options_of_the_environment(monkeypatch):
