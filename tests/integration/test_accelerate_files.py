@@ -1,6 +1,5 @@
 """What Accelerate saves and loads: folders of `save_state`, models, and the way to plain Accelerate and back."""
 
-import contextlib
 import secrets
 
 import pytest
@@ -9,7 +8,8 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from lightning_cxl.errors import CheckpointError, ConfigError
+import lightning_cxl
+from lightning_cxl.errors import ConfigError
 from tests.integration.accelerate_loop import (
     EXACT,
     PLAIN,
@@ -18,7 +18,6 @@ from tests.integration.accelerate_loop import (
     make_accelerator,
     prepared,
     steps,
-    train,
     weights_of,
 )
 from tests.integration.llama import tiny_llama
@@ -90,7 +89,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_resumes_exactly(case, tmp_path):
     offload, make_model = CASES[case]
-    assert_identical(whole(offload, make_model=make_model), interrupted(tmp_path, offload, offload, make_model=make_model))
+    resumed = interrupted(tmp_path, offload, offload, make_model=make_model)
+    assert_identical(whole(offload, make_model=make_model), resumed)
 
 
 @pytest.mark.on_cpu
@@ -221,3 +221,44 @@ def test_state_on_ssd(encrypts, tmp_path, monkeypatch):
 def test_references_to_ssd_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="checkpoint='copy'"):
         make_accelerator(ssd(tmp_path, checkpoint="reference"))
+
+
+# -- state in formats of ours
+
+
+def converted(folder):
+    """Make the optimizer's file one for plain torch, as the guide says."""
+    state = torch.load(folder / "optimizer.bin", weights_only=True)
+    weights = load_file(folder / "model.safetensors")
+    checkpoint = {"state_dict": weights, "optimizer_states": [state], "lightning_cxl": state["lightning_cxl"]}
+    torch.save(lightning_cxl.plain_checkpoint(checkpoint)["optimizer_states"][0], folder / "optimizer.bin")
+
+
+@pytest.mark.parametrize(("state", "converts"), [("bf16", False), ("bf16", True), ("8bit", True)])
+def test_files_with_small_state_go_to_plain_accelerate(state, converts, tmp_path):
+    accelerator, parts = start({"state": state}, make_model=wide)
+    losses = go_on(accelerator, parts, 0, HALF)
+    accelerator.save_state(str(tmp_path))
+    close(accelerator)
+    if converts:
+        converted(tmp_path)
+    accelerator, parts = start(PLAIN, make_model=wide)
+    accelerator.load_state(str(tmp_path))
+    assert {value.dtype for each in parts[1].state.values() for value in each.values()} == {torch.float32}
+    losses += go_on(accelerator, parts, HALF, BATCHES)
+    assert_close(whole(PLAIN, make_model=wide), (losses, {}), atol=1e-3)
+
+
+def wide():
+    return steady(width=128)  # small tensors have no 8-bit state
+
+
+def test_8_bit_state_is_not_for_plain_torch(tmp_path):
+    accelerator, parts = start({"state": "8bit"}, make_model=wide)
+    go_on(accelerator, parts, 0, 2)
+    accelerator.save_state(str(tmp_path))
+    close(accelerator)
+    accelerator, parts = start(PLAIN, make_model=wide)
+    accelerator.load_state(str(tmp_path))
+    with pytest.raises(KeyError, match="exp_avg"):
+        go_on(accelerator, parts, 2, 4)
