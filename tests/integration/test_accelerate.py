@@ -1,18 +1,14 @@
 """Loops of Hugging Face Accelerate, with our accelerator and with theirs."""
 
 import pytest
-import torch
 
 from tests.integration.accelerate_loop import (
     EXACT,
     assert_close,
     assert_identical,
-    make_accelerator,
-    prepared,
-    steps,
     train,
 )
-from tests.models import TinyTransformer, token_data
+from tests.models import TinyTransformer
 
 pytestmark = pytest.mark.usefixtures("late_copies")
 

@@ -1,4 +1,4 @@
-"""Models under our accelerator: adapters, tied weights, compiled ones, bfloat16 with masters, evaluation; and the end."""
+"""Models under our accelerator: tied, compiled, bfloat16, adapters, evaluation; what is left at the end; refusals."""
 
 import gc
 import pickle
@@ -6,15 +6,14 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from accelerate.utils import DistributedType
 
-import lightning_cxl
 from lightning_cxl.accelerate import CXLAccelerator
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.memory.scope import active
 from tests import training_device
 from tests.integration.accelerate_loop import (
     EXACT,
-    PLAIN,
     adamw,
     assert_close,
     assert_identical,
@@ -65,7 +64,7 @@ def test_a_model_that_accelerate_compiles():
         mine = prepared(accelerator, lambda: TinyTransformer(dropout=0.0), data=lambda: token_data(4))
         torch.manual_seed(6)
         losses = list(steps(accelerator, *mine))
-        more, = accelerator.prepare(token_data(1)),  # looks at what is prepared
+        more = accelerator.prepare(token_data(1))  # looks at what is prepared
         losses += list(steps(accelerator, mine[0], mine[1], more, mine[3]))
         return losses, weights_of(accelerator, mine[0])
 
@@ -151,12 +150,12 @@ def test_nothing_is_left_after_free_memory():
     model = weakref.ref(parts[0])
     host = weakref.ref(accelerator.offload.session.host)
     optimizer = weakref.ref(parts[1].optimizer)
-    assert lightning_cxl.memory.scope.active() is not None
+    assert active() is not None
     parts = accelerator.free_memory(*parts)
     parts = None
     gc.collect()
     assert model() is None and optimizer() is None and host() is None
-    assert lightning_cxl.memory.scope.active() is None
+    assert active() is None
     assert accelerator.offload.session.runs == []
     assert training_device.held() == before, "the accelerator is still there"
 
@@ -170,7 +169,7 @@ def test_nothing_is_left_where_nobody_frees():
     forget_accelerators()
     gc.collect()
     assert model() is None
-    assert lightning_cxl.memory.scope.active() is None
+    assert active() is None
 
 
 def test_what_is_trained_is_plain_after_free_memory():
@@ -242,17 +241,10 @@ def test_an_accelerator_that_has_prepared_a_model():
         CXLAccelerator.attach(accelerator)
 
 
-@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP", "DEEPSPEED"])
-def test_several_processes(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "num_processes"), [("NO", 2), ("MULTI_GPU", 2), ("FSDP", 1), ("DEEPSPEED", 1)])
+def test_several_processes_and_other_plugins(kind, num_processes):
     accelerator = make_accelerator()
-    accelerator.state.distributed_type = kind_of(kind)
-    accelerator.state.num_processes = 2
-    with pytest.raises(UnsupportedError, match="one process"):
+    accelerator.state.distributed_type, accelerator.state.num_processes = DistributedType[kind], num_processes
+    with pytest.raises(UnsupportedError, match=f"{num_processes} processes, kind {kind}"):
         CXLAccelerator.attach(accelerator)
     forget_accelerators()
-
-
-def kind_of(name):
-    from accelerate.utils import DistributedType
-
-    return DistributedType[name]
