@@ -230,8 +230,15 @@ def configures(names, _):
     assert names["strategy"].config.state == "bf16" and names["trainer"].strategy is names["strategy"]
 
 
+def accelerates(names, _):
+    assert {p.grad for p in names["model"].parameters()} == {None} and len(names["norms"]) == len(names["same"]) == 8
+    assert set(torch.load("checkpoint/optimizer.bin")) > {"state", "param_groups"}
+    names["accelerator"].free_memory()
+
+
 SHOWN = {
     "README.md": trains_and_reports,
+    "examples/guides/accelerate.md": accelerates,
     "examples/guides/big_models.md": loads,
     "examples/guides/checkpoints.md": resumes,
     "examples/guides/configuration.md": configures,

@@ -103,6 +103,10 @@ class Session:
             if host is not None:
                 self._last_report = _report(host, runs, "finished")
 
+    def forget_trained(self) -> None:
+        """Let go of the master weights of a run that is over, where no checkpoint of it will be written by us."""
+        self._finished = None
+
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without the run that is going on: it belongs to this process."""
         return {"config": self.config, "origins": self.origins, "_policy": self._policy}

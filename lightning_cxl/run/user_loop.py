@@ -27,7 +27,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
-from lightning_cxl.torch_private import UNSCALE, step_hooks
+from lightning_cxl.torch_private import UNSCALE, mark_as_called, step_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,8 @@ class UserLoop:
         try:
             _follow(model, names, optimizers)  # some modules make new parameters when they move
             adopted = run.adopt(optimizers)
-            for optimizer in adopted:
+            for given, optimizer in zip(optimizers, adopted, strict=True):
+                mark_as_called(given)  # a scheduler that stays with it shares its groups, and sees none of its steps
                 attach_files(optimizer, run)
                 undo.callback(detach_files, optimizer)
             undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
@@ -151,10 +152,10 @@ class UserLoop:
     def holders(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Return the tensors whose ``.grad`` is the gradient of given parameters: their masters, where they have some.
 
-        Each comes once, as in clipping by torch.
+        As many as were given, in the same order.
         """
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return list(dict.fromkeys(self._holder(parameter) for parameter in given))
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        return [self._holder(parameter) for parameter in given]
 
     def _holder(self, parameter: Tensor) -> Tensor:
         pairs = (run.masters.find(parameter) for run in self.session.runs)
@@ -198,6 +199,14 @@ class UserLoop:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
+    def __del__(self) -> None:
+        if "_prepared" in self.__dict__:  # else the constructor has refused
+            self.close(after_error=True)
+
+    def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
+        """Copy and pickle without the runs that are going on: they belong to this process."""
+        return UserLoop, (self.session, self.device, self.loop)
+
     def _end(self, model: nn.Module, *, after_error: bool = False) -> None:
         gone = self._prepared.pop(id(model))
         self.session.runs.remove(gone.run)
@@ -208,6 +217,7 @@ class UserLoop:
         """Free everything but weights and optimizer state, which belong to the user. Idempotent."""
         prepared, self._prepared = self._prepared, {}
         with ExitStack() as cleanup:
+            cleanup.callback(self.session.forget_trained)
             cleanup.callback(self.session.close, after_error=after_error)
             for each in prepared.values():
                 cleanup.callback(each.undo.close)
