@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.llama import tiny_llama
 from tests.integration.hf_trainer import (
     EXACT,
     PLAIN,
@@ -17,6 +16,7 @@ from tests.integration.hf_trainer import (
     train,
     weights_of,
 )
+from tests.integration.llama import tiny_llama
 
 HALVES = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
 WARM = {"lr_scheduler_type": "cosine", "warmup_steps": 2, **HALVES}

@@ -180,7 +180,8 @@ def test_a_trainer_that_has_trained_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, why", [({"bf16_full_eval": True}, "cast the model"), ({"optim": "galore_adamw_layerwise"}, "inside the backward")]
+    "given, why",
+    [({"bf16_full_eval": True}, "cast the model"), ({"optim": "galore_adamw_layerwise"}, "inside the backward")],
 )
 def test_what_cannot_be_honoured_is_refused(tmp_path, given, why):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **{**given, "bf16_full_eval": False})

@@ -24,7 +24,25 @@ from tests.integration.llama import tiny_llama
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL's own default
 
-WORDS = "<pad> <s> </s> <unk> red green blue one two three four five six seven eight nine ten".split()
+WORDS = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<unk>",
+    "red",
+    "green",
+    "blue",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+]
 STREAMED = {"stream_weights": True}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 

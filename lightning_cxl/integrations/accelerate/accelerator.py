@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from torch import Tensor, nn
+from torch import Tensor, nn, tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -143,7 +143,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
             mine = [each for each in rest if owners[id(each)] is model]
             adopted = self.offload.prepare(model, [inner(each) for each in mine])
             for each, result in zip(mine, adopted, strict=True):
-                self._replaced.append((_inner(each), result))
+                self._replaced.append((inner(each), result))
                 if isinstance(each, AcceleratedOptimizer):
                     AcceleratedOptimizer.__init__(each, result, device_placement=False, scaler=each.scaler)
                 else:
@@ -168,7 +168,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         if optimizer is None:
             return super().clip_grad_norm_(holders, max_norm, norm_type)  # type: ignore[no-any-return]
         self.unscale_gradients()
-        return torch.tensor(optimizer.clip_grad_norm_(max_norm), device=self.device)
+        return tensor(optimizer.clip_grad_norm_(max_norm))
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_value_`."""

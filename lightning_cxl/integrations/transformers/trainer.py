@@ -50,7 +50,9 @@ class CXLTrainerMixin:
     ref_model: Any
     _num_parameters: int | None = None  # outside of embeddings
 
-    def __init__(self, *args: Any, offload: Mapping[str, Any] | str | PathLike[str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, offload: Mapping[str, Any] | str | PathLike[str] | None = None, **kwargs: Any
+    ) -> None:
         self._offload_options = offload
         super().__init__(*args, **kwargs)
 

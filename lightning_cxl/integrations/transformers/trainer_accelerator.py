@@ -3,7 +3,6 @@
 import weakref
 from typing import Any
 
-from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
 
@@ -57,7 +56,7 @@ class TrainerAccelerator(CXLAccelerator):
         if trains or trainer is None or self.offload.knows(trainer.model):
             objects = super().free_memory(*objects)
         else:
-            objects = Accelerator.free_memory(self, *objects)
+            objects = super(CXLAccelerator, self).free_memory(*objects)  # keeps all runs
         for model in self._others:
             self.prepare_model(model, evaluation_mode=True)
         return objects
