@@ -169,7 +169,7 @@ def evaluates_first(optimizer: Optimizer) -> bool:
 
 
 def _bring_to_host(optimizer: Optimizer) -> None:
-    """Give a fused optimizer of torch what a loss scaler on a device has told it; it would copy that without waiting."""
+    """Give a fused optimizer of torch what a loss scaler on a device has told it: it would not wait for a copy."""
     for name in ("grad_scale", "found_inf"):
         value = vars(optimizer).get(name)
         if isinstance(value, torch.Tensor):

@@ -24,25 +24,7 @@ from tests.integration.llama import tiny_llama
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL's own default
 
-WORDS = [
-    "<pad>",
-    "<s>",
-    "</s>",
-    "<unk>",
-    "red",
-    "green",
-    "blue",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-]
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"word{i}" for i in range(14))]
 STREAMED = {"stream_weights": True}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 

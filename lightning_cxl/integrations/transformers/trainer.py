@@ -24,6 +24,8 @@ from lightning_cxl.integrations.transformers.trainer_accelerator import TrainerA
 from lightning_cxl.integrations.transformers.trainer_loop import loop_of
 from lightning_cxl.updates.adoption import repoint_scheduler
 
+Options = Mapping[str, Any] | str | PathLike[str] | None
+"""Fields of `OffloadConfig`, or a file with them."""
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
@@ -50,9 +52,7 @@ class CXLTrainerMixin:
     ref_model: Any
     _num_parameters: int | None = None  # outside of embeddings
 
-    def __init__(
-        self, *args: Any, offload: Mapping[str, Any] | str | PathLike[str] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, offload: Options = None, **kwargs: Any) -> None:
         self._offload_options = offload
         super().__init__(*args, **kwargs)
 
@@ -77,7 +77,7 @@ class CXLTrainerMixin:
         return wrapped
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the model of TRL's preference trainers compute when they are made: without adapters it is the reference."""
+        """Let a model compute when TRL's preference trainers are made: without its adapters it is the reference."""
         if self.ref_model is None:
             self.accelerator.offload.prepare(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
@@ -163,7 +163,7 @@ def offload(trainer: Trainer, options: str | PathLike[str] | None = None, **fiel
     return trainer
 
 
-def _take_over(trainer: Any, options: Mapping[str, Any] | str | PathLike[str] | None) -> None:
+def _take_over(trainer: Any, options: Options) -> None:
     """Make the accelerator of a Trainer ours, or say why that cannot be."""
     args = trainer.args
     for name in ("fp16_full_eval", "bf16_full_eval"):
@@ -175,8 +175,8 @@ def _take_over(trainer: Any, options: Mapping[str, Any] | str | PathLike[str] | 
     optim = str(getattr(args.optim, "value", args.optim))
     if any(word in optim for word in _STEPS_IN_BACKWARD):
         raise UnsupportedError(
-            f"TrainingArguments(optim={optim!r}) updates weights inside the backward, before gradients are on the host. "
-            "Use optim='adamw_torch', whose update runs on the host."
+            f"TrainingArguments(optim={optim!r}) updates weights inside the backward, before gradients are on the "
+            "host. Use optim='adamw_torch', whose update runs on the host."
         )
     if args.n_gpu > 1:
         raise UnsupportedError(
