@@ -2,7 +2,7 @@
 
     python examples/run_clm.py --model_name_or_path FOLDER --train_file text.txt --output_dir out --do_train --do_eval
 
-Every option of `TrainingArguments` works. The one line that differs from a script without us is the import of `Trainer`.
+It takes all options of `TrainingArguments`. One line differs from a script without us: the import of `Trainer`.
 Options of the offload come from the environment, such as ``LIGHTNING_CXL_STATE=bf16``.
 """
 

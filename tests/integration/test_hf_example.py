@@ -33,7 +33,16 @@ def run(files, code, *options):
     exec(compile(code, str(SCRIPT), "exec"), names)  # dataclasses look their module up, hence its name
     forget_accelerators()
     given = ["--model_name_or_path", str(files / "model"), "--train_file", str(files / "text.txt"), "--block_size", "8"]
-    fixed = ["--output_dir", str(files / "out"), "--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1"]
+    fixed = [
+        "--output_dir",
+        str(files / "out"),
+        "--report_to",
+        "none",
+        "--disable_tqdm",
+        "True",
+        "--logging_steps",
+        "1",
+    ]
     short = ["--max_steps", "6", "--per_device_train_batch_size", "2", "--dataloader_pin_memory", "False"]
     trainer = names["main"]([*given, *fixed, *short, "--do_train", "--do_eval", *options])
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_cxl import plain_checkpoint
 from tests.integration.hf_trainer import (
     EXACT,
     PLAIN,
@@ -78,3 +79,29 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path, options):
     assert "optimizer.pt" not in {path.name for path in (tmp_path / "ours").rglob("*")}
     if not options:
         assert losses["ours"] == pytest.approx(losses["plain"], abs=1e-5)
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+def test_state_in_few_bits_goes_to_the_plain_trainer(tmp_path, state):
+    large = {"hidden_size": 64, "intermediate_size": 128}  # state of small weights stays float32
+    train(tmp_path / "whole", {"state": state}, model=tiny_llama(**large), **WARM)
+    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
+    if state == "8bit":
+        with pytest.raises(KeyError, match="exp_avg"):
+            train(tmp_path / "resumed", resume=str(middle), model=tiny_llama(**large), **WARM)
+        own = torch.load(middle / "optimizer.pt")
+        whole = {
+            "state_dict": load_file(middle / "model.safetensors"),
+            "optimizer_states": [own],
+            "lightning_cxl": own["lightning_cxl"],
+        }
+        torch.save(plain_checkpoint(whole)["optimizer_states"][0], middle / "optimizer.pt")
+    losses, _ = train(tmp_path / "resumed", resume=str(middle), model=tiny_llama(**large), **WARM)
+    exact, _ = train(tmp_path / "exact", model=tiny_llama(**large), **WARM)
+    assert [loss for loss, *_ in losses] == pytest.approx([loss for loss, *_ in exact], abs=2e-3)
+
+
+def test_resumes_where_other_weights_stream(tmp_path):
+    whole = train(tmp_path / "whole", {"stream_weights": True}, **WARM)
+    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
+    assert_identical(whole, train(tmp_path / "resumed", {"stream_weights": False}, resume=str(middle), **WARM))

@@ -50,9 +50,30 @@ def test_an_evaluation_before_the_training_changes_nothing(tmp_path):
     assert_identical(plain, finish(trainer))
 
 
-def test_the_device_has_no_more_than_some_units_after_construction(tmp_path):
+def test_the_model_stays_on_the_host_until_it_is_trained(tmp_path):
     trainer = make_trainer(tmp_path, STREAMED)
     assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}
+
+
+def test_a_model_besides_the_trained_one_stays_prepared(tmp_path):
+    other, tokens = tiny_llama(), torch.zeros(1, 8, dtype=torch.long)
+    expected = other(tokens).logits.detach()
+    trainer = make_trainer(tmp_path, STREAMED)
+    trainer.accelerator.prepare_model(other, evaluation_mode=True)
+    for _ in range(2):
+        trainer.train()
+        with torch.no_grad():
+            found = other(tokens.to(training_device.current)).logits.cpu()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert len(trainer.accelerator.offload.session.runs) == 2
+    finish(trainer)
+
+
+def test_evaluates_beside_a_model_that_is_prepared(tmp_path):
+    plain, ours = make_trainer(tmp_path, parts=EVALUATED), make_trainer(tmp_path, STREAMED, parts=EVALUATED)
+    ours.accelerator.prepare_model(tiny_llama(), evaluation_mode=True)
+    assert ours.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    finish(ours)
 
 
 # -- several trainings -------------------------------------------------------------------------------------------------
@@ -241,6 +262,15 @@ def test_who_looks_before_the_step_sees_clipped_gradients(tmp_path, num_clipped_
         found[name] = looks.norms
     assert max(found["plain"]) == pytest.approx(0.5, rel=1e-5)
     assert found["ours"] == pytest.approx(found["plain"], rel=1e-5)
+
+
+def test_gradients_outside_of_the_optimizer_count_for_the_norm(tmp_path):
+    found = []
+    for offload in (PLAIN, {"stream_weights": False}):
+        model = tiny_llama()
+        part = torch.optim.AdamW(model.model.layers[1].parameters(), lr=1e-3)
+        found.append(train(tmp_path, offload, model=model, parts={"optimizers": (part, None)}))
+    assert_close(*found)
 
 
 class Edits(CXLTrainerMixin, Trainer):
