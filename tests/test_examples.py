@@ -236,12 +236,19 @@ def accelerates(names, _):
     names["accelerator"].free_memory()
 
 
+def loops(names, shown):
+    assert "AdamW by CPUAdam" in shown and len(names["optimizer"].state_dict()["state"]) == 8
+    saved = torch.load("loop.ckpt")
+    assert all(torch.equal(value, names["model"].state_dict()[name]) for name, value in saved["model"].items())
+
+
 SHOWN = {
     "README.md": trains_and_reports,
     "examples/guides/accelerate.md": accelerates,
     "examples/guides/big_models.md": loads,
     "examples/guides/checkpoints.md": resumes,
     "examples/guides/configuration.md": configures,
+    "examples/guides/fabric.md": loops,
     "examples/guides/gpu.md": overlaps,
     "examples/guides/optimizer.md": updates,
     "examples/guides/policies.md": places,
