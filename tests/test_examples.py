@@ -199,7 +199,7 @@ def places(names, _):
     assert lightning_cxl.residency(names["cache"]) == {"cxl": 4194304}
     assert lightning_cxl.residency(names["table"]) == {"dram": 4194304}
     machine = load_machine(EXAMPLES / "machines" / "paper_a.yaml")
-    decision = names["own"]._policy.decide(zero_offload(PUBLISHED["qwen2.5-7b"], 1, 4096), machine)
+    decision = names["own"]._session._policy.decide(zero_offload(PUBLISHED["qwen2.5-7b"], 1, 4096), machine)
     assert decision.splits[lightning_cxl.TensorRole.MOMENTUM] == {"dram0": 0.8, "cxl0": 0.2}
     assert decision.splits[lightning_cxl.TensorRole.ACTIVATIONS] == {"cxl0": 1.0}
 
