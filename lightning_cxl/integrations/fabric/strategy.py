@@ -165,8 +165,10 @@ class CXLFabricStrategy(SingleDeviceStrategy):
         with ExitStack() as stack:
             for run in self._session.runs:
                 run.wait_for_updates()
-                if run.on_ssd is not None and writes_ours(self.checkpoint_io, path, storage_options):
-                    stack.enter_context(copying_from(run.on_ssd.visits))
+                if run.on_ssd is not None:
+                    run.on_ssd.check_weights()
+                    if writes_ours(self.checkpoint_io, path, storage_options):
+                        stack.enter_context(copying_from(run.on_ssd.visits))
             super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
 
     # -- the end -----------------------------------------------------------------------------------------------------
