@@ -1,7 +1,6 @@
 """Planned and measured bytes per tier and role: the dict behind `strategy.report()` and its one-screen text."""
 
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,15 +66,16 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         result[key] = sum(report[key] for report in reports)
     for key in ("units", "optimizers", "notes"):
         result[key] = list(dict.fromkeys(text for report in reports for text in report[key]))
-    result["streamed"] = dict(sum((Counter(report["streamed"]) for report in reports), Counter()))
+    result["streamed"] = _sums([report["streamed"] for report in reports])
     for key, add in (("planned_roles", _sums), ("reasons", _lists)):
         roles = dict.fromkeys(role for report in reports for role in report[key])
         result[key] = {role: add([report[key][role] for report in reports if role in report[key]]) for role in roles}
     return result
 
 
-def _sums(tiers: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return dict(sum(map(Counter, tiers), Counter()))
+def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    keys = dict.fromkeys(key for each in counts for key in each)
+    return {key: sum(each.get(key, 0) for each in counts) for key in keys}
 
 
 def _lists(reasons: Sequence[Sequence[str]]) -> list[str]:

@@ -184,7 +184,7 @@ class Run:
             self._ended_by_error = True
             self._end(self._adoption.release)
             raise
-        if self.masters.has_separate or self._residence.units:
+        if self.optimizers:  # also where no master is separate yet: parameters that join may have such ones
             attach_zero_grad(self._model, self._grads, peek)
             self._cleanup.callback(detach_zero_grad, self._model)
         return self.optimizers

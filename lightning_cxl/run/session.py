@@ -103,8 +103,8 @@ class Session:
             if host is not None:
                 self._last_report = _report(host, runs, "finished")
 
-    def forget_trained(self) -> None:
-        """Let go of the master weights of a run that is over, where no checkpoint of it will be written by us."""
+    def drop_finished(self) -> None:
+        """Free the master weights of the run that trained last: its front end saves nothing after a run."""
         self._finished = None
 
     def __getstate__(self) -> dict[str, Any]:

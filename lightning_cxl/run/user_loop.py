@@ -210,14 +210,18 @@ class UserLoop:
     def _end(self, model: nn.Module, *, after_error: bool = False) -> None:
         gone = self._prepared.pop(id(model))
         self.session.runs.remove(gone.run)
-        with gone.undo:
-            gone.undo.callback(gone.run.close, after_error=after_error)
+        with ExitStack() as cleanup:
+            cleanup.callback(model.cpu)
+            cleanup.callback(gone.run.close, after_error=after_error)
+            cleanup.callback(gone.undo.close)
 
     def close(self, *, after_error: bool = False) -> None:
-        """Free everything but weights and optimizer state, which belong to the user. Idempotent."""
+        """Free everything but weights and optimizer state, which belong to the user and are on the host. Idempotent."""
         prepared, self._prepared = self._prepared, {}
         with ExitStack() as cleanup:
-            cleanup.callback(self.session.forget_trained)
+            for each in prepared.values():
+                cleanup.callback(each.model.cpu)
+            cleanup.callback(self.session.drop_finished)
             cleanup.callback(self.session.close, after_error=after_error)
             for each in prepared.values():
                 cleanup.callback(each.undo.close)

@@ -195,6 +195,21 @@ def test_automatic_names_and_objects_of_the_user(tmp_path):
     close(accelerator)
 
 
+def test_loaded_state_lies_on_its_tier(tmp_path):
+    """Torch's own optimizers make new tensors when they load."""
+    accelerator, parts = start(STREAMED)
+    go_on(accelerator, parts, 0, 1)
+    accelerator.save_state(str(tmp_path))
+    close(accelerator)
+    accelerator, parts = start(STREAMED)
+    accelerator.load_state(str(tmp_path))
+    averages = [state["exp_avg"] for state in parts[1].state.values()]
+    assert sum(average.nbytes for average in averages) > 0
+    assert all(lightning_cxl.residency(average) == {"dram": average.nbytes} for average in averages)
+    assert sum(accelerator.report()["roles"]["momentum"].values()) > 0
+    close(accelerator)
+
+
 # -- the tier ssd
 
 

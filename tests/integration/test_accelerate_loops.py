@@ -9,7 +9,7 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 from lightning_cxl.accelerate import CXLAccelerator
-from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.errors import LightningCXLWarning, TierFullError, UnsupportedError
 from tests.integration.accelerate_loop import (
     EXACT,
     PLAIN,
@@ -203,7 +203,8 @@ def test_gradients_pass_through_a_frozen_model():
     compare(run)
 
 
-def test_a_second_training_after_the_first():
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_second_training_after_the_first(precision):
     def run(accelerator):
         losses, weights = [], {}
         for seed in (5, 7):
@@ -214,7 +215,8 @@ def test_a_second_training_after_the_first():
             model, optimizer, data = accelerator.free_memory(model, optimizer, data)
         return losses, weights
 
-    compare(run)
+    plain = run(make_accelerator(mixed_precision=precision))
+    assert_identical(plain, run(make_accelerator(STREAMED, mixed_precision=precision)))
 
 
 @pytest.mark.parametrize("options", [{}, {"cpu_adam": True}], ids=["torch", "CPUAdam"])
@@ -389,3 +391,96 @@ def test_a_step_with_an_overflow_is_left_out(offload):
     assert all(torch.equal(value, before[name]) for name, value in weights_of(accelerator, model).items())
     assert accelerator.scaler.get_scale() == 2**9
     accelerator.free_memory()
+
+
+def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
+    """Accelerate leaves a scheduler's step out where its own optimizer's was left out."""
+    accelerator = make_accelerator({}, mixed_precision="fp16")
+    torch.manual_seed(1)
+    generator, critic = Generator(), Discriminator()
+    of_generator, of_critic = adamw(generator), adamw(critic)
+    schedules = warm(of_generator), warm(of_critic)
+    generator, critic, of_generator, of_critic = accelerator.prepare(generator, critic, of_generator, of_critic)
+    schedules = accelerator.prepare(*schedules)
+    x = torch.ones(2, 16, device=accelerator.device)
+    accelerator.backward(generator(x).mean())
+    of_generator.step()
+    schedules[0].step()
+    accelerator.backward(critic(x).mean() * float("inf"))
+    with pytest.warns(LightningCXLWarning, match="left out"):
+        of_critic.step()
+    schedules[1].step()
+    assert (of_generator.step_was_skipped, of_critic.step_was_skipped) == (False, True)
+    accelerator.backward(generator(x).mean())
+    of_generator.step()
+    schedules[0].step()
+    assert schedules[0].scheduler.last_epoch == 2 and schedules[1].scheduler.last_epoch == 0
+    accelerator.free_memory()
+
+
+def test_the_warning_names_the_gradient_that_was_bad_before_clipping():
+    accelerator = make_accelerator({})
+    model, optimizer = made()
+    model, optimizer, data = accelerator.prepare(model, optimizer, token_data(1))
+    before = weights_of(accelerator, model)
+    for batch in data:
+        for name, parameter in model.named_parameters():
+            if name == "blocks.1.out.bias":
+                parameter.register_hook(lambda grad: grad * float("nan"))
+        accelerator.backward(loss_of(model, batch))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.warns(LightningCXLWarning, match="gradient of `blocks.1.out.bias`"):
+            optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(accelerator, model).items())
+    accelerator.free_memory()
+
+
+def test_a_model_that_does_not_fit_stays_the_user_s():
+    accelerator = make_accelerator({"tiers": {"dram": "64KiB"}, "on_tier_full": "error"})
+    model, optimizer = made()
+    with pytest.raises(TierFullError):
+        accelerator.prepare(model, optimizer)
+    accelerator.free_memory()
+    assert type(optimizer) is torch.optim.AdamW
+    losses = plain_steps(make_accelerator(), *make_accelerator().prepare(model, optimizer, token_data(2)))[0]
+    assert losses == plain_steps(make_accelerator(), *make_accelerator().prepare(*made(), token_data(2)))[0]
+
+
+def test_prepare_again_after_an_optimizer_was_refused():
+    accelerator = make_accelerator({})
+    torch.manual_seed(5)
+    model = TinyTransformer()
+    with pytest.raises(UnsupportedError, match="amsgrad"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters(), amsgrad=True))
+    optimizer = adamw(model)
+    ours = plain_steps(accelerator, *accelerator.prepare(model, optimizer, token_data(2)))
+    accelerator.free_memory()
+    assert_close(plain_steps(make_accelerator(), *make_accelerator().prepare(*made(), token_data(2))), ours)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS with a closure", "a group that joins"])
+def test_optimizers_of_other_shapes(kind):
+    def run(accelerator):
+        torch.manual_seed(5)
+        model = TinyTransformer(dropout=0.0)
+        if kind == "a group that joins":
+            optimizer = torch.optim.AdamW(model.blocks.parameters())
+        else:
+            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3))
+        losses = []
+        for index, batch in enumerate(data):
+
+            def closure(batch=batch):
+                model.zero_grad()
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                losses.append(loss.item())
+                return loss
+
+            if kind == "a group that joins" and index == 1:
+                optimizer.add_param_group({"params": list(model.head.parameters())})
+            optimizer.step(closure)
+        return losses, weights_of(accelerator, model)
+
+    compare(run)

@@ -199,6 +199,8 @@ class CXLOffloadStrategy(OneProcessStrategy):
         if self._session.run is not None:
             self.run.wait_for_updates()
             self.run.adopt_joined()
+        if self._on_ssd is not None:
+            self._on_ssd.check_weights()
         run = self._session.trained
         if run is not None and checkpoint.get("optimizer_states"):
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
