@@ -157,6 +157,13 @@ def test_cuda_and_lightning_only_at_their_seams():
             assert not packages.intersection(LIGHTNING), f"{path}: import it through integrations/lightning"
 
 
+def test_accelerate_only_at_its_seam():
+    for path in MODULES:
+        packages = {name.split(".")[0] for name in imported_names(path)}
+        at_seam = path.parent == PACKAGE / "integrations" / "accelerate"
+        assert at_seam or "accelerate" not in packages, f"{path}: import it through integrations/accelerate"
+
+
 ACCELERATOR = ("transfer/engine.py", "devices/device_type.py", "commands/env.py")
 ENGINE = "transfer/engine.py"
 STREAM_METHODS = {"current_stream", "set_stream", "wait_stream", "wait_event", "record_event", "record_stream"}

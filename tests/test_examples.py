@@ -230,6 +230,12 @@ def configures(names, _):
     assert names["strategy"].config.state == "bf16" and names["trainer"].strategy is names["strategy"]
 
 
+def accelerates(names, _):
+    assert {p.grad for p in names["model"].parameters()} == {None} and len(names["norms"]) == len(names["same"]) == 8
+    assert set(torch.load("checkpoint/optimizer.bin")) > {"state", "param_groups"}
+    names["accelerator"].free_memory()
+
+
 def loops(names, shown):
     assert "AdamW by CPUAdam" in shown and len(names["optimizer"].state_dict()["state"]) == 8
     saved = torch.load("loop.ckpt")
@@ -243,6 +249,7 @@ def packs(names, shown):
 
 SHOWN = {
     "README.md": trains_and_reports,
+    "examples/guides/accelerate.md": accelerates,
     "examples/guides/big_models.md": loads,
     "examples/guides/checkpoints.md": resumes,
     "examples/guides/configuration.md": configures,

@@ -1,5 +1,6 @@
 """What users write down: names, keys of YAML files, options of commands. A change breaks their files and programs."""
 
+import importlib
 import inspect
 import re
 import sys
@@ -110,6 +111,11 @@ COMMANDS = {
 def test_names():
     assert sorted(lightning_cxl.__all__) == sorted(NAMES.split())
     assert [name for name in lightning_cxl.__all__ if not hasattr(lightning_cxl, name)] == []
+
+
+@pytest.mark.parametrize(("module", "names"), [("accelerate", ["CXLAccelerator"])])
+def test_names_for_one_framework(module, names):
+    assert importlib.import_module(f"lightning_cxl.{module}").__all__ == names
 
 
 def test_options():

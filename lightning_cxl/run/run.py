@@ -40,6 +40,7 @@ from lightning_cxl.run.residence import Residence, count_parameters
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
+from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.updates.adoption import Adoption, describe_optimizer
 from lightning_cxl.updates.unit_updates import UnitUpdates
 from lightning_cxl.updates.whole_updates import WholeUpdates
@@ -183,8 +184,8 @@ class Run:
             self._ended_by_error = True
             self._end(self._adoption.release)
             raise
-        if self.masters.has_separate:
-            attach_zero_grad(self._model, self._grads)
+        if self.optimizers:  # also where no master is separate yet: parameters that join may have such ones
+            attach_zero_grad(self._model, self._grads, peek)
             self._cleanup.callback(detach_zero_grad, self._model)
         return self.optimizers
 
@@ -213,9 +214,15 @@ class Run:
         self._grads.start_backward()
         self._trim_heap()
 
-    def finish_backward(self) -> None:
-        """Return when the gradients of the last backward are where the optimizer reads them, if it does so next."""
+    def finish_backward(self, *, is_last: bool = False) -> None:
+        """Return when the gradients of the last backward are where the optimizer reads them, if it does so next.
+
+        Args:
+            is_last: no backward of this step comes any more. A step with a closure says so itself.
+        """
         self._grads.finish()
+        if is_last:
+            self._grads.end_step()
         self._trim_heap()
 
     def _trim_heap(self) -> None:

@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.gradients.unscale import HostUnscale
 from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.optim.awaited_params import plain
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
-from lightning_cxl.torch_private import UNSCALE
+from lightning_cxl.torch_private import UNSCALE, mark_as_called, step_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ class UserLoop:
         try:
             _follow(model, names, optimizers)  # some modules make new parameters when they move
             adopted = run.adopt(optimizers)
-            for optimizer in adopted:
+            for given, optimizer in zip(optimizers, adopted, strict=True):
+                mark_as_called(given)  # a scheduler that stays with it shares its groups, and sees none of its steps
                 attach_files(optimizer, run)
                 undo.callback(detach_files, optimizer)
             undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
@@ -132,22 +135,27 @@ class UserLoop:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Return a region for one backward; after it gradients are complete, as ``.grad`` of `holders`."""
+    def backward(self, *, is_last: bool = True) -> Iterator[None]:
+        """Return a region for one backward.
+
+        Args:
+            is_last: the step comes next, not another backward of it. Afterwards gradients are complete, as ``.grad``
+                of `holders`; after another one only where the loop may read them then.
+        """
         runs = [each.run for each in self._prepared.values() if each.run.optimizers]
         for run in runs:
             run.start_backward()
         yield
         for run in runs:
-            run.finish_backward()
+            run.finish_backward(is_last=is_last)
 
     def holders(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Return the tensors whose ``.grad`` is the gradient of given parameters: their masters, where they have some.
 
-        Each comes once, as in clipping by torch.
+        As many as were given, in the same order.
         """
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return list(dict.fromkeys(self._holder(parameter) for parameter in given))
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        return [self._holder(parameter) for parameter in given]
 
     def _holder(self, parameter: Tensor) -> Tensor:
         pairs = (run.masters.find(parameter) for run in self.session.runs)
@@ -158,6 +166,20 @@ class UserLoop:
         for run in self.session.runs:
             for optimizer in run.optimizers:
                 run.guard.look(optimizer)
+
+    def clipping_in_step(self, holders: Sequence[Tensor]) -> CPUAdam | None:
+        """Return the optimizer that can clip the gradients of `holders` in the sweep of its step.
+
+        None if gradients may be read before they are dropped, or not all of them are of one `CPUAdam`.
+        """
+        optimizers = [each for run in self.session.runs for each in run.optimizers]
+        if len(optimizers) != 1 or self.loop.reads_gradients:
+            return None
+        (optimizer,) = optimizers
+        if not isinstance(optimizer, CPUAdam) or step_hooks(optimizer)[0]:
+            return None
+        own = {p for group in optimizer.param_groups for p in plain(group["params"]) if p.grad is not None}
+        return optimizer if own == {p for p in holders if p.grad is not None} else None
 
     def attach_scaler(self, scaler: Any) -> None:
         """Let a loss scaler of torch's, perhaps on a device, unscale gradients on the host; until `close`."""
@@ -176,6 +198,14 @@ class UserLoop:
         raise ConfigError(f"this {type(optimizer).__name__} was not prepared: prepare it together with its model")
 
     # -- the end -----------------------------------------------------------------------------------------------------
+
+    def __del__(self) -> None:
+        if "_prepared" in self.__dict__:  # else the constructor has refused
+            self.close(after_error=True)
+
+    def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
+        """Copy and pickle without the runs that are going on: they belong to this process."""
+        return UserLoop, (self.session, self.device, self.loop)
 
     def _end(self, model: nn.Module, *, after_error: bool = False) -> None:
         gone = self._prepared.pop(id(model))

@@ -108,6 +108,7 @@ class HostStep:
         return result
 
     def _step_of_any_other(self, closure: Callable[[], Any] | None, keywords: dict[str, Any]) -> Any:
+        _bring_to_host(self._optimizer)
         if closure is None:
             self._check(None)
             result = self._step(**keywords)
@@ -165,6 +166,14 @@ def evaluates_first(optimizer: Optimizer) -> bool:
     """Whether the optimizer's `step` is torch's own or ours: it evaluates its closure before it touches anything."""
     owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
     return owner.__module__.startswith(("torch.optim.", "lightning_cxl."))
+
+
+def _bring_to_host(optimizer: Optimizer) -> None:
+    """Give a fused optimizer of torch what a loss scaler on a device has told it: it would not wait for a copy."""
+    for name in ("grad_scale", "found_inf"):
+        value = vars(optimizer).get(name)
+        if isinstance(value, torch.Tensor):
+            setattr(optimizer, name, value.cpu())
 
 
 class _StepLeftOut(Exception):

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from tests.mutants import (
+    of_accelerate,
     of_all_folders,
     of_copies,
     of_encryption,
@@ -49,6 +50,7 @@ MUTANTS = (
     *of_quantised.MUTANTS,
     *of_sequences.MUTANTS,
     *of_user_loops.MUTANTS,
+    *of_accelerate.MUTANTS,
     *of_all_folders.MUTANTS,
 )
 ROOT = Path(__file__).resolve().parents[2]

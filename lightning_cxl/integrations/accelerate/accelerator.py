@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from accelerate.scheduler import AcceleratedScheduler
+from torch import Tensor, nn, tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.integrations.options_file import read_options
@@ -86,6 +87,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         loop = loop or Loop(accumulates=self.gradient_accumulation_steps > 1, writes_unseen=True)
         self.offload = UserLoop(Session(**read_options(offload)), self.device, loop)
         """Models and optimizers in host memory; its `session` has the report."""
+        self._replaced: list[tuple[Optimizer, Optimizer]] = []  # what schedulers have, and what they are to step with
         if self.scaler is not None:
             self.offload.attach_scaler(self.scaler)
 
@@ -104,10 +106,6 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
             raise ConfigError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         adopted = self._adopt([each for each in args if isinstance(each, nn.Module)], optimizers)
-        for each in args:
-            for old, new in zip(optimizers, adopted, strict=True):
-                if isinstance(each, torch.optim.lr_scheduler.LRScheduler) and old is not new:
-                    repoint_scheduler(each, old, new)
         new_of = dict(zip(map(id, optimizers), adopted, strict=True))
         asked = [None] * len(args) if device_placement is None else device_placement
         places = [
@@ -130,15 +128,22 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
             (optimizer,) = self._adopt([], [optimizer])
         return super().prepare_optimizer(optimizer, device_placement=False)
 
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Prepare a scheduler, perhaps of an optimizer whose place ours has taken; see Accelerate's own."""
+        for old, new in self._replaced:
+            repoint_scheduler(scheduler, old, new)
+        return super().prepare_scheduler(scheduler)
+
     def _adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Return what takes the place of optimizers; one that Accelerate has wrapped before keeps its wrapper."""
         new: dict[int, Optimizer] = {id(each): each for each in optimizers}
         rest = [each for each in optimizers if not self._is_adopted(each)]
-        owners = {id(each): self.offload.model_of(_inner(each), models) for each in rest}
+        owners = {id(each): self.offload.model_of(inner(each), models) for each in rest}
         for model in dict.fromkeys([*models, *owners.values()]):
             mine = [each for each in rest if owners[id(each)] is model]
-            adopted = self.offload.prepare(model, [_inner(each) for each in mine])
+            adopted = self.offload.prepare(model, [inner(each) for each in mine])
             for each, result in zip(mine, adopted, strict=True):
+                self._replaced.append((inner(each), result))
                 if isinstance(each, AcceleratedOptimizer):
                     AcceleratedOptimizer.__init__(each, result, device_placement=False, scaler=each.scaler)
                 else:
@@ -146,19 +151,24 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         return [new[id(each)] for each in optimizers]
 
     def _is_adopted(self, optimizer: Optimizer) -> bool:
-        return any(_inner(optimizer) is each for run in self.offload.session.runs for each in run.optimizers)
+        return any(inner(optimizer) is each for run in self.offload.session.runs for each in run.optimizers)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass; afterwards gradients are on the host, complete. See Accelerate's `backward`."""
-        with self.offload.backward():
+        with self.offload.backward(is_last=self.sync_gradients):
             super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_norm_`."""
         self.offload.look()
-        return super().clip_grad_norm_(self.offload.holders(parameters), max_norm, norm_type)  # type: ignore[no-any-return]
+        holders = self.offload.holders(parameters)
+        optimizer = self.offload.clipping_in_step(holders) if norm_type == 2 else None
+        if optimizer is None:
+            return super().clip_grad_norm_(holders, max_norm, norm_type)  # type: ignore[no-any-return]
+        self.unscale_gradients()
+        return tensor(optimizer.clip_grad_norm_(max_norm))
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_value_`."""
@@ -170,16 +180,18 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared; models are plain again, on the host. See Accelerate's `free_memory`."""
         self.offload.close()
+        self._replaced.clear()
         if self.scaler is not None:
             self.offload.attach_scaler(self.scaler)
         return super().free_memory(*objects)
 
     def report(self) -> dict[str, Any]:
         """Return bytes planned, used and at the peak, per tier and role; see `Session.report`."""
-        return self.offload.session.report(self.device)
+        return self.offload.session.report(self.offload.device)
 
 
-def _inner(optimizer: Optimizer) -> Optimizer:
+def inner(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside of the wrappers of Accelerate."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

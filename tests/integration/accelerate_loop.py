@@ -1,0 +1,108 @@
+"""What the tests of Accelerate share: accelerators on the device under test, and one loop as Accelerate's guide has it.
+
+Accelerate does not know the device apart by itself: the variable ``ACCELERATE_TORCH_DEVICE`` names it. It refuses a
+loss scaler there, so `make_accelerator` puts one in.
+"""
+
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+
+from lightning_cxl.accelerate import CXLAccelerator
+from tests import training_device
+from tests.models import TinyTransformer, token_data
+
+EXACT = {"cpu_adam": False}  # the user's own torch optimizer on the host: bit-identical to plain Accelerate
+PLAIN = "plain"
+
+
+def forget_accelerators():
+    """Let the next accelerator begin anew: Accelerate keeps device and precision for all of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ["ACCELERATE_TORCH_DEVICE"] = str(training_device.current)
+
+
+def make_accelerator(offload=PLAIN, **arguments):
+    """Return Accelerate's own accelerator, or ours with these options, on the device under test."""
+    forget_accelerators()
+    fp16 = arguments.get("mixed_precision") == "fp16" and training_device.current.type == "apart"
+    if fp16:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    if offload == PLAIN or fp16:
+        accelerator = Accelerator(**arguments)
+    else:
+        accelerator = CXLAccelerator(offload=offload, **arguments)
+    if fp16:
+        accelerator.state.device = PartialState().device = training_device.current
+        accelerator.scaler = torch.amp.GradScaler(training_device.current.type, init_scale=2.0**10)
+        accelerator.native_amp = True
+        if offload != PLAIN:
+            CXLAccelerator.attach(accelerator, offload)
+    return accelerator
+
+
+def loss_of(model, batch):
+    tokens, targets = batch
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
+
+
+def warm(optimizer):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
+
+
+def prepared(accelerator, make_model=TinyTransformer, make_optimizer=adamw, data=token_data):
+    """Return model, optimizer, data and scheduler, each as `prepare` gives it."""
+    torch.manual_seed(5)
+    model = make_model()
+    optimizer = make_optimizer(model)
+    return accelerator.prepare(model, optimizer, data(), warm(optimizer))
+
+
+def steps(accelerator, model, optimizer, data, scheduler, *, clip=1.0, loss_of=loss_of):
+    """Train an epoch; yields every loss."""
+    for batch in data:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            if clip and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        yield loss.item()
+
+
+def weights_of(accelerator, model):
+    return {name: value.detach().cpu().clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def train(offload=PLAIN, *, num_batches=8, clip=1.0, loss_of=loss_of, finish=True, parts=None, **arguments):
+    """Train from a fixed seed; returns (losses, weights). Further arguments are of the accelerator."""
+    accelerator = make_accelerator(offload, **arguments)
+    mine = prepared(accelerator, **{"data": lambda: token_data(num_batches), **(parts or {})})
+    torch.manual_seed(6)
+    losses = list(steps(accelerator, *mine, clip=clip, loss_of=loss_of))
+    result = losses, weights_of(accelerator, mine[0])
+    if finish:
+        accelerator.free_memory()
+    return result
+
+
+def assert_identical(plain, ours):
+    assert len(set(plain[0])) > 1, "it trains"
+    assert ours[0] == plain[0]
+    assert ours[1].keys() == plain[1].keys()
+    for name, value in plain[1].items():
+        assert torch.equal(ours[1][name], value), name
+
+
+def assert_close(plain, ours, atol=1e-6):
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]), rtol=0, atol=atol)

@@ -1,0 +1,110 @@
+"""What the tests of transformers' Trainer share: a tiny Llama, its data, and trainers on the device under test."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from lightning_cxl.transformers import CXLTrainer
+from tests.integration.accelerate_loop import EXACT, PLAIN, forget_accelerators
+from tests.integration.llama import tiny_llama
+
+__all__ = ["EXACT", "PLAIN"]
+NUM_TOKENS = 8
+
+
+def rows(num_rows=16, seed=3):
+    """Return token sequences to learn."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 37, (num_rows, NUM_TOKENS), generator=generator).tolist()
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+def arguments(folder, *, cls=TrainingArguments, **given):
+    """Return arguments for a short training that logs every step, on the device under test."""
+    forget_accelerators()
+    defaults = {
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    bf16 = given.pop("bf16", False)
+    args = cls(str(folder), **{**defaults, "bf16": False, **given})
+    if bf16:  # which the constructor refuses where it finds no GPU
+        args.bf16, args.mixed_precision = True, "bf16"
+    return args
+
+
+def make_trainer(folder, offload=PLAIN, *, model=None, parts=None, cls=Trainer, ours=CXLTrainer, **given):
+    """Return transformers' own Trainer, or ours with these options.
+
+    Args:
+        folder: of checkpoints.
+        offload: options, or `PLAIN`.
+        model: None for a tiny Llama, False for none.
+        parts: further arguments of the Trainer.
+        cls: without us.
+        ours: with us.
+        **given: arguments of `TrainingArguments`.
+    """
+    args = arguments(folder, **given)
+    parts = {"train_dataset": rows(), **(parts or {})}
+    model = tiny_llama() if model is None else (model or None)
+    if offload == PLAIN:
+        return cls(model, args, **parts)
+    return ours(model, args, offload=offload, **parts)
+
+
+def losses_of(trainer):
+    """Return what was logged at every step: loss, norm of the gradients and learning rate."""
+    return [
+        (entry["loss"], entry["grad_norm"], entry["learning_rate"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+def weights_of(model):
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def finish(trainer):
+    """End what goes on, and return what was trained: (what was logged, weights)."""
+    result = losses_of(trainer), weights_of(trainer.model)
+    trainer.end()
+    return result
+
+
+def train(folder, offload=PLAIN, *, resume=None, **given):
+    """Train from a fixed seed; returns (what was logged, weights)."""
+    trainer = make_trainer(folder, offload, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    return finish(trainer)
+
+
+def assert_identical(plain, ours):
+    assert len({loss for loss, *_ in plain[0]}) > 1, "it trains"
+    assert ours[0] == plain[0]
+    assert ours[1].keys() == plain[1].keys()
+    for name, value in plain[1].items():
+        assert torch.equal(ours[1][name], value), name
+
+
+def assert_close(plain, ours, atol=1e-6):
+    """Losses and rates are as close as rounding lets them be; norms, which are larger, relatively."""
+    assert len(plain[0]) == len(ours[0])
+    mine, others = torch.tensor(ours[0], dtype=torch.double), torch.tensor(plain[0], dtype=torch.double)
+    torch.testing.assert_close(mine[:, [0, 2]], others[:, [0, 2]], rtol=0, atol=atol)
+    torch.testing.assert_close(mine[:, 1], others[:, 1], rtol=10 * atol, atol=atol)
+
+
+def only_checkpoint(source: Path, target: Path, step: int) -> Path:
+    """Copy one checkpoint of a folder into another one, as if training had stopped there."""
+    shutil.copytree(source / f"checkpoint-{step}", target / f"checkpoint-{step}")
+    return target / f"checkpoint-{step}"

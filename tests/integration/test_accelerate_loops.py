@@ -1,0 +1,486 @@
+"""Accelerate loops of many shapes: several models, optimizers prepared apart, errors, gradients that are read."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from accelerate.utils import find_executable_batch_size
+from torch import nn
+
+from lightning_cxl.accelerate import CXLAccelerator
+from lightning_cxl.errors import LightningCXLWarning, TierFullError, UnsupportedError
+from tests.integration.accelerate_loop import (
+    EXACT,
+    PLAIN,
+    adamw,
+    assert_close,
+    assert_identical,
+    loss_of,
+    make_accelerator,
+    prepared,
+    warm,
+    weights_of,
+)
+from tests.models import TinyTransformer, token_data
+
+STREAMED = {"stream_weights": True, **EXACT}
+both = pytest.mark.parametrize("offload", [PLAIN, STREAMED], ids=["plain", "ours"])
+
+
+def compare(run, **options):
+    """Run with theirs and with ours; `run` returns (losses, weights)."""
+    plain = run(make_accelerator())
+    accelerator = make_accelerator({**STREAMED, **options})
+    ours = run(accelerator)
+    accelerator.free_memory()
+    assert_identical(plain, ours)
+    return accelerator
+
+
+def made(make=TinyTransformer, seed=5):
+    torch.manual_seed(seed)
+    model = make()
+    return model, adamw(model)
+
+
+def plain_steps(accelerator, model, optimizer, data, *, scheduler=None):
+    torch.manual_seed(6)
+    losses = []
+    for batch in data:
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, weights_of(accelerator, model)
+
+
+@pytest.mark.parametrize("order", ["model first", "one by one", "optimizer first"])
+def test_objects_prepared_apart(order):
+    def run(accelerator):
+        model, optimizer = made()
+        data = accelerator.prepare(token_data(4))
+        if order == "model first":
+            model = accelerator.prepare(model)
+            optimizer = accelerator.prepare(optimizer)
+        elif order == "one by one":
+            model = accelerator.prepare_model(model)
+            optimizer = accelerator.prepare_optimizer(optimizer)
+        else:
+            optimizer, model = accelerator.prepare(optimizer, model)
+        return plain_steps(accelerator, model, optimizer, data)
+
+    compare(run)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.parametrize("options", [{}, {"cpu_adam": True}], ids=["torch", "CPUAdam"])
+def test_a_scheduler(when, is_prepared, options, tmp_path):
+    def run(accelerator):
+        model, optimizer = made()
+        scheduler = warm(optimizer) if when == "before" else None
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3))
+        if when == "after":
+            scheduler = warm(optimizer)
+        if is_prepared:
+            scheduler = accelerator.prepare(scheduler)
+        losses, _ = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
+        rates = [optimizer.param_groups[0]["lr"]]
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # makes new groups
+        more, weights = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
+        rates.append(optimizer.param_groups[0]["lr"])
+        assert len(set(rates)) == 2
+        return losses + more + rates, weights
+
+    plain = run(make_accelerator())
+    accelerator = make_accelerator({**STREAMED, **options})
+    ours = run(accelerator)
+    accelerator.free_memory()
+    assert_close(plain, ours)
+
+
+class Discriminator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Generator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_generator_against_a_discriminator(together):
+    def run(accelerator):
+        torch.manual_seed(1)
+        generator, critic = Generator(), Discriminator()
+        of_generator, of_critic = adamw(generator), adamw(critic)
+        if together:
+            generator, critic, of_generator, of_critic = accelerator.prepare(generator, critic, of_generator, of_critic)
+        else:
+            generator, of_generator = accelerator.prepare(generator, of_generator)
+            critic, of_critic = accelerator.prepare(critic, of_critic)
+        losses = []
+        for seed in range(4):
+            noise = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(accelerator.device)
+            of_critic.zero_grad()
+            fake = generator(noise)
+            loss = nn.functional.softplus(critic(fake.detach())).mean() + nn.functional.softplus(-critic(noise)).mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(critic.parameters(), 0.5)
+            of_critic.step()
+            of_generator.zero_grad()
+            loss = nn.functional.softplus(-critic(fake)).mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_value_(generator.parameters(), 0.01)
+            of_generator.step()
+            losses.append(loss.item())
+        of = {f"critic.{name}": value for name, value in weights_of(accelerator, critic).items()}
+        return losses, weights_of(accelerator, generator) | of
+
+    accelerator = compare(run)
+    assert len(accelerator.report()["optimizers"]) == 2
+
+
+def test_a_frozen_model_beside_one_that_is_trained():
+    """As in DPO, or in distillation."""
+
+    def run(accelerator):
+        model, optimizer = made()
+        torch.manual_seed(9)
+        frozen = TinyTransformer(dropout=0.0).requires_grad_(False).eval()
+        model, optimizer, data, frozen = accelerator.prepare(model, optimizer, token_data(3), frozen)
+        torch.manual_seed(6)
+        losses = []
+        for tokens, _ in data:
+            with torch.no_grad():
+                target = frozen(tokens).softmax(-1)
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten(0, 1))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, weights_of(accelerator, model)
+
+    accelerator = compare(run)
+    assert accelerator.report()["num_parameters"] == 2 * accelerator.report()["num_trainable"]
+
+
+def test_gradients_pass_through_a_frozen_model():
+    """As a critic that is not trained: its weights stream in the backward, too."""
+
+    def run(accelerator):
+        torch.manual_seed(1)
+        generator, critic = Generator(), Discriminator().requires_grad_(False)
+        generator, critic, optimizer = accelerator.prepare(generator, critic, adamw(generator))
+        losses = []
+        for seed in range(3):
+            noise = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(accelerator.device)
+            loss = critic(generator(noise)).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, weights_of(accelerator, generator)
+
+    compare(run)
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_second_training_after_the_first(precision):
+    def run(accelerator):
+        losses, weights = [], {}
+        for seed in (5, 7):
+            model, optimizer = made(seed=seed)
+            model, optimizer, data = accelerator.prepare(model, optimizer, token_data(2))
+            more, weights = plain_steps(accelerator, model, optimizer, data)
+            losses += more
+            model, optimizer, data = accelerator.free_memory(model, optimizer, data)
+        return losses, weights
+
+    plain = run(make_accelerator(mixed_precision=precision))
+    assert_identical(plain, run(make_accelerator(STREAMED, mixed_precision=precision)))
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu_adam": True}], ids=["torch", "CPUAdam"])
+def test_the_same_objects_again_after_free_memory(options):
+    def run(accelerator):
+        model, optimizer = made()
+        scheduler = warm(optimizer)
+        model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, token_data(2), scheduler)
+        losses, _ = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
+        accelerator.free_memory()
+        model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+        more, weights = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
+        return [*losses, *more, scheduler.get_last_lr()[0]], weights
+
+    plain = run(make_accelerator())
+    accelerator = make_accelerator({**STREAMED, **options})
+    ours = run(accelerator)
+    accelerator.free_memory()
+    assert_close(plain, ours)
+
+
+def test_the_batch_size_that_fits():
+    def run(accelerator):
+        tried, result = [], []
+
+        @find_executable_batch_size(starting_batch_size=4, reduce_batch_size_fn=lambda: sizes.pop(0))
+        def inner(batch_size):
+            tried.append(batch_size)
+            accelerator.free_memory()
+            model, optimizer = made()
+            model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3, batch_size))
+            if batch_size > 2:
+                for batch in data:
+                    loss = loss_of(model, batch)
+                    loss.register_hook(out_of_memory)
+                    accelerator.backward(loss)
+            result[:] = plain_steps(accelerator, model, optimizer, data)
+
+        sizes = [3, 2]
+        inner()
+        assert tried == [4, 3, 2]
+        return tuple(result)
+
+    compare(run)
+
+
+def out_of_memory(_):
+    raise torch.OutOfMemoryError("The device is out of memory.")
+
+
+def test_an_error_in_the_backward_is_forgotten_by_the_next_step():
+    def run(accelerator):
+        model, optimizer = made()
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3))
+        for batch in data:
+            x = model(batch[0])
+            x.register_hook(out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                accelerator.backward(x.mean())
+            optimizer.zero_grad()
+            break
+        return plain_steps(accelerator, model, optimizer, data)
+
+    compare(run)
+
+
+def test_accumulation_by_hand():
+    def run(accelerator):
+        model, optimizer = made()
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(6))
+        torch.manual_seed(6)
+        losses = []
+        for index, batch in enumerate(data):
+            with accelerator.no_sync(model):
+                loss = loss_of(model, batch)
+                accelerator.backward(loss / 3)
+            losses.append(loss.item())
+            if index % 3 == 2:
+                optimizer.step()
+                model.zero_grad()
+        return losses, weights_of(accelerator, model)
+
+    compare(run)
+
+
+@pytest.mark.parametrize("kind", ["generator", "list", "tensor", "of the optimizer", "twice"])
+def test_what_is_clipped(kind):
+    def run(accelerator):
+        model, optimizer = made()
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3))
+        torch.manual_seed(6)
+        found = []
+        for batch in data:
+            accelerator.backward(loss_of(model, batch))
+            which = {
+                "generator": lambda: (p for p in model.parameters() if p.dim() > 1),
+                "list": lambda: list(model.parameters()),
+                "tensor": lambda: model.head.weight,
+                "of the optimizer": lambda: [p for group in optimizer.param_groups for p in group["params"]],
+                "twice": lambda: [model.head.weight, model.head.weight],
+            }[kind]
+            if kind == "tensor":
+                norm = torch.zeros(())
+            else:
+                norm = accelerator.clip_grad_norm_(which(), 0.3, norm_type=1)
+            accelerator.clip_grad_value_(which(), 0.002)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(norm.item())
+        return [*found, 1.0], weights_of(accelerator, model)
+
+    compare(run)
+
+
+def test_gradients_between_backward_and_step():
+    def run(accelerator):
+        model, optimizer = made()
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(2))
+        torch.manual_seed(6)
+        found = []
+        for batch in data:
+            accelerator.backward(loss_of(model, batch))
+            held = list(model.parameters())
+            if isinstance(accelerator, CXLAccelerator):
+                held = accelerator.offload.holders(held)
+            for each in held:
+                if each.grad is not None:
+                    found.append(each.grad.abs().sum().item())
+                    each.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, weights_of(accelerator, model)
+
+    compare(run)
+
+
+def test_unscaled_gradients():
+    def run(accelerator):
+        model, optimizer = made()
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3))
+        torch.manual_seed(6)
+        losses = []
+        for batch in data:
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            accelerator.unscale_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, weights_of(accelerator, model)
+
+    plain = run(make_accelerator(mixed_precision="fp16"))
+    accelerator = make_accelerator(STREAMED, mixed_precision="fp16")
+    ours = run(accelerator)
+    accelerator.free_memory()
+    assert_identical(plain, ours)
+
+
+@both
+def test_a_step_with_an_overflow_is_left_out(offload):
+    accelerator = make_accelerator(offload, mixed_precision="fp16")
+    model, optimizer, data, scheduler = prepared(accelerator)
+    batch = next(iter(data))
+    before = weights_of(accelerator, model)
+    with contextlib.nullcontext() if offload == PLAIN else pytest.warns(LightningCXLWarning, match="left out"):
+        accelerator.backward(loss_of(model, batch) * float("inf"))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert accelerator.optimizer_step_was_skipped
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([1e-3 / 3])
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(accelerator, model).items())
+    assert accelerator.scaler.get_scale() == 2**9
+    accelerator.free_memory()
+
+
+def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
+    """Accelerate leaves a scheduler's step out where its own optimizer's was left out."""
+    accelerator = make_accelerator({}, mixed_precision="fp16")
+    torch.manual_seed(1)
+    generator, critic = Generator(), Discriminator()
+    of_generator, of_critic = adamw(generator), adamw(critic)
+    schedules = warm(of_generator), warm(of_critic)
+    generator, critic, of_generator, of_critic = accelerator.prepare(generator, critic, of_generator, of_critic)
+    schedules = accelerator.prepare(*schedules)
+    x = torch.ones(2, 16, device=accelerator.device)
+    accelerator.backward(generator(x).mean())
+    of_generator.step()
+    schedules[0].step()
+    accelerator.backward(critic(x).mean() * float("inf"))
+    with pytest.warns(LightningCXLWarning, match="left out"):
+        of_critic.step()
+    schedules[1].step()
+    assert (of_generator.step_was_skipped, of_critic.step_was_skipped) == (False, True)
+    accelerator.backward(generator(x).mean())
+    of_generator.step()
+    schedules[0].step()
+    assert schedules[0].scheduler.last_epoch == 2 and schedules[1].scheduler.last_epoch == 0
+    accelerator.free_memory()
+
+
+def test_the_warning_names_the_gradient_that_was_bad_before_clipping():
+    accelerator = make_accelerator({})
+    model, optimizer = made()
+    model, optimizer, data = accelerator.prepare(model, optimizer, token_data(1))
+    before = weights_of(accelerator, model)
+    for batch in data:
+        for name, parameter in model.named_parameters():
+            if name == "blocks.1.out.bias":
+                parameter.register_hook(lambda grad: grad * float("nan"))
+        accelerator.backward(loss_of(model, batch))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.warns(LightningCXLWarning, match="gradient of `blocks.1.out.bias`"):
+            optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(accelerator, model).items())
+    accelerator.free_memory()
+
+
+def test_a_model_that_does_not_fit_stays_the_user_s():
+    accelerator = make_accelerator({"tiers": {"dram": "64KiB"}, "on_tier_full": "error"})
+    model, optimizer = made()
+    with pytest.raises(TierFullError):
+        accelerator.prepare(model, optimizer)
+    accelerator.free_memory()
+    assert type(optimizer) is torch.optim.AdamW
+    losses = plain_steps(make_accelerator(), *make_accelerator().prepare(model, optimizer, token_data(2)))[0]
+    assert losses == plain_steps(make_accelerator(), *make_accelerator().prepare(*made(), token_data(2)))[0]
+
+
+def test_prepare_again_after_an_optimizer_was_refused():
+    accelerator = make_accelerator({})
+    torch.manual_seed(5)
+    model = TinyTransformer()
+    with pytest.raises(UnsupportedError, match="amsgrad"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters(), amsgrad=True))
+    optimizer = adamw(model)
+    ours = plain_steps(accelerator, *accelerator.prepare(model, optimizer, token_data(2)))
+    accelerator.free_memory()
+    assert_close(plain_steps(make_accelerator(), *make_accelerator().prepare(*made(), token_data(2))), ours)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS with a closure", "a group that joins"])
+def test_optimizers_of_other_shapes(kind):
+    def run(accelerator):
+        torch.manual_seed(5)
+        model = TinyTransformer(dropout=0.0)
+        if kind == "a group that joins":
+            optimizer = torch.optim.AdamW(model.blocks.parameters())
+        else:
+            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3))
+        losses = []
+        for index, batch in enumerate(data):
+
+            def closure(batch=batch):
+                model.zero_grad()
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                losses.append(loss.item())
+                return loss
+
+            if kind == "a group that joins" and index == 1:
+                optimizer.add_param_group({"params": list(model.head.parameters())})
+            optimizer.step(closure)
+        return losses, weights_of(accelerator, model)
+
+    compare(run)

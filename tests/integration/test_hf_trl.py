@@ -1,0 +1,154 @@
+"""Trainers of TRL with our mixin: supervised fine-tuning, and preferences with a second, frozen model."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightning_cxl.transformers import CXLTrainerMixin, offload
+from tests.integration.hf_trainer import (
+    EXACT,
+    PLAIN,
+    arguments,
+    assert_close,
+    assert_identical,
+    finish,
+    only_checkpoint,
+)
+from tests.integration.llama import tiny_llama
+
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL's own default
+
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"word{i}" for i in range(14))]
+STREAMED = {"stream_weights": True}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+
+
+class CXLSFTTrainer(CXLTrainerMixin, trl.SFTTrainer):
+    pass
+
+
+class CXLDPOTrainer(CXLTrainerMixin, trl.DPOTrainer):
+    pass
+
+
+def tokenizer():
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def texts(num_rows):
+    words = WORDS[4:]
+    return [" ".join(words[(i * (k + 1) + k) % len(words)] for k in range(4 + i % 3)) for i in range(num_rows)]
+
+
+def made(trainer, options, **parts):
+    cls, ours = {"sft": (trl.SFTTrainer, CXLSFTTrainer), "dpo": (trl.DPOTrainer, CXLDPOTrainer)}[trainer]
+    return cls(**parts) if options == PLAIN else ours(**parts, offload=options)
+
+
+def sft(folder, options=PLAIN, *, lora=False, **given):
+    args = arguments(folder, cls=trl.SFTConfig, dataset_num_proc=None, max_length=16, **given)
+    return made(
+        "sft",
+        options,
+        model=tiny_llama(),
+        args=args,
+        train_dataset=Dataset.from_dict({"text": texts(16)}),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(**LORA) if lora else None,
+    )
+
+
+def dpo(folder, options=PLAIN, *, lora=False, reference=True, **given):
+    args = arguments(folder, cls=trl.DPOConfig, dataset_num_proc=None, max_length=16, **given)
+    model = tiny_llama()
+    all_texts = texts(24)
+    data = {"prompt": all_texts[:8], "chosen": all_texts[8:16], "rejected": all_texts[16:]}
+    return made(
+        "dpo",
+        options,
+        model=model,
+        ref_model=copy.deepcopy(model).eval() if reference else None,
+        args=args,
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(**LORA) if lora else None,
+    )
+
+
+def train(make, folder, options=PLAIN, *, resume=None, **given):
+    trainer = make(folder, options, **given)
+    torch.manual_seed(7)
+    trainer.train(resume_from_checkpoint=resume)
+    return finish(trainer)
+
+
+CASES = {
+    "SFT": (sft, {}),
+    "SFT, LoRA": (sft, {"lora": True}),
+    "SFT, packed": (sft, {"packing": True, "packing_strategy": "wrapped"}),
+    "DPO, two models": (dpo, {}),
+    "DPO, reference that follows": (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "DPO, LoRA without a reference": (dpo, {"lora": True, "reference": False}),
+}
+
+
+@pytest.mark.parametrize("make, given", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("options", [STREAMED, {**STREAMED, **EXACT}, {"stream_weights": False}], ids=str)
+def test_is_the_plain_trainer(tmp_path, make, given, options):
+    plain = train(make, tmp_path, **given)
+    ours = train(make, tmp_path, options, **given)
+    (assert_identical if EXACT.items() <= options.items() else assert_close)(plain, ours)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_reference_values_computed_before_the_training(tmp_path, lora, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    given = {"lora": lora, "reference": not lora, "precompute_ref_log_probs": True}
+    found = []
+    for options in (PLAIN, {**STREAMED, **EXACT}):
+        trainer = dpo(tmp_path, options, **given)
+        found.append((trainer.train_dataset["ref_chosen_logps"], trainer.train() and finish(trainer)))
+    assert found[0][0] == found[1][0]
+    assert_identical(found[0][1], found[1][1])
+
+
+def test_the_frozen_model_streams_and_stays_prepared(tmp_path):
+    trainer = dpo(tmp_path, STREAMED)
+    (reference,) = trainer.accelerator.offload.session.runs
+    trainer.train()
+    assert trainer.accelerator.offload.session.runs[0] is reference, "its weights are not placed twice"
+    report = trainer.report()
+    assert report["num_parameters"] == 2 * sum(p.numel() for p in trainer.model.parameters())
+    assert len(report["optimizers"]) == 1
+    assert reference.report()["streamed"]["num_fetches"] > 0
+    assert not any(p.requires_grad and p.grad is not None for p in trainer.ref_model.parameters())
+    trainer.train()
+    assert len(trainer.accelerator.offload.session.runs) == 2
+    finish(trainer)
+
+
+def test_an_existing_trainer_with_a_reference(tmp_path):
+    plain = train(dpo, tmp_path)
+    trainer = offload(dpo(tmp_path), **STREAMED, **EXACT)
+    assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}
+    torch.manual_seed(7)
+    trainer.train()
+    assert_identical(plain, finish(trainer))
+
+
+@pytest.mark.parametrize("make, given", [CASES["SFT, LoRA"], CASES["DPO, two models"]], ids=["SFT", "DPO"])
+def test_resumes_exactly_in_the_middle(tmp_path, make, given):
+    saving = {"save_strategy": "steps", "save_steps": 2, **given}
+    whole = train(make, tmp_path / "whole", STREAMED, **saving)
+    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
+    assert_identical(whole, train(make, tmp_path / "resumed", STREAMED, resume=str(middle), **saving))

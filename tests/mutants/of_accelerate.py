@@ -1,0 +1,125 @@
+"""Protections of the accelerator for Hugging Face Accelerate."""
+
+from tests.mutants.mutant import Mutant
+
+_OURS = "lightning_cxl/integrations/accelerate/accelerator.py"
+_LOOP = "lightning_cxl/run/user_loop.py"
+_RUN = "tests/integration/test_accelerate.py"
+_LOOPS = "tests/integration/test_accelerate_loops.py"
+_MODELS = "tests/integration/test_accelerate_models.py"
+_FILES = "tests/integration/test_accelerate_files.py"
+
+MUTANTS = (
+    Mutant(
+        "gradients are clipped where they are",
+        _OURS,
+        "self.offload.holders(parameters), max_norm",
+        "list(parameters), max_norm",
+        (f"{_LOOPS}::test_what_is_clipped",),
+    ),
+    Mutant(
+        "gradients are clipped by value where they are",
+        _OURS,
+        "self.offload.holders(parameters), clip_value",
+        "parameters, clip_value",
+        (f"{_LOOPS}::test_what_is_clipped",),
+    ),
+    Mutant(
+        "a parameter that is given twice is clipped twice",
+        _LOOP,
+        "return [self._holder(parameter) for parameter in given]",
+        "return list(dict.fromkeys(self._holder(parameter) for parameter in given))",
+        (f"{_LOOPS}::test_what_is_clipped",),
+    ),
+    Mutant(
+        "the bad gradient is looked for before Accelerate clips",
+        _OURS,
+        "        self.offload.look()\n        return super()",
+        "        return super()",
+        (f"{_LOOPS}::test_the_warning_names_the_gradient_that_was_bad_before_clipping",),
+    ),
+    Mutant(
+        "a model stays where its tiers are",
+        _OURS,
+        "super().prepare_model(model, device_placement=False,",
+        "super().prepare_model(model, device_placement=None,",
+        (f"{_LOOPS}::test_objects_prepared_apart",),
+    ),
+    Mutant(
+        "a scheduler belongs to the optimizer that is stepped",
+        _OURS,
+        "            repoint_scheduler(scheduler, old, new)\n",
+        "            pass\n",
+        (f"{_LOOPS}::test_the_schedule_of_one_optimizer_does_not_wait_for_another",),
+    ),
+    Mutant(
+        "a scheduler that stays with the user's optimizer does not warn",
+        _LOOP,
+        "                mark_as_called(given)",
+        "                pass",
+        (f"{_LOOPS}::test_a_scheduler",),
+    ),
+    Mutant(
+        "an optimizer that Accelerate has wrapped keeps its wrapper",
+        _OURS,
+        "                if isinstance(each, AcceleratedOptimizer):\n",
+        "                if False:\n",
+        (f"{_LOOPS}::test_the_same_objects_again_after_free_memory",),
+    ),
+    Mutant(
+        "a loss scaler works on host gradients also in the next training",
+        _OURS,
+        "        if self.scaler is not None:\n            self.offload.attach_scaler(self.scaler)\n        return super().free",
+        "        return super().free",
+        (f"{_LOOPS}::test_a_second_training_after_the_first",),
+    ),
+    Mutant(
+        "free_memory ends the run",
+        _OURS,
+        "        self.offload.close()\n",
+        "",
+        (f"{_MODELS}::test_nothing_is_left_after_free_memory",),
+    ),
+    Mutant(
+        "who forgets free_memory leaves nothing",
+        _LOOP,
+        "            self.close(after_error=True)\n\n    def __reduce__",
+        "            pass\n\n    def __reduce__",
+        (f"{_MODELS}::test_nothing_is_left_where_nobody_frees",),
+    ),
+    Mutant(
+        "a copy of an accelerator has no run",
+        _LOOP,
+        "        return UserLoop, (self.session, self.device, self.loop)\n",
+        "        return super().__reduce__()  # type: ignore[return-value]\n",
+        (f"{_MODELS}::test_a_pickled_accelerator",),
+    ),
+    Mutant(
+        "only one process",
+        _OURS,
+        "if self.num_processes > 1 or kind",
+        "if kind",
+        (f"{_MODELS}::test_several_processes_and_other_plugins",),
+    ),
+    Mutant(
+        "what has been prepared is not attached to",
+        _OURS,
+        "if accelerator._models or accelerator._optimizers:",
+        "if False:",
+        (f"{_MODELS}::test_an_accelerator_that_has_prepared_a_model",),
+    ),
+    Mutant(
+        "zero_grad of a model clears masters that joined later",
+        "lightning_cxl/run/run.py",
+        "        if self.optimizers:  # also",
+        "        if self.masters.has_separate:  # also",
+        (f"{_LOOPS}::test_optimizers_of_other_shapes",),
+    ),
+    Mutant(
+        "state that a file has lies on its tier",
+        "lightning_cxl/run/optimizer_files.py",
+        "        run.rehome_state(self._optimizer)\n",
+        "",
+        (f"{_FILES}::test_loaded_state_lies_on_its_tier",),
+    ),
+)

@@ -1,0 +1,104 @@
+"""Protections of the Trainer of transformers on host memory."""
+
+from tests.mutants.mutant import Mutant
+
+_TRAINER = "lightning_cxl/integrations/transformers/trainer.py"
+_ACCELERATOR = "lightning_cxl/integrations/transformers/trainer_accelerator.py"
+_LOOP = "lightning_cxl/integrations/transformers/trainer_loop.py"
+_USER_LOOP = "lightning_cxl/run/user_loop.py"
+_HABITS = "tests/integration/test_hf_trainer_habits.py"
+T_PARITY = ("tests/integration/test_hf_trainer.py",)
+
+MUTANTS = (
+    Mutant(
+        "a Trainer leaves its model on the host",
+        _TRAINER,
+        '        """Leave a model where it is: its weights go to their tiers when it is prepared."""\n',
+        "        model.to(device)\n",
+        (f"{_HABITS}::test_the_model_stays_on_the_host_until_it_is_trained",),
+    ),
+    Mutant(
+        "an evaluation without a training places the model",
+        _TRAINER,
+        "            self.accelerator.offload.prepare(self.model)\n        wrapped",
+        "            pass\n        wrapped",
+        (f"{_HABITS}::test_evaluates_beside_a_model_that_is_prepared",),
+    ),
+    Mutant(
+        "a scheduler of the user's drives the adopted optimizer",
+        _TRAINER,
+        "            repoint_scheduler(self.lr_scheduler, inner(self.lr_scheduler.optimizer), inner(self.optimizer))\n",
+        "            pass\n",
+        (f"{_HABITS}::test_the_users_optimizer_and_scheduler_are_used_without_a_warning",),
+    ),
+    Mutant(
+        "an error ends the run",
+        _TRAINER,
+        "            self.accelerator.offload.close(after_error=True)\n",
+        "            pass\n",
+        (f"{_HABITS}::test_an_error_ends_the_run_and_the_next_training_begins_anew",),
+    ),
+    Mutant(
+        "operations are counted without a look at parameters",
+        _TRAINER,
+        "        if self._num_parameters is None:\n",
+        "        if True:\n",
+        (f"{_HABITS}::test_counting_operations_does_not_look_at_parameters",),
+    ),
+    Mutant(
+        "a model besides the trained one stays prepared",
+        _ACCELERATOR,
+        "            self._others.append(model)\n",
+        "            pass\n",
+        (f"{_HABITS}::test_a_model_besides_the_trained_one_stays_prepared",),
+    ),
+    Mutant(
+        "a callback that looks gets clipped gradients",
+        _LOOP,
+        '"on_pre_optimizer_step", "on_optimizer_step", "on_substep_end"',
+        '"on_substep_end"',
+        (f"{_HABITS}::test_who_looks_before_the_step_sees_clipped_gradients",),
+    ),
+    Mutant(
+        "gradients that a subclass may edit are measured again",
+        _LOOP,
+        '_STEP = ("training_step", ',
+        "_STEP = (",
+        (f"{_HABITS}::test_gradients_that_a_subclass_edits_are_measured_again",),
+    ),
+    Mutant(
+        "the Trainer's clipping needs no pass",
+        _USER_LOOP,
+        "        return optimizer if own == {p for p in holders if p.grad is not None} else None\n",
+        "        return None\n",
+        (f"{_HABITS}::test_clipping_needs_no_pass_of_its_own",),
+    ),
+    Mutant(
+        "the norm is of all gradients that were given",
+        _USER_LOOP,
+        "        return optimizer if own == {p for p in holders if p.grad is not None} else None\n",
+        "        return optimizer\n",
+        (f"{_HABITS}::test_gradients_outside_of_the_optimizer_count_for_the_norm",),
+    ),
+    Mutant(
+        "gradients are complete after the last backward of a step",
+        "lightning_cxl/run/run.py",
+        "        if is_last:\n            self._grads.end_step()\n",
+        "",
+        T_PARITY,
+    ),
+    Mutant(
+        "dropping gradients does not wait for updates",
+        "lightning_cxl/gradients/zero_grad.py",
+        "            parameters = list(self._peek(self._module))\n",
+        "            parameters = list(self._module.parameters())\n",
+        (f"{_HABITS}::test_the_step_returns_before_units_are_updated",),
+    ),
+    Mutant(
+        "a fused optimizer on the host waits for what a scaler says",
+        "lightning_cxl/updates/host_step.py",
+        "            setattr(optimizer, name, value.cpu())\n",
+        "            pass\n",
+        (f"{T_PARITY[0]}::test_a_loss_scaler",),
+    ),
+)
