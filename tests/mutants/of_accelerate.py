@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         "a loss scaler works on host gradients also in the next training",
         _OURS,
-        "        if self.scaler is not None:\n            self.offload.attach_scaler(self.scaler)\n        return super().free",
-        "        return super().free",
+        "            self.offload.attach_scaler(self.scaler)\n        return super().free",
+        "            pass\n        return super().free",
         (f"{_LOOPS}::test_a_second_training_after_the_first",),
     ),
     Mutant(
