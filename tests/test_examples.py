@@ -242,6 +242,11 @@ def loops(names, shown):
     assert all(torch.equal(value, names["model"].state_dict()[name]) for name, value in saved["model"].items())
 
 
+def goes_on(names, _):
+    assert names["trainer"].state.global_step == 4 and names["trainer"].state.log_history
+    assert "lightning_cxl" in torch.load("out/checkpoint-2/optimizer.pt")
+
+
 SHOWN = {
     "README.md": trains_and_reports,
     "examples/guides/accelerate.md": accelerates,
@@ -252,6 +257,7 @@ SHOWN = {
     "examples/guides/gpu.md": overlaps,
     "examples/guides/optimizer.md": updates,
     "examples/guides/policies.md": places,
+    "examples/guides/transformers.md": goes_on,
 }
 """What the Python code of a document must have done, by document."""
 

@@ -23,6 +23,7 @@ from tests.mutants import (
     of_all_folders,
     of_copies,
     of_encryption,
+    of_hf_trainer,
     of_inputs_on_ssd,
     of_state_on_ssd,
     of_storage,
@@ -45,6 +46,7 @@ MUTANTS = (
     + of_updates.MUTANTS
     + of_user_loops.MUTANTS
     + of_accelerate.MUTANTS
+    + of_hf_trainer.MUTANTS
     + of_all_folders.MUTANTS
 )
 ROOT = Path(__file__).resolve().parents[2]

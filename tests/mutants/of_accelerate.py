@@ -13,8 +13,8 @@ MUTANTS = (
     Mutant(
         "gradients are clipped where they are",
         _OURS,
-        "self.offload.holders(parameters), max_norm",
-        "list(parameters), max_norm",
+        "        holders = self.offload.holders(parameters)\n",
+        "        holders = list(parameters)\n",
         (f"{_LOOPS}::test_what_is_clipped",),
     ),
     Mutant(
