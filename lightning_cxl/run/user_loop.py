@@ -27,7 +27,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
-from lightning_cxl.torch_private import UNSCALE, mark_as_called, step_hooks
+from lightning_cxl.torch_private import UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +234,30 @@ class _Forward:
         self._run = run
         self._num_steps = 0
         self._loop = loop  # lives as long as a model that it has placed
+        leave_to_python(_Forward.__call__, "a step of lightning_cxl begins before the model's forward")
 
     def __call__(self, *_: Any) -> None:
+        compiler = set_compiler(None)  # which would compile this anew in each step
+        try:
+            self._begin()
+        finally:
+            set_compiler(compiler)
+
+    def _begin(self) -> None:
         num_steps = self._run.guard.num_steps
         if num_steps != self._num_steps:
             self._num_steps = num_steps
             self._run.end_step()
         self._run.adopt_joined()
+
+    def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
+        """Copy and pickle as a hook that does nothing: the copy of a model is in no run."""
+        return _NoHook, ()
+
+
+class _NoHook:
+    def __call__(self, *_: Any) -> None:
+        pass
 
 
 class _Unscale:
@@ -263,7 +280,7 @@ def _check_owner(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
             raise ConfigError(
                 f"{strange} parameters of the {type(optimizer).__name__} are not in the model {type(model).__name__}: "
                 "make the optimizer after everything that replaces parameters (quantisation, LoRA, `.to`), and prepare "
-                "it together with its model"
+                "it together with its model. An optimizer for several models must become one for each model"
             )
 
 

@@ -1,7 +1,7 @@
 """What the tests of Accelerate share: accelerators on the device under test, and one loop as Accelerate's guide has it.
 
-Accelerate does not know the device apart by itself: the variable ``ACCELERATE_TORCH_DEVICE`` names it. It refuses a
-loss scaler there, so `make_accelerator` puts one in.
+Accelerate does not know the device apart by itself: the variable ``ACCELERATE_TORCH_DEVICE`` names it. It has no loss
+scaler there, nor on the CPU, so `make_accelerator` puts one in.
 """
 
 import os
@@ -29,7 +29,7 @@ def forget_accelerators():
 def make_accelerator(offload=PLAIN, **arguments):
     """Return Accelerate's own accelerator, or ours with these options, on the device under test."""
     forget_accelerators()
-    fp16 = arguments.get("mixed_precision") == "fp16" and training_device.current.type == "apart"
+    fp16 = arguments.get("mixed_precision") == "fp16" and training_device.current.type != "cuda"
     if fp16:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if offload == PLAIN or fp16:

@@ -9,7 +9,7 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 from lightning_cxl.accelerate import CXLAccelerator
-from lightning_cxl.errors import LightningCXLWarning, TierFullError, UnsupportedError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError, UnsupportedError
 from tests.integration.accelerate_loop import (
     EXACT,
     PLAIN,
@@ -203,6 +203,7 @@ def test_gradients_pass_through_a_frozen_model():
     compare(run)
 
 
+@pytest.mark.usefixtures("late_copies")
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_a_second_training_after_the_first(precision):
     def run(accelerator):
@@ -227,7 +228,9 @@ def test_the_same_objects_again_after_free_memory(options):
         model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, token_data(2), scheduler)
         losses, _ = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
         accelerator.free_memory()
+        given = optimizer
         model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+        assert optimizer is given, "who keeps it steps the optimizer that is in use"
         more, weights = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
         return [*losses, *more, scheduler.get_last_lr()[0]], weights
 
@@ -281,6 +284,15 @@ def test_an_error_in_the_backward_is_forgotten_by_the_next_step():
         return plain_steps(accelerator, model, optimizer, data)
 
     compare(run)
+
+
+def test_an_optimizer_for_two_models_is_refused():
+    accelerator = make_accelerator({})
+    generator, critic = Generator(), Discriminator()
+    optimizer = torch.optim.AdamW([*generator.parameters(), *critic.parameters()])
+    with pytest.raises(ConfigError, match="must become one for each model"):
+        accelerator.prepare(generator, critic, optimizer)
+    accelerator.free_memory()
 
 
 def test_accumulation_by_hand():

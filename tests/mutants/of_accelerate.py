@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         "a loss scaler works on host gradients also in the next training",
         _OURS,
-        "        if self.scaler is not None:\n            self.offload.attach_scaler(self.scaler)\n        return super().free",
-        "        return super().free",
+        "            self.offload.attach_scaler(self.scaler)\n        return super().free",
+        "            pass\n        return super().free",
         (f"{_LOOPS}::test_a_second_training_after_the_first",),
     ),
     Mutant(
@@ -92,7 +92,21 @@ MUTANTS = (
         _LOOP,
         "        return UserLoop, (self.session, self.device, self.loop)\n",
         "        return super().__reduce__()  # type: ignore[return-value]\n",
-        (f"{_MODELS}::test_a_pickled_accelerator",),
+        (f"{_MODELS}::test_copies_are_in_no_run",),
+    ),
+    Mutant(
+        "a copy of a model is in no run",
+        _LOOP,
+        "        return _NoHook, ()\n",
+        "        return super().__reduce__()  # type: ignore[return-value]\n",
+        (f"{_MODELS}::test_copies_are_in_no_run",),
+    ),
+    Mutant(
+        "a compiled model is not compiled anew in each step",
+        _LOOP,
+        "        leave_to_python(_Forward.__call__,",
+        "        print(",
+        (f"{_MODELS}::test_a_model_that_accelerate_compiles",),
     ),
     Mutant(
         "only one process",
