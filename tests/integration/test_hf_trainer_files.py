@@ -113,6 +113,7 @@ def adapted():
     return get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_adapters_train_are_saved_and_resume(tmp_path):
     best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
     parts = {"eval_dataset": rows(4, seed=5)}

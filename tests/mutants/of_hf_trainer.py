@@ -102,6 +102,13 @@ MUTANTS = (
         (f"{_HABITS}::test_the_step_returns_before_units_are_updated",),
     ),
     Mutant(
+        "copies become old when a fused optimizer has written",
+        "lightning_cxl/updates/host_step.py",
+        "        torch.autograd.graph.increment_version([p for p in updated if not self._is_written(p)])\n",
+        "",
+        T_PARITY,
+    ),
+    Mutant(
         "a fused optimizer on the host waits for what a scaler says",
         "lightning_cxl/updates/host_step.py",
         "            setattr(optimizer, name, value.cpu())\n",
