@@ -164,6 +164,13 @@ def test_accelerate_only_at_its_seam():
         assert at_seam or "accelerate" not in packages, f"{path}: import it through integrations/accelerate"
 
 
+def test_the_trainer_of_transformers_only_at_its_seam():
+    for path in MODULES:
+        names = {name for name in imported_names(path) if name.startswith("transformers.Trainer")}
+        at_seam = path.parent == PACKAGE / "integrations" / "transformers"
+        assert at_seam or not names, f"{path}: import it through integrations/transformers"
+
+
 ACCELERATOR = ("transfer/engine.py", "devices/device_type.py", "commands/env.py")
 ENGINE = "transfer/engine.py"
 STREAM_METHODS = {"current_stream", "set_stream", "wait_stream", "wait_event", "record_event", "record_stream"}

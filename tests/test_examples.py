@@ -247,6 +247,11 @@ def packs(names, shown):
     assert names["model"].lm_head.weight.grad is not None and names["arguments"] is not None
 
 
+def goes_on(names, _):
+    assert names["trainer"].state.global_step == 4 and names["trainer"].state.log_history
+    assert "lightning_cxl" in torch.load("out/checkpoint-2/optimizer.pt")
+
+
 SHOWN = {
     "README.md": trains_and_reports,
     "examples/guides/accelerate.md": accelerates,
@@ -258,6 +263,7 @@ SHOWN = {
     "examples/guides/long_contexts.md": packs,
     "examples/guides/optimizer.md": updates,
     "examples/guides/policies.md": places,
+    "examples/guides/transformers.md": goes_on,
 }
 """What the Python code of a document must have done, by document."""
 

@@ -113,7 +113,10 @@ def test_names():
     assert [name for name in lightning_cxl.__all__ if not hasattr(lightning_cxl, name)] == []
 
 
-@pytest.mark.parametrize(("module", "names"), [("accelerate", ["CXLAccelerator"])])
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [("accelerate", ["CXLAccelerator"]), ("transformers", ["CXLTrainer", "CXLTrainerMixin", "offload"])],
+)
 def test_names_for_one_framework(module, names):
     assert importlib.import_module(f"lightning_cxl.{module}").__all__ == names
 

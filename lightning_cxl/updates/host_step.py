@@ -114,7 +114,10 @@ class HostStep:
             result = self._step(**keywords)
         else:
             result = self._step(partial(self._evaluate, closure), **keywords)
-        self._updates.write_back(self._optimizer, self._updated())
+        updated = self._updated()
+        # fused optimizers of torch, and those of bitsandbytes, write without a trace: copies must become old
+        torch.autograd.graph.increment_version([p for p in updated if not self._is_written(p)])
+        self._updates.write_back(self._optimizer, updated)
         self._memory.rehome(self._optimizer, self._masters.compute_of)
         return result
 

@@ -16,6 +16,7 @@ CASES = {
     "neftune": {"neftune_noise_alpha": 5.0},
     "own checkpointing": {"activation_checkpointing": True},
     "adafactor": {"optim": "adafactor"},
+    "grouped by length": {"train_sampling_strategy": "group_by_length"},
     "fused": {"optim": "adamw_torch_fused"},
 }
 

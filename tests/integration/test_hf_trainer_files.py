@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from lightning_cxl import plain_checkpoint
@@ -105,3 +106,23 @@ def test_resumes_where_other_weights_stream(tmp_path):
     whole = train(tmp_path / "whole", {"stream_weights": True}, **WARM)
     middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
     assert_identical(whole, train(tmp_path / "resumed", {"stream_weights": False}, resume=str(middle), **WARM))
+
+
+def adapted():
+    torch.manual_seed(4)
+    return get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft asks for it
+def test_adapters_train_are_saved_and_resume(tmp_path):
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    parts = {"eval_dataset": rows(4, seed=5)}
+    found = []
+    for name, options in (("plain", PLAIN), ("ours", {"stream_weights": True, **EXACT})):
+        found.append(train(tmp_path / name, options, model=adapted(), parts=parts, **WARM, **best))
+    assert_identical(*found)
+    whole = train(tmp_path / "whole", {"stream_weights": True}, model=adapted(), **WARM)
+    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
+    resumed = train(tmp_path / "resumed", {"stream_weights": True}, resume=str(middle), model=adapted(), **WARM)
+    assert_identical(whole, resumed)
+    assert (middle / "adapter_model.safetensors").exists()

@@ -160,6 +160,7 @@ def test_the_users_optimizer_and_scheduler_are_used_without_a_warning(tmp_path, 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.train()
+            trainer.train()
         assert not [each for each in caught if "lr_scheduler" in str(each.message)]
         found.append(finish(trainer))
     (assert_close if options == STREAMED else assert_identical)(*found)
@@ -288,6 +289,41 @@ def test_gradients_that_a_subclass_edits_are_measured_again(tmp_path):
     plain = train(tmp_path, max_grad_norm=1e9)
     edited = train(tmp_path, STREAMED, ours=Edits, max_grad_norm=1e9)
     assert edited[0][0][1] == pytest.approx(3 * plain[0][0][1], rel=1e-5)
+
+
+class Decays(TrainerCallback):
+    """Writes frozen weights between steps, behind torch's back, through references that it has kept."""
+
+    def on_train_begin(self, args, state, control, model, **_):
+        self.kept = list(model.model.layers.parameters())
+
+    def on_step_end(self, *_, **__):
+        for parameter in self.kept:
+            parameter.data.mul_(0.9)
+
+
+def test_weights_that_a_callback_writes_between_steps_are_used(tmp_path):
+    plain = train(tmp_path, model=frozen_blocks(), parts={"callbacks": [Decays()]})
+    ours = train(tmp_path, {**STREAMED, **EXACT}, model=frozen_blocks(), parts={"callbacks": [Decays()]})
+    assert_identical(plain, ours)
+
+
+def frozen_blocks():
+    model = tiny_llama()
+    model.model.layers.requires_grad_(False)
+    return model
+
+
+@pytest.mark.skipif(training_device.chosen.type == "cpu", reason="copies are made where the device is apart")
+def test_clipping_keeps_the_copies_on_the_device(tmp_path):
+    fetches = []
+    for clips in (CXLTrainer._clip_grad_norm, Trainer._clip_grad_norm):  # the second looks at the parameters
+        cls = type("Clips", (CXLTrainer,), {"_clip_grad_norm": clips, "__module__": "lightning_cxl"})
+        trainer = make_trainer(tmp_path, STREAMED, ours=cls, model=frozen_blocks())
+        trainer.train()
+        fetches.append(trainer.report()["streamed"]["num_fetches"])
+        finish(trainer)
+    assert fetches[0] < fetches[1]
 
 
 @pytest.mark.skipif(training_device.chosen.type == "cpu", reason="updates overlap where the device is apart")

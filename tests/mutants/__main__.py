@@ -24,6 +24,7 @@ from tests.mutants import (
     of_copies,
     of_encryption,
     of_finetuning,
+    of_hf_trainer,
     of_inputs_on_ssd,
     of_quantised,
     of_sequences,
@@ -51,6 +52,7 @@ MUTANTS = (
     *of_sequences.MUTANTS,
     *of_user_loops.MUTANTS,
     *of_accelerate.MUTANTS,
+    *of_hf_trainer.MUTANTS,
     *of_all_folders.MUTANTS,
 )
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ MUTANTS = (
     Mutant(
         "gradients are clipped where they are",
         _OURS,
-        "self.offload.holders(parameters), max_norm",
-        "list(parameters), max_norm",
+        "        holders = self.offload.holders(parameters)\n",
+        "        holders = list(parameters)\n",
         (f"{_LOOPS}::test_what_is_clipped",),
     ),
     Mutant(
@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "the bad gradient is looked for before Accelerate clips",
         _OURS,
-        "        self.offload.look()\n        return super()",
-        "        return super()",
+        "        self.offload.look()\n        holders",
+        "        holders",
         (f"{_LOOPS}::test_the_warning_names_the_gradient_that_was_bad_before_clipping",),
     ),
     Mutant(

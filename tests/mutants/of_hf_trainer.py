@@ -25,18 +25,18 @@ MUTANTS = (
         (f"{_HABITS}::test_evaluates_beside_a_model_that_is_prepared",),
     ),
     Mutant(
-        "a scheduler of the user's drives the adopted optimizer",
-        _TRAINER,
-        "            repoint_scheduler(self.lr_scheduler, inner(self.lr_scheduler.optimizer), inner(self.optimizer))\n",
-        "            pass\n",
-        (f"{_HABITS}::test_the_users_optimizer_and_scheduler_are_used_without_a_warning",),
-    ),
-    Mutant(
         "an error ends the run",
         _TRAINER,
         "            self.accelerator.offload.close(after_error=True)\n",
         "            pass\n",
         (f"{_HABITS}::test_an_error_ends_the_run_and_the_next_training_begins_anew",),
+    ),
+    Mutant(
+        "clipping leaves copies of weights on the device",
+        _TRAINER,
+        "self.accelerator.clip_grad_norm_(peek(model), ",
+        "self.accelerator.clip_grad_norm_(model.parameters(), ",
+        (f"{_HABITS}::test_clipping_keeps_the_copies_on_the_device",),
     ),
     Mutant(
         "operations are counted without a look at parameters",
@@ -67,6 +67,13 @@ MUTANTS = (
         (f"{_HABITS}::test_gradients_that_a_subclass_edits_are_measured_again",),
     ),
     Mutant(
+        "weights that a callback may write are copied again",
+        _LOOP,
+        "any(_overridden(trainer, *_BETWEEN_STEPS)) or any(_listening(trainer))",
+        "False",
+        (f"{_HABITS}::test_weights_that_a_callback_writes_between_steps_are_used",),
+    ),
+    Mutant(
         "the Trainer's clipping needs no pass",
         _USER_LOOP,
         "        return optimizer if own == {p for p in holders if p.grad is not None} else None\n",
@@ -93,6 +100,13 @@ MUTANTS = (
         "            parameters = list(self._peek(self._module))\n",
         "            parameters = list(self._module.parameters())\n",
         (f"{_HABITS}::test_the_step_returns_before_units_are_updated",),
+    ),
+    Mutant(
+        "copies become old when a fused optimizer has written",
+        "lightning_cxl/updates/host_step.py",
+        "        torch.autograd.graph.increment_version([p for p in updated if not self._is_written(p)])\n",
+        "",
+        T_PARITY,
     ),
     Mutant(
         "a fused optimizer on the host waits for what a scaler says",

@@ -19,7 +19,7 @@ MUTANTS = (
     Mutant(
         "gradients are complete after the backward",
         _LOOP,
-        "            run.finish_backward()\n",
+        "            run.finish_backward(is_last=is_last)\n",
         "            pass\n",
         T_FABRIC,
     ),

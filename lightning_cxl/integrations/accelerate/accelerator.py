@@ -138,12 +138,12 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         """Return what takes the place of optimizers; one that Accelerate has wrapped before keeps its wrapper."""
         new: dict[int, Optimizer] = {id(each): each for each in optimizers}
         rest = [each for each in optimizers if not self._is_adopted(each)]
-        owners = {id(each): self.offload.model_of(inner(each), models) for each in rest}
+        owners = {id(each): self.offload.model_of(_inner(each), models) for each in rest}
         for model in dict.fromkeys([*models, *owners.values()]):
             mine = [each for each in rest if owners[id(each)] is model]
-            adopted = self.offload.prepare(model, [inner(each) for each in mine])
+            adopted = self.offload.prepare(model, [_inner(each) for each in mine])
             for each, result in zip(mine, adopted, strict=True):
-                self._replaced.append((inner(each), result))
+                self._replaced.append((_inner(each), result))
                 if isinstance(each, AcceleratedOptimizer):
                     AcceleratedOptimizer.__init__(each, result, device_placement=False, scaler=each.scaler)
                 else:
@@ -151,7 +151,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         return [new[id(each)] for each in optimizers]
 
     def _is_adopted(self, optimizer: Optimizer) -> bool:
-        return any(inner(optimizer) is each for run in self.offload.session.runs for each in run.optimizers)
+        return any(_inner(optimizer) is each for run in self.offload.session.runs for each in run.optimizers)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -190,8 +190,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         return self.offload.session.report(self.offload.device)
 
 
-def inner(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside of the wrappers of Accelerate."""
+def _inner(optimizer: Optimizer) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

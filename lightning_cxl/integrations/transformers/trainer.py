@@ -11,6 +11,7 @@ without optimizers.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
@@ -19,10 +20,9 @@ from torch import nn
 from transformers import Trainer
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.integrations.accelerate.accelerator import inner
 from lightning_cxl.integrations.transformers.trainer_accelerator import TrainerAccelerator
 from lightning_cxl.integrations.transformers.trainer_loop import loop_of
-from lightning_cxl.updates.adoption import repoint_scheduler
+from lightning_cxl.streaming.awaited import peek
 
 Options = Mapping[str, Any] | str | PathLike[str] | None
 """Fields of `OffloadConfig`, or a file with them."""
@@ -47,8 +47,6 @@ class CXLTrainerMixin:
     accelerator: TrainerAccelerator
     model: nn.Module
     args: Any
-    optimizer: Any
-    lr_scheduler: Any
     ref_model: Any
     _num_parameters: int | None = None  # outside of embeddings
 
@@ -82,12 +80,6 @@ class CXLTrainerMixin:
             self.accelerator.offload.prepare(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the Trainer's scheduler; one of the user's drives the optimizer that was adopted."""
-        if self.lr_scheduler is not None and self.optimizer is not None:
-            repoint_scheduler(self.lr_scheduler, inner(self.lr_scheduler.optimizer), inner(self.optimizer))
-        return super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
-
     # -- training ----------------------------------------------------------------------------------------------------
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +90,13 @@ class CXLTrainerMixin:
         except BaseException:
             self.accelerator.offload.close(after_error=True)
             raise
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip without a look at the model's parameters, which would cost the copies of weights on the device."""
+        plain = super()._clip_grad_norm  # type: ignore[misc]
+        if plain.__func__ is not Trainer._clip_grad_norm:
+            return plain(model)
+        return self.accelerator.clip_grad_norm_(peek(model), self.args.max_grad_norm)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of a forward and backward, without a walk over all parameters at every call."""
@@ -114,8 +113,9 @@ class CXLTrainerMixin:
 
     def end(self) -> None:
         """End the Trainer, and free everything but weights and optimizer state."""
-        self.accelerator.offload.close()
-        super().end()  # type: ignore[misc]
+        with ExitStack() as cleanup:  # both, whatever fails
+            cleanup.callback(super().end)  # type: ignore[misc]
+            self.accelerator.offload.close()
 
 
 class CXLTrainer(CXLTrainerMixin, Trainer):  # type: ignore[misc]
