@@ -1,8 +1,8 @@
 """Packed rows against padded ones: how many tokens of real documents a model learns in a second.
 
 Documents are the source files of the running interpreter's standard library, as tokens of a BPE that is trained on
-them; those longer than a row are cut into pieces of a row. A Llama with random weights learns the same documents in two ways,
-forward and backward on the CPU:
+them; those longer than a row are cut into pieces of a row. A Llama with random weights learns the same documents in two
+ways, forward and backward on the CPU:
 
 * padded: each document has a row, padded to the longest of its batch;
 * packed: documents share rows, with positions that begin anew with each ([Note: Packed rows] in the package).
