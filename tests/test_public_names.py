@@ -101,6 +101,7 @@ COMMANDS = {
     "plan": "model tiers ssd ssd-budget ssd-checkpoint batch seq precision state master accumulate "
     "accumulate-grad-batches activation-offload stream-weights overlap policy loss plot json",
     "calibrate": "output ssd quick json",
+    "export": "base adapter-config only-adapter dtype max-shard-bytes",
 }
 
 

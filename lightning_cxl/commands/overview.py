@@ -27,6 +27,10 @@ COMMANDS: Mapping[str, Command] = {
     "validate": Command("its loss on held-out text", "lightning_cxl.finetune.cli", trains=True),
     "test": Command("the same, logged as test_loss", "lightning_cxl.finetune.cli", trains=True),
     "predict": Command("its most likely next tokens of held-out text", "lightning_cxl.finetune.cli", trains=True),
+    "export": Command(
+        "a checkpoint as a folder for transformers; adapters merged, quantised weights plain",
+        "lightning_cxl.commands.export.command",
+    ),
     "plan": Command(
         "what a job holds where, whether it fits, seconds per step; loads no weights",
         "lightning_cxl.commands.plan.command",

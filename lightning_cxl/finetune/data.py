@@ -1,14 +1,15 @@
 """`TextData`: text or conversations of files, as batches for a causal language model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.finetune.chat import plain_text, with_template
+from lightning_cxl.finetune.chat import IGNORED, plain_text, with_template
 from lightning_cxl.finetune.conversations import LineError, read_conversation
 from lightning_cxl.finetune.corpus import (
     corpus_fingerprint,
@@ -22,6 +23,16 @@ from lightning_cxl.finetune.loader import SampleLoader, Samples
 from lightning_cxl.finetune.samples import PackedRows, pack, tokenize_conversations, with_answers
 from lightning_cxl.finetune.tokenizer import cached_tokenizer, load_tokenizer
 from lightning_cxl.integrations.lightning.lightning_api import LightningDataModule
+
+_PROMPT_TOKENS = 16
+
+
+class HeldOut(NamedTuple):
+    """A held-out sample, cut in two: int64 ``(tokens,)`` each."""
+
+    prompt: Tensor
+    expected: Tensor
+    """The answer, or the rest of a block."""
 
 
 class TextData(LightningDataModule):
@@ -86,6 +97,7 @@ class TextData(LightningDataModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._train: Samples | None = None
         self._val: Samples | None = None
+        self._held_out: Dataset | None = None
 
     def prepare_data(self) -> None:
         """Read and tokenize into the cache (one process per machine; a few seconds at the first time)."""
@@ -111,8 +123,9 @@ class TextData(LightningDataModule):
                 f"{self.batch_size}: add some, or lower seq_len or batch_size"
             )
         self.tokenizer = tokenizer
-        splits = samples.select(range(num_train)), samples.select(range(num_train, len(samples)))
-        self._train, self._val = map(self._packed, splits)
+        self._held_out = samples.select(range(num_train, len(samples)))
+        self._train = self._packed(samples.select(range(num_train)))
+        self._val = self._packed(self._held_out)
 
     def train_dataloader(self) -> SampleLoader:
         """Return the training samples, shuffled by (seed, epoch)."""
@@ -129,6 +142,14 @@ class TextData(LightningDataModule):
     def predict_dataloader(self) -> SampleLoader:
         """Return the held-out samples."""
         return self.val_dataloader()
+
+    def held_out(self, count: int) -> list[HeldOut]:
+        """Return the beginnings of the first `count` held-out samples, or of all where there are fewer, after `setup`.
+
+        That of a conversation ends where the first answer begins, that of a block after 16 tokens.
+        """
+        assert self._held_out is not None, "setup() comes first"
+        return [_cut(self._held_out[number]) for number in range(min(count, len(self._held_out)))]
 
     def _packed(self, samples: Dataset) -> Samples:
         """Return conversations in rows, where that leaves a batch of rows; blocks as they are."""
@@ -174,6 +195,15 @@ class TextData(LightningDataModule):
         if self.tokenizer_name_or_path is not None:
             return load_tokenizer(self.tokenizer_name_or_path)
         return cached_tokenizer(texts, self.vocab_size, corpus_fingerprint(rows))
+
+
+def _cut(sample: Mapping[str, Tensor]) -> HeldOut:
+    ids, labels = sample["input_ids"], sample.get("labels")
+    if labels is None or bool((labels == ids).all()):
+        return HeldOut(ids[:_PROMPT_TOKENS], ids[_PROMPT_TOKENS:])
+    start = int((labels != IGNORED).nonzero()[0])
+    after = (labels[start:] == IGNORED).nonzero()
+    return HeldOut(ids[:start], ids[start : start + int(after[0]) if len(after) else None])
 
 
 def _texts(rows: Dataset) -> Iterator[str]:

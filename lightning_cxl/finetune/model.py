@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_cxl.commands.export.layouts import FILES_KEY
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.loader import Batch, scored_tokens
+from lightning_cxl.finetune.own_files import own_files
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
 from lightning_cxl.sequences.attention import packed_arguments, separate
 from lightning_cxl.sequences.chunked_loss import chunked_loss
@@ -124,9 +126,9 @@ class CausalLM(LightningModule):
         _check_fit(model.config, self.tokenizer, self._seq_len)
         self.model = model.train()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits ``(batch, seq, vocab)`` for token ids ``(batch, seq)``."""
-        return cast(Tensor, self._built()(input_ids=input_ids, use_cache=False).logits)
+    def forward(self, input_ids: Tensor, **arguments: Any) -> Tensor:
+        """Return logits ``(batch, seq, vocab)`` for token ids ``(batch, seq)``; `arguments` are for the model."""
+        return cast(Tensor, self._built()(input_ids=input_ids, use_cache=False, **arguments).logits)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss over the batch."""
@@ -145,7 +147,9 @@ class CausalLM(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, ``(batch, seq)``."""
-        return cast(Tensor, self(batch["input_ids"]).argmax(dim=-1))
+        positions = batch.get("position_ids")
+        arguments = {} if positions is None else packed_arguments(self._built(), positions) or {}
+        return cast(Tensor, self(batch["input_ids"], **arguments).argmax(dim=-1))
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Start the clock of `tokens_per_s`."""
@@ -186,28 +190,33 @@ class CausalLM(LightningModule):
             raise ConfigError(
                 "generate_text needs a tokenizer: set module.tokenizer, or run under a Trainer with TextData"
             )
-        model, eos = self._built(), self.tokenizer.eos_token_id
-        encoded = self.tokenizer(prompt, return_tensors="pt").to(model.device)
+        encoded = self.tokenizer(prompt, return_tensors="pt")
+        tokens = self.generate_tokens(encoded["input_ids"][0], max_new_tokens=max_new_tokens, seed=seed)
+        return cast(str, self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def generate_tokens(self, prompt: Tensor, *, max_new_tokens: int = 64, seed: int = 0) -> Tensor:
+        """Return what `generate_text` does as tokens: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``."""
+        model = self._built()
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "pad_token_id": eos, "eos_token_id": eos}
         modes = {module: module.training for module in model.modules()}
         devices = [] if self.device.type == "cpu" else [self.device]
+        ids = prompt[None].to(model.device)
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
             torch.manual_seed(seed)
             model.eval()
             try:
                 tokens = model.generate(
-                    input_ids=encoded["input_ids"],
-                    attention_mask=encoded["attention_mask"],
-                    max_new_tokens=max_new_tokens,
-                    **options,
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **options
                 )
             finally:
                 for module, training in modes.items():
                     module.training = training
-        return cast(str, self.tokenizer.decode(tokens[0], skip_special_tokens=True))
+        return cast(Tensor, tokens[0])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the random states, so that dropout continues exactly after a resume."""
+        """Store the random states, so that dropout continues exactly after a resume, and what an export needs."""
+        checkpoint[FILES_KEY] = own_files(self._built(), self.tokenizer)
         checkpoint[_RNG_KEY] = {"cpu": torch.get_rng_state()}
         if self.device.type != "cpu":
             checkpoint[_RNG_KEY][self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)

@@ -4,6 +4,7 @@ import resource
 from typing import Any
 
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.integrations.lightning.lightning_api import Callback, LightningModule, Trainer
 from lightning_cxl.units import format_bytes
@@ -16,11 +17,12 @@ class FitSummary(Callback):
     (``num_sanity_val_steps=-1``); a resumed run shows the one of its first start.
     """
 
-    def __init__(self, prompt: str = "def ", max_new_tokens: int = 64) -> None:
+    def __init__(self, prompt: str | None = None, max_new_tokens: int = 64) -> None:
         """Choose the sample.
 
         Args:
-            prompt: What the sample continues.
+            prompt: What the sample continues. None: a held-out sample of the user's files, or ``"def "`` after training
+                on Python.
             max_new_tokens: Longest continuation.
         """
         self.prompt = prompt
@@ -48,8 +50,15 @@ class FitSummary(Callback):
         """
         if not isinstance(pl_module, CausalLM):
             raise ConfigError(f"FitSummary is for a CausalLM, not a {type(pl_module).__name__}: remove the callback")
+        data = getattr(trainer, "datamodule", None)
         with trainer.precision_plugin.forward_context():
-            self.sample = pl_module.generate_text(self.prompt, max_new_tokens=self.max_new_tokens)
+            if self.prompt is None and isinstance(data, TextData) and data.text_files is not None:
+                tokens = pl_module.generate_tokens(data.held_out(1)[0].prompt, max_new_tokens=self.max_new_tokens)
+                assert data.tokenizer is not None  # since its setup
+                self.sample = data.tokenizer.decode(tokens, skip_special_tokens=True)
+            else:
+                prompt = "def " if self.prompt is None else self.prompt
+                self.sample = pl_module.generate_text(prompt, max_new_tokens=self.max_new_tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run cannot measure again."""

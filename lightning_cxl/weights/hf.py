@@ -21,7 +21,7 @@ from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.folder import open_weights
 from lightning_cxl.weights.load import LoadReport, load_translated
 from lightning_cxl.weights.save import named_tensors, save_tensors
-from lightning_cxl.weights.sources import FileTensor, MergedTensor, WeightSource
+from lightning_cxl.weights.sources import MergedTensor, WeightSource
 from lightning_cxl.weights.tensor_file import NamedTensor
 from lightning_cxl.weights.tied import distinct, model_weights
 
@@ -67,9 +67,9 @@ def from_pretrained(
     path = Path(fspath(folder))
     config = _config(model_class, path, config_overrides)
     with empty_weights():
-        model = _build(model_class, config, dtype or _dtype(config, path))
+        model = build_model(model_class, config, dtype or _dtype(config, path))
     _keep_wide(model)
-    names = _Names(model)
+    names = FileNames(model)
     report = load_translated(model, path, names, strict=strict, mapped=mapped)
     model._weight_conversions = names.used()  # so that it is saved under the names that it came with
     _complete(model, report)
@@ -106,7 +106,7 @@ def save_pretrained(
     path = Path(fspath(folder))
     if path.exists() and not path.is_dir():
         raise ConfigError(f"`{path}` is a file: give a folder")
-    written = save_tensors(_with_original_names(model, named_tensors(model, dtype)), path, max_shard_bytes)
+    written = save_tensors(with_original_names(model, named_tensors(model, dtype)), path, max_shard_bytes)
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype or model.dtype
@@ -116,7 +116,7 @@ def save_pretrained(
     return written
 
 
-def _with_original_names(model: Any, tensors: list[NamedTensor]) -> list[NamedTensor]:
+def with_original_names(model: Any, tensors: list[NamedTensor]) -> list[NamedTensor]:
     """Return tensors under the names in the files of other tools, where transformers has others in memory."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -170,7 +170,12 @@ def _dtype(config: Any, path: Path) -> torch.dtype:
         return next(found, torch.get_default_dtype())
 
 
-def _build(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+def build_model(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """Build a model with values as transformers initialises them, or without memory in `empty_weights`.
+
+    Raises:
+        ConfigError: `model_class` is none of transformers.
+    """
     # an auto class offers the same under a public name
     make = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
     if make is None:
@@ -191,7 +196,7 @@ def _keep_wide(model: Any) -> None:
             parameter.data = parameter.data.float()  # on the meta device
 
 
-class _Names:
+class FileNames:
     """Translates tensors of files to those of a model, as transformers does when it loads.
 
     Args:
@@ -216,7 +221,7 @@ class _Names:
         self._converters = [conversion for conversion in self._all if isinstance(conversion, WeightConverter)]
         self._own = model.state_dict()
 
-    def __call__(self, tensors: Sequence[FileTensor]) -> list[tuple[str, WeightSource]]:
+    def __call__(self, tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
         """Return the model's names, and for each the tensor of a file or those it is computed from.
 
         Raises:
@@ -225,7 +230,7 @@ class _Names:
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         found: list[tuple[str, WeightSource]] = []
-        groups: dict[str, list[tuple[FileTensor, str]]] = {}
+        groups: dict[str, list[tuple[WeightSource, str]]] = {}
         for tensor in tensors:
             prefix = self._model.base_model_prefix
             name, pattern = rename_source_key(tensor.name, self._renamings, self._converters, prefix, self._own)
@@ -239,7 +244,7 @@ class _Names:
             found += self._merged(name, sorted(group, key=lambda part: dot_natural_key(part[0].name)))
         return found
 
-    def _merged(self, name: str, group: list[tuple[FileTensor, str]]) -> list[tuple[str, WeightSource]]:
+    def _merged(self, name: str, group: list[tuple[WeightSource, str]]) -> list[tuple[str, WeightSource]]:
         """Return the weights that are computed from a group of tensors."""
         sources, patterns = [tensor for tensor, _ in group], [pattern for _, pattern in group]
         converter = next(one for one in self._converters if patterns[0] in one.source_patterns)

@@ -20,7 +20,7 @@ from lightning_cxl.memory.new_weight import new_weight
 from lightning_cxl.weights.chunks import Staging
 from lightning_cxl.weights.folder import Source, open_weights
 from lightning_cxl.weights.match import Matches, Read, match_names, refuse_mismatch
-from lightning_cxl.weights.sources import FileTensor, Translate, WeightSource
+from lightning_cxl.weights.sources import Translate, WeightSource, tensors_of
 from lightning_cxl.weights.tied import ModelWeight
 
 
@@ -92,14 +92,14 @@ def load_translated(
 ) -> LoadReport:
     """Load as `load_weights` does, with tensors of the files translated first; see `match_names`."""
     with open_weights(source) as files:
-        matches = match_names(model, files, translate, completes=completes)
+        matches = match_names(model, tensors_of(files), translate, completes=completes)
         if strict:
             refuse_mismatch(matches, model)
         nbytes = _read_all(matches, dtype, mapped)
     return LoadReport(matches.missing, matches.unexpected, len(matches.reads), nbytes)
 
 
-def _same(tensors: Sequence[FileTensor]) -> list[tuple[str, WeightSource]]:
+def _same(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
     return [(tensor.name, tensor) for tensor in tensors]
 
 

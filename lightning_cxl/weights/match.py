@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.weights.sources import FileTensor, Translate, WeightSource
-from lightning_cxl.weights.tensor_file import TensorFile
+from lightning_cxl.weights.sources import Translate, WeightSource
 from lightning_cxl.weights.tied import ModelWeight, computed_buffers, distinct, model_weights
 
 _SHOWN = 8
@@ -37,13 +36,13 @@ class Matches:
     """Buffers that the model computes itself and that have no values, because it was built on the meta device."""
 
 
-def match_names(model: nn.Module, files: Sequence[TensorFile], translate: Translate, *, completes: bool) -> Matches:
+def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Translate, *, completes: bool) -> Matches:
     """Match names, with the base model's prefix added or left out as transformers does.
 
     Args:
         model: whose attributes ``base_model_prefix`` and ``_keys_to_ignore_on_load_*`` count, where it has them.
-        files: open.
-        translate: from tensors of the files to what the model has.
+        tensors: of files.
+        translate: from those to what the model has.
         completes: the caller initialises what is still on the meta device, so that names which do not matter may be.
 
     Raises:
@@ -52,7 +51,7 @@ def match_names(model: nn.Module, files: Sequence[TensorFile], translate: Transl
     weights = model_weights(model)
     computed = computed_buffers(model)
     reads, unexpected, wrong = [], [], []
-    for name, source in translate([FileTensor(file, entry) for file in files for entry in file.entries.values()]):
+    for name, source in translate(tensors):
         name = _with_prefix(name, weights, model)
         weight = weights.get(name)
         if weight is None:

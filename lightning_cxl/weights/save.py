@@ -10,7 +10,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,13 @@ from lightning_cxl.weights.tied import ModelWeight, distinct, model_weights
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+class LaterValues(NamedTuple):
+    """Values of a weight that are read when they are written."""
+
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
 
 class _File(NamedTuple):
@@ -67,15 +74,23 @@ def save_weights(
     return save_tensors(named_tensors(model, dtype), Path(fspath(target)), max_shard_bytes)
 
 
-def named_tensors(model: nn.Module, dtype: torch.dtype | None) -> list[NamedTensor]:
+def named_tensors(
+    model: nn.Module, dtype: torch.dtype | None, values: Mapping[str, LaterValues] | None = None
+) -> list[NamedTensor]:
     """Return what `save_weights` writes, in the model's order, tied weights once.
+
+    Args:
+        model: on any device.
+        dtype: of floating-point parameters; None: the one they have.
+        values: for weights on the meta device: by the first name of each, what gives its values later.
 
     Raises:
         CheckpointError: a tensor has no values, or is not one that such files can hold.
     """
     by_name = model_weights(model)
     weights = distinct(by_name)
-    empty = [weight.names[0] for weight in weights if weight.tensor.is_meta]
+    later = values or {}
+    empty = [weight.names[0] for weight in weights if weight.tensor.is_meta and weight.names[0] not in later]
     if empty:
         raise CheckpointError(
             f"{len(empty)} weights of {type(model).__name__} are on the meta device and have no values, such as "
@@ -93,7 +108,8 @@ def named_tensors(model: nn.Module, dtype: torch.dtype | None) -> list[NamedTens
         converts = dtype is not None and weight.is_parameter and weight.tensor.is_floating_point()
         name = _kept_name(weight, declared, ignored)
         if name is not None:
-            named.append(NamedTensor(name, weight.tensor, dtype if converts and dtype else weight.tensor.dtype))
+            own, read = later.get(weight.names[0], (weight.tensor.dtype, None))
+            named.append(NamedTensor(name, weight.tensor, dtype if converts and dtype else own, read))
     return named
 
 

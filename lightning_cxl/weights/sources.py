@@ -1,6 +1,6 @@
 """What a weight is read from: one tensor of a file, or several that make it up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,7 +37,7 @@ class WeightSource(Protocol):
         """Whether a tensor has the bits that `read_into` would give it."""
 
 
-Translate = Callable[[Sequence["FileTensor"]], list[tuple[str, WeightSource]]]
+Translate = Callable[[Sequence[WeightSource]], list[tuple[str, WeightSource]]]
 """Returns for the tensors of files, in their order, the model's names and what is read for them."""
 
 
@@ -75,6 +75,18 @@ class FileTensor(NamedTuple):
         return self.file.holds(self.name, tensor)
 
 
+def tensors_of(files: Iterable[TensorFile]) -> list[WeightSource]:
+    """Return every tensor of files, in their order."""
+    return [FileTensor(file, entry) for file in files for entry in file.entries.values()]
+
+
+def values_of(source: WeightSource) -> Tensor:
+    """Return the values in memory of their own."""
+    values = scratch(source.shape, source.dtype)
+    source.read_into(values, Staging())
+    return values
+
+
 class MergedTensor:
     """A weight that is computed from several tensors of files, which are in memory while that is done.
 
@@ -86,7 +98,7 @@ class MergedTensor:
         Exception: what `compute` raises when the sources do not fit together.
     """
 
-    def __init__(self, sources: Sequence[FileTensor], compute: Callable[[list[Tensor]], Tensor]) -> None:
+    def __init__(self, sources: Sequence[WeightSource], compute: Callable[[list[Tensor]], Tensor]) -> None:
         self._sources = sources
         self._compute = compute
         like = compute([torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources])

@@ -6,14 +6,16 @@ on, and pages that do not fit there go to another one.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.memory.file_pages import pages_of_file
+from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.weights import header
 from lightning_cxl.weights.chunks import CHUNK_BYTES, Staging, bytes_of, chunks, is_raw
 from lightning_cxl.weights.header import TensorEntry
@@ -44,7 +46,7 @@ class TensorFile:
             raise
         self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
         """By name, in the order of their bytes."""
-        self._pages: torch.Tensor | None = None
+        self._pages: Buffer | None = None
 
     def __enter__(self) -> "TensorFile":
         return self
@@ -105,12 +107,10 @@ class TensorFile:
             return None
         if self._pages is None:
             try:
-                size = os.fstat(self._fd).st_size
-                self._pages = torch.from_file(os.fspath(self.path), shared=False, size=size, dtype=torch.uint8)
-            except RuntimeError as error:
+                self._pages = pages_of_file(self._fd, os.fstat(self._fd).st_size)
+            except OSError as error:
                 raise self._unreadable(error) from error
-        own = cast(torch.UntypedStorage, self._pages.untyped_storage()[begin : begin + entry.nbytes])
-        return torch.empty(0, dtype=entry.dtype).set_(own).view(entry.shape)
+        return self._pages.slice(begin, entry.nbytes).tensor(entry.shape, entry.dtype)
 
     @torch.no_grad()
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
@@ -175,7 +175,10 @@ class NamedTensor(NamedTuple):
 
     name: str
     tensor: torch.Tensor
+    """With its values, or on the meta device where `read` has them."""
     dtype: torch.dtype
+    read: Callable[[], torch.Tensor] | None = None
+    """Returns the values when they are written, so that they take memory only then."""
 
     @property
     def nbytes(self) -> int:
@@ -197,13 +200,13 @@ def write_tensors(path: Path, tensors: Sequence[NamedTensor], metadata: Mapping[
     """
     # wide elements first, as the reference implementation writes: every tensor is then aligned to its elements
     ordered = sorted(tensors, key=lambda item: -item.dtype.itemsize)
-    start = header.encode([(name, dtype, tuple(tensor.shape)) for name, tensor, dtype in ordered], metadata)
+    start = header.encode([(name, dtype, tuple(tensor.shape)) for name, tensor, dtype, _ in ordered], metadata)
     staging = Staging()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         _write(fd, memoryview(start))
-        for _, tensor, dtype in ordered:
-            _write_tensor(fd, tensor.detach(), dtype, staging)
+        for _, tensor, dtype, read in ordered:
+            _write_tensor(fd, (tensor if read is None else read()).detach(), dtype, staging)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:

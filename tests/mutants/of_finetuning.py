@@ -1,4 +1,4 @@
-"""Protections of the main job: what of a conversation is learned."""
+"""Protections of the main job and of exports: what of a conversation is learned, which numbers are written."""
 
 from tests.mutants.mutant import Mutant
 
@@ -11,6 +11,14 @@ T_CHAT = ("tests/unit/finetune/test_chat.py",)
 T_CONVERSATIONS = ("tests/unit/finetune/test_conversations.py",)
 T_DATA = ("tests/unit/finetune/test_data.py",)
 T_LOADER = ("tests/unit/finetune/test_loader.py",)
+
+_ADAPTERS = "lightning_cxl/commands/export/adapters.py"
+_SOURCES = "lightning_cxl/commands/export/model_sources.py"
+_STORED = "lightning_cxl/commands/export/stored.py"
+T_EXPORT = ("tests/unit/commands/export/test_export.py",)
+T_MERGED = (f"{T_EXPORT[0]}::test_an_adapters_folder_merges_as_peft_merges",)
+T_REFUSED = (f"{T_EXPORT[0]}::test_what_cannot_be_exported_is_refused_before_anything_is_written",)
+T_QUANTISED = ("tests/unit/commands/export/test_quantised.py",)
 
 MUTANTS = (
     Mutant(
@@ -49,4 +57,32 @@ MUTANTS = (
     ),
     Mutant("samples without an answer are left out", _SAMPLES, "samples.select(kept)", "samples", T_DATA),
     Mutant("an error in a line says where", _DATA, "raise error.located(files) from error", "raise", T_DATA),
+    # -- exports
+    Mutant(
+        "a merged weight is let go of",
+        _ADAPTERS,
+        "            base._parameters.update(before)\n",
+        "            pass\n",
+        (f"{T_EXPORT[0]}::test_weights_are_in_memory_one_at_a_time",),
+    ),
+    Mutant("a layer can be merged again", _ADAPTERS, "            layer.merged_adapters.clear()\n", "", T_MERGED),
+    Mutant(
+        "16-bit adapters merge in float32",
+        _ADAPTERS,
+        'value.float() if ".lora_" in name else value',
+        "value",
+        T_MERGED,
+    ),
+    Mutant("a merge does not untie weights", _ADAPTERS, "if both is not None:", "if False:", T_REFUSED),
+    Mutant("an adapter fits its config", _ADAPTERS, "if given != own:", "if False:", T_REFUSED),
+    Mutant("what is given wins over the base", _SOURCES, " and id(weights[name]) not in given", "", T_EXPORT),
+    Mutant(
+        "tied weights that differ are refused",
+        _SOURCES,
+        "not read.source.holds(values_of(first))",
+        "False",
+        T_REFUSED,
+    ),
+    Mutant("a model that is there twice is refused", _SOURCES, "most[0][1] == most[1][1]", "False", T_REFUSED),
+    Mutant("bytes without scales are refused", _STORED, "not _SCALES & (group or {}).keys()", "False", T_QUANTISED),
 )

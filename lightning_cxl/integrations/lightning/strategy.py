@@ -215,6 +215,8 @@ class CXLOffloadStrategy(OneProcessStrategy):
         if self._run is not None:
             self._run.wait_for_updates()
             self._run.adopt_joined()
+        if self._on_ssd is not None:
+            self._on_ssd.check_weights()
         run = self._trained()
         if run is not None and checkpoint.get("optimizer_states"):
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]

@@ -11,7 +11,7 @@ from lightning_cxl.__main__ import main
 from lightning_cxl.commands import overview
 from lightning_cxl.commands.overview import COMMANDS, answer_at_once, answer_before_imports
 
-NAMES = ["fit", "validate", "test", "predict", "plan", "env", "calibrate", "bench"]
+NAMES = ["fit", "validate", "test", "predict", "export", "plan", "env", "calibrate", "bench"]
 
 
 def run(*arguments, **options):

@@ -1,7 +1,11 @@
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_cxl import CXLOffloadStrategy
+from lightning_cxl.__main__ import main
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.export import ExportPretrained, export_pretrained
 from lightning_cxl.finetune.model import CausalLM
@@ -40,3 +44,34 @@ def test_there_must_be_something_to_export(tiny_model, tmp_path, make_trainer):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="not a LightningModule"):
         ExportPretrained().on_train_end(make_trainer(), LightningModule())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "tiers": {"ssd": {"path": "ssd", "budget": "1GiB", "checkpoint": "reference"}},
+            "tier_rules": {"*": {"optimizer_state": "ssd"}},
+        },
+    ],
+    ids=["in memory", "refers to SSD"],
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_checkpoint_of_a_run_exports_by_itself(
+    tiny_model, data, make_trainer, tmp_path, monkeypatch, precision, options
+):
+    monkeypatch.chdir(tmp_path)
+    strategy = CXLOffloadStrategy(**options)
+    trainer = make_trainer(max_steps=2, strategy=strategy, accelerator="auto", precision=precision)
+    trainer.fit(tiny_model, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "export", "last.ckpt", "out"])
+    main()
+    expected = torch.load(tmp_path / "last.ckpt")["state_dict"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == (torch.float32 if precision == "32-true" else torch.bfloat16)
+    assert {f"model.{name}" for name in loaded.state_dict()} == expected.keys()
+    assert all(torch.equal(value, expected[f"model.{name}"]) for name, value in loaded.state_dict().items())
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == data.tokenizer.get_vocab()

@@ -1,0 +1,1 @@
+"""`export`: checkpoints of any front end as folders for transformers, or as adapters."""

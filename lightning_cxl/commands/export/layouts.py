@@ -1,0 +1,138 @@
+"""Checkpoints by their layout: where each front end keeps weights, config, tokenizer and adapter.
+
+| front end | what is there |
+|---|---|
+| Lightning | a file with ``state_dict`` |
+| Fabric | a file with a state dict, or with one beside other entries |
+| Accelerate (`save_state`) | a folder with ``model.safetensors`` or ``pytorch_model.bin``, without config |
+| Hugging Face Trainer, transformers | a folder with ``config.json`` and weights |
+| peft, and the Trainer with it | a folder with ``adapter_config.json`` and ``adapter_model.safetensors`` |
+"""
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_cxl.commands.export.stored import StoredTensor
+from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.run.checkpoint_file import load_file
+from lightning_cxl.weights.folder import INDEX_FILE, SINGLE_FILE, open_weights
+from lightning_cxl.weights.sources import WeightSource, tensors_of
+
+FILES_KEY = "transformers_files"
+"""Entry of a Lightning checkpoint of the main job: texts of config and tokenizer by file name."""
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PICKLES = "pytorch_model*.bin"
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+MODEL_FILES = (CONFIG, "generation_config.json")
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint holds for an export. Tensors are on the disk, and can be read while it is open."""
+
+    path: Path
+    tensors: list[WeightSource]
+    files: Mapping[str, bytes]
+    """Config and tokenizer, by file name."""
+    adapter: Path | None = None
+    """The folder, where it is one of peft."""
+
+
+@contextmanager
+def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
+    """Open a checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged, or none of the layouts that are known.
+        ConfigError: there is nothing at `path`.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no checkpoint `{path}`")
+    if not path.is_dir():
+        yield _of_file(path, _load(path))
+        return
+    files = {name: (path / name).read_bytes() for name in (*MODEL_FILES, *_TOKENIZER) if (path / name).is_file()}
+    if (path / ADAPTER_CONFIG).is_file():
+        yield Checkpoint(path, [], files, adapter=path)
+    elif (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
+        if (path / "model_1.safetensors").is_file() and CONFIG not in files:
+            raise CheckpointError(
+                f"`{path}` has several models. Put {SINGLE_FILE} (or another one under that name) in a folder of its "
+                "own and export that"
+            )
+        with open_weights(path) as opened:
+            yield Checkpoint(path, tensors_of(opened), files)
+    elif pickles := sorted(path.glob(_PICKLES)):
+        yield Checkpoint(path, [tensor for each in pickles for tensor in _of_tensors(_load(each))], files)
+    elif CONFIG in files:  # enough for a base
+        yield Checkpoint(path, [], files)
+    else:
+        found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
+        raise CheckpointError(
+            f"`{path}` is no checkpoint that is known: it has {found}. Expected a file of Lightning or Fabric, or a "
+            f"folder with {SINGLE_FILE}, {INDEX_FILE}, {_PICKLES} or {ADAPTER_CONFIG}"
+        )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return load_file(path, "cpu", True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"`{path}` holds more than tensors and plain values, and code in files is not run: {error}"
+        ) from error
+
+
+def _of_file(path: Path, loaded: dict[str, Any]) -> Checkpoint:
+    files = {name: text.encode() for name, text in loaded.get(FILES_KEY, {}).items()}
+    return Checkpoint(path, _of_tensors(_state_dict(path, loaded)), files)
+
+
+def _state_dict(path: Path, loaded: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights among the entries of a file."""
+    if "state_dict" in loaded:
+        state: dict[str, Any] = loaded["state_dict"]
+        return state
+    if _holds_tensors(loaded):
+        return loaded
+    found = [key for key, value in loaded.items() if isinstance(value, Mapping) and _holds_tensors(value)]
+    if "model" in found or len(found) == 1:
+        return dict(loaded["model" if "model" in found else found[0]])
+    raise CheckpointError(
+        f"`{path}` has the entries {', '.join(map(str, loaded))}, and which of them is the model is not clear: "
+        "expected `state_dict`, `model`, or a single one with tensors"
+    )
+
+
+def _holds_tensors(values: Mapping[Any, Any]) -> bool:
+    return bool(values) and all(isinstance(value, torch.Tensor) for value in values.values())
+
+
+def _of_tensors(state: Mapping[str, Any]) -> list[WeightSource]:
+    return [StoredTensor(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)]
+
+
+def json_object(text: bytes, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{name} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{name} is no JSON object")
+    return found

@@ -1,0 +1,327 @@
+"""Exports of checkpoints of every front end, against transformers' and peft's own results."""
+
+import json
+import sys
+import weakref
+
+import accelerate
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from lightning_cxl.__main__ import main
+from lightning_cxl.commands.export import model_sources
+from lightning_cxl.commands.export.export import export_checkpoint
+from lightning_cxl.errors import LightningCXLError
+from tests.unit.finetune.chats import CHATML, byte_tokenizer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:Adapter .* LoRA tensor.* have invalid shape"),  # it means biases
+]
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "attention_bias": True,
+}
+IDS = torch.arange(12).view(2, 6)
+
+
+def llama(*, tied=False, dtype=torch.float32, seed=0, **changed):
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=260, tie_word_embeddings=tied, **{**SHAPE, **changed})
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The folder of a model with a tokenizer."""
+    llama().save_pretrained(tmp_path / "base")
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def assert_loads_as(folder, expected, dtype=None):
+    """The folder's model has the expected one's bits, names and logits."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or expected.dtype)
+    found, wanted = loaded.state_dict(), expected.state_dict()
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert torch.equal(logits(loaded), logits(expected))
+
+
+# -- layouts
+
+
+class Task(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.metric = nn.Linear(2, 2)
+
+
+def lightning_file(path, model):
+    state = Task(model).state_dict()
+    torch.save({"state_dict": state, "optimizer_states": [], "pytorch-lightning_version": "2.6"}, path)
+    return path
+
+
+def fabric_file(path, model):
+    torch.save({"model": model.state_dict(), "step": 3, "optimizer": {"state": {}}}, path)
+    return path
+
+
+def plain_file(path, model):
+    torch.save(model.state_dict(), path)
+    return path
+
+
+def compiled_file(path, model):
+    torch.save({"state_dict": {f"_orig_mod.{key}": value for key, value in model.state_dict().items()}}, path)
+    return path
+
+
+def accelerate_folder(path, model, *, safe=True):
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.save_state(str(path), safe_serialization=safe) if accelerator.prepare(model) else None
+    return path
+
+
+def accelerate_folder_of_pickles(path, model):
+    return accelerate_folder(path, model, safe=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [lightning_file, fabric_file, plain_file, compiled_file, accelerate_folder, accelerate_folder_of_pickles],
+)
+def test_weights_of_every_front_end_load_in_transformers(base, tmp_path, write, tied):
+    model = llama(tied=tied, seed=1)
+    model.config.save_pretrained(base)
+    exported = export_checkpoint(write(tmp_path / "checkpoint", model), tmp_path / "out", base=base)
+    assert_loads_as(tmp_path / "out", model)
+    assert exported.num_tensors == len(model.state_dict()) - tied
+    assert exported.left_out == (2 if write is lightning_file else 0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == CHATML
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def trainer_checkpoint(folder, model):
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    arguments = TrainingArguments(
+        str(folder), max_steps=1, per_device_train_batch_size=1, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(
+        model, arguments, train_dataset=rows, processing_class=byte_tokenizer(CHATML, pad_token="<|endoftext|>")
+    )
+    trainer.train()
+    return folder / "checkpoint-1"
+
+
+def test_a_checkpoint_of_the_hugging_face_trainer_needs_no_base(tmp_path):
+    model = llama()
+    path = trainer_checkpoint(tmp_path / "run", model)
+    export_checkpoint(path, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=20_000)
+    assert_loads_as(tmp_path / "out", AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(model.state_dict())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHATML
+
+
+# -- adapters
+
+
+def adapted(model, **options):
+    torch.manual_seed(2)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], **options}, task_type="CAUSAL_LM")
+    result = peft.get_peft_model(model, config)
+    for name, parameter in result.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return result.eval()
+
+
+KINDS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "rslora with bias": {"target_modules": ["q_proj"], "use_rslora": True, "lora_bias": True, "lora_alpha": 32},
+    "embedding": {"target_modules": ["embed_tokens", "v_proj"]},
+    "modules to save": {"modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapters_folder_merges_as_peft_merges(base, tmp_path, kind, dtype):
+    llama(dtype=dtype).save_pretrained(base)
+    model = adapted(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), **KINDS[kind])
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    fresh = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload()
+    exported = export_checkpoint(tmp_path / "adapter", tmp_path / "out")  # the base is named in the config
+    assert exported.num_merged == len({name.rpartition(".")[0] for name in changed(expected, base, dtype)}) > 0
+    assert_loads_as(tmp_path / "out", expected)
+
+
+def changed(model, base, dtype):
+    before = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).state_dict()
+    return [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+
+
+@pytest.mark.parametrize("only_lora", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_in_a_state_dict_merge_as_the_module_merges(base, tmp_path, kind, only_lora):
+    model = adapted(AutoModelForCausalLM.from_pretrained(base), **KINDS[kind])
+    model.peft_config["default"].save_pretrained(tmp_path)
+    path = lightning_file(tmp_path / "last.ckpt", model)
+    if only_lora:
+        loaded = torch.load(path)
+        loaded["state_dict"] = {
+            name: value for name, value in loaded["state_dict"].items() if "lora_" in name or "modules_to_save" in name
+        }
+        torch.save(loaded, path)
+    export_checkpoint(path, tmp_path / "out", base=base, adapter_config=tmp_path / "adapter_config.json")
+    assert_loads_as(tmp_path / "out", model.merge_and_unload())
+
+
+def test_an_adapter_alone_loads_in_peft(base, tmp_path):
+    model = adapted(AutoModelForCausalLM.from_pretrained(base))
+    model.peft_config["default"].save_pretrained(tmp_path)
+    path = fabric_file(tmp_path / "last.ckpt", model)
+    export_checkpoint(path, tmp_path / "out", base=base, adapter_config=tmp_path, only_adapter=True)
+    fresh = AutoModelForCausalLM.from_pretrained(base)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(fresh, tmp_path / "out")), logits(model))
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_weights_are_in_memory_one_at_a_time(base, tmp_path, monkeypatch):
+    """When a weight is read, the one before it has been let go of; merged ones, too."""
+    model = adapted(AutoModelForCausalLM.from_pretrained(base))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    alive, most = [], 0
+    original = model_sources.values_of
+
+    def watched(source):
+        nonlocal most
+        values = original(source)
+        alive.append(weakref.ref(values.untyped_storage()))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return values
+
+    monkeypatch.setattr(model_sources, "values_of", watched)
+    export_checkpoint(tmp_path / "adapter", tmp_path / "out")
+    assert len(alive) >= 20
+    assert most <= 2
+
+
+# -- the command, and what it refuses
+
+
+def test_the_command_says_what_it_has_written(base, tmp_path, monkeypatch, capsys):
+    model = adapted(AutoModelForCausalLM.from_pretrained(base))
+    model.peft_config["default"].save_pretrained(tmp_path)
+    path = lightning_file(tmp_path / "last.ckpt", model)
+    options = ["--base", base, "--adapter-config", tmp_path, "--dtype", "float16"]
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "export", *map(str, [path, tmp_path / "out", *options])])
+    main()
+    shown = capsys.readouterr().out
+    assert f"exported 29 tensors, 70.1 KiB in 1 file, to {tmp_path / 'out'}\n" in shown
+    assert "merged an adapter into 4 layers\nleft out 2 tensors of other modules\n" in shown
+    assert "tokenizer" not in shown
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.float16
+
+
+def test_a_missing_tokenizer_is_said(tmp_path, monkeypatch, capsys):
+    llama().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "export", str(tmp_path / "model"), str(tmp_path / "out")])
+    main()
+    assert "no tokenizer was found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"checkpoint": "nowhere"}, "there is no checkpoint"),
+        ({"checkpoint": "empty"}, "no checkpoint that is known: it has nothing"),
+        ({"checkpoint": "several.pt"}, "has the entries teacher, student, and which"),
+        ({"checkpoint": "code.pt"}, "more than tensors and plain values"),
+        ({"base": None}, r"has no config\.json: give the folder .* with --base"),
+        ({"folder": "base"}, "read and written at once"),
+        ({"folder": "plain.pt"}, "is a file: give a folder"),
+        ({"only_adapter": True}, "has no adapter"),
+        ({"adapter_config": "adapter"}, "needs no --adapter-config"),
+        ({"checkpoint": "lora.pt"}, "does not say how they are scaled"),
+        ({"checkpoint": "lora.pt", "adapter_config": "empty"}, r"there is no .*adapter_config\.json"),
+        ({"checkpoint": "lora.pt", "adapter_config": "other"}, "4 tensors such as .* lacks 4 tensors"),
+        ({"checkpoint": "lora.pt", "adapter_config": "adapter", "only_adapter": True, "dtype": torch.float16}, "dtype"),
+        ({"checkpoint": "two_adapters.pt", "adapter_config": "adapter"}, r"several adapters \(default, second\)"),
+        ({"checkpoint": "twice.pt"}, "weights twice, under `(policy|reference).` and under"),
+        ({"checkpoint": "part.pt", "base": "only_config"}, "no file holds|are missing|missing"),
+        ({"checkpoint": "tied_apart.pt", "base": "tied"}, "are tied in the model and differ"),
+        ({"checkpoint": "adapter", "only_adapter": True}, "an adapter already"),
+        ({"checkpoint": "homeless", "base": None}, "'nowhere', which is no folder here"),
+        ({"checkpoint": "on_tied", "base": "tied"}, "which the model ties to another weight"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(base, tmp_path, options, message):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    state = model.state_dict()
+    torch.save(state, tmp_path / "plain.pt")
+    torch.save({"teacher": state, "student": state}, tmp_path / "several.pt")
+    torch.save({"state_dict": state, "object": Task(nn.Linear(1, 1))}, tmp_path / "code.pt")
+    twice = {f"{name}.{key}": value for name in ("policy", "reference") for key, value in state.items()}
+    torch.save(twice, tmp_path / "twice.pt")
+    torch.save(dict(list(state.items())[:3]), tmp_path / "part.pt")
+    torch.save(state, tmp_path / "tied_apart.pt")
+    for folder in ("empty", "only_config", "tied"):
+        (tmp_path / folder).mkdir()
+    model.config.save_pretrained(tmp_path / "only_config")
+    llama(tied=True).save_pretrained(tmp_path / "tied")
+    lora = adapted(model)
+    lora.save_pretrained(tmp_path / "adapter")
+    torch.save(lora.state_dict(), tmp_path / "lora.pt")
+    peft.LoraConfig(r=4, target_modules=["k_proj", "down_proj"], task_type="CAUSAL_LM").save_pretrained(
+        tmp_path / "other"
+    )
+    lora.add_adapter("second", lora.peft_config["default"])
+    torch.save(lora.state_dict(), tmp_path / "two_adapters.pt")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "homeless").mkdir()
+    (tmp_path / "homeless" / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": "nowhere"})
+    )
+    on_embedding = adapted(AutoModelForCausalLM.from_pretrained(base), target_modules=["embed_tokens"])
+    on_embedding.save_pretrained(tmp_path / "on_tied", save_embedding_layers=False)
+    defaults = {"checkpoint": "plain.pt", "folder": "out", "base": "base"}
+    given = {
+        key: tmp_path / value if isinstance(value, str) else value for key, value in {**defaults, **options}.items()
+    }
+    checkpoint, folder = given.pop("checkpoint"), given.pop("folder")
+    with pytest.raises(LightningCXLError, match=message):
+        export_checkpoint(checkpoint, folder, **given)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,102 @@
+import pytest
+import torch
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.data import TextData
+from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
+from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.finetune.summary import FitSummary
+from lightning_cxl.integrations.lightning.lightning_api import LightningModule
+from tests.unit.finetune.chats import MARKED, byte_tokenizer
+from tests.unit.finetune.conftest import SHAPE
+
+
+@pytest.fixture
+def chats(write_lines, tmp_path):
+    byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
+    rows = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(10)]
+    path = write_lines(*rows)
+    return TextData(
+        str(path), seq_len=64, batch_size=2, val_fraction=0.2, tokenizer_name_or_path=str(tmp_path / "tokenizer")
+    )
+
+
+def test_held_out_conversations_are_cut_where_the_answer_begins(chats):
+    chats.setup()
+    held_out = chats.held_out(5)
+    assert len(held_out) == 2
+    for prompt, expected in held_out:
+        asked = chats.tokenizer.decode(prompt)
+        assert asked.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        number = asked.split("What is ")[1].split("?")[0]
+        assert chats.tokenizer.decode(expected) == f"It is {number}.<|im_end|>"
+
+
+def test_held_out_blocks_are_cut_after_their_first_tokens(text_folder):
+    data = TextData(f"{text_folder}/**/*.txt", seq_len=24, batch_size=2, vocab_size=300)
+    data.setup()
+    (sample,) = data.held_out(1)
+    assert (len(sample.prompt), len(sample.expected)) == (16, 8)
+
+
+def test_each_evaluation_shows_samples_and_training_goes_on_as_without_them(chats, make_trainer, capsys):
+    def trained(*callbacks):
+        torch.manual_seed(0)
+        model = CausalLM(**SHAPE, lr=1e-2, warmup_steps=2)
+        trainer = make_trainer(max_steps=4, val_check_interval=2, num_sanity_val_steps=1, callbacks=list(callbacks))
+        trainer.fit(model, chats)
+        return model.state_dict()
+
+    plain = trained()
+    capsys.readouterr()
+    shown_too = trained(EvaluationSamples(count=2, max_new_tokens=5))
+    shown = capsys.readouterr().out
+    assert all(torch.equal(value, shown_too[name]) for name, value in plain.items())
+    titles = [line for line in shown.splitlines() if line.startswith("step ")]
+    assert titles == [f"step {step}, held-out sample {number}" for step in (2, 4) for number in (1, 2)]
+    assert shown.count("expected: It is\n") == 4  # five tokens of bytes
+    assert shown.count("What is ") == 4
+
+
+def test_the_last_sample_of_a_run_continues_the_users_data(chats, make_trainer):
+    summary = FitSummary(max_new_tokens=5)
+    make_trainer(max_steps=1, callbacks=[summary]).fit(CausalLM(**SHAPE), chats)
+    assert summary.sample.startswith("user\nWhat is ")
+
+
+@pytest.mark.parametrize("numbers", [{"count": 0}, {"max_new_tokens": 0}])
+def test_nothing_to_show_is_refused(numbers):
+    with pytest.raises(ConfigError, match="at least 1"):
+        EvaluationSamples(**numbers)
+
+
+def test_other_modules_are_refused(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    monkeypatch.setattr(trainer.state, "fn", "fit")
+    with pytest.raises(ConfigError, match="not a LightningModule with NoneType"):
+        EvaluationSamples().on_validation_end(trainer, LightningModule())
+
+
+def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(tmp_path, write_lines, make_trainer):
+    """Batches with more answer count more; as one sum over transformers' logits has it."""
+    byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
+    rows = [{"prompt": "?", "completion": "a" * (1 + 5 * (number % 5))} for number in range(10)]
+    data = TextData(
+        str(write_lines(*rows)),
+        seq_len=64,
+        batch_size=2,
+        val_fraction=0.6,
+        tokenizer_name_or_path=str(tmp_path / "tokenizer"),
+    )
+    model = CausalLM(**SHAPE)
+    found = make_trainer().validate(model, data, verbose=False)[0]["val_loss"]
+    total, count, means = 0.0, 0, []
+    for batch in data.val_dataloader():
+        with torch.no_grad():
+            logits = model.model(input_ids=batch["input_ids"]).logits
+        targets = batch["labels"][:, 1:]
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction="none")
+        total, count = total + float(losses.sum()), count + int((targets != -100).sum())
+        means.append(float(losses.sum()) / int((targets != -100).sum()))
+    assert found == pytest.approx(total / count, rel=1e-6)
+    assert abs(found - sum(means) / len(means)) > 1e-5
