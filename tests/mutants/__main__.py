@@ -28,6 +28,7 @@ from tests.mutants import (
     of_state_on_ssd,
     of_storage,
     of_updates,
+    of_user_loops,
     of_weights_on_ssd,
 )
 from tests.mutants.mutant import Mutant
@@ -43,6 +44,7 @@ MUTANTS = (
     of_copies.MUTANTS
     + ON_SSD
     + of_updates.MUTANTS
+    + of_user_loops.MUTANTS
     + of_finetuning.MUTANTS
     + of_sequences.MUTANTS
     + of_all_folders.MUTANTS
