@@ -95,6 +95,13 @@ MUTANTS = (
         "        pass\n",
         T_ATTENTION,
     ),
+    Mutant(
+        "the question leaves the random state alone",
+        _ATTENTION,
+        ", torch.random.fork_rng(others, device_type=device.type):",
+        ":",
+        T_ATTENTION,
+    ),
     Mutant("a first token has no label", _PACKING, "(IGNORED, *labels[i][part][1:])", "labels[i][part]", T_PACKING),
     Mutant(
         "a batch's first tokens have no labels",

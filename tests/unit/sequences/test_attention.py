@@ -71,6 +71,12 @@ def test_the_question_touches_no_block():
     assert "attend to each other" in why_not_apart(model)
 
 
+def test_the_question_leaves_the_random_state_alone():
+    model, before = tiny("GPT2", embd_pdrop=0.5), torch.get_rng_state()
+    assert why_not_apart(model) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_anything_but_a_model_of_transformers_is_refused():
     assert why_not_apart(torch.nn.Linear(2, 2)) == "it is no model of transformers"
 
