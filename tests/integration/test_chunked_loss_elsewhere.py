@@ -20,7 +20,8 @@ def run(folder, *, chunked, **options):
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     arguments = TrainingArguments(
         folder, max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
-        eval_strategy="steps", eval_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, **options,
+        eval_strategy="steps", eval_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        **options,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=rows[:16], eval_dataset=rows[16:])
     with lightning_cxl.chunked_loss(model if chunked else Task(torch.nn.Identity()), tokens=16):

@@ -81,6 +81,7 @@ MUTANTS = (
         "",
         T_ATTENTION,
     ),
+    Mutant("a layer with a state is found", _ATTENTION, "_KINDS:\n", "_KINDS | {'linear_attention'}:\n", T_ATTENTION),
     Mutant(
         "flash attention is told of all rows",
         _ATTENTION,
