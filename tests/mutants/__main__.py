@@ -40,15 +40,8 @@ ON_SSD = (
     *of_weights_on_ssd.MUTANTS,
     *of_inputs_on_ssd.MUTANTS,
 )
-MUTANTS = (
-    of_copies.MUTANTS
-    + ON_SSD
-    + of_updates.MUTANTS
-    + of_user_loops.MUTANTS
-    + of_finetuning.MUTANTS
-    + of_sequences.MUTANTS
-    + of_all_folders.MUTANTS
-)
+FRONT_ENDS = of_finetuning.MUTANTS + of_sequences.MUTANTS + of_user_loops.MUTANTS
+MUTANTS = of_copies.MUTANTS + ON_SSD + of_updates.MUTANTS + FRONT_ENDS + of_all_folders.MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180  # a mutant that hangs has been noticed, too
 HEAVY = ("torch", "lightning.pytorch", "transformers", "torch.utils.cpp_extension")
