@@ -8,7 +8,8 @@ ways, forward and backward on the CPU:
 * packed: documents share rows, with positions that begin anew with each ([Note: Packed rows] in the package).
 
 A batch has as many rows both times. Only tokens of documents count. Rounds alternate; before them, a batch of each
-warms up. That no token attends to another document is checked first: losses of both ways must agree.
+warms up. CPU seconds of the process are shown, too: they count where others use the cores. That no token attends to
+another document is checked first: losses of both ways must agree.
 
     python examples/bench/packing.py [--row 1024] [--documents 96] [--rounds 5] [--json FILE]
 """
@@ -65,9 +66,9 @@ def packed(pieces: list[list[int]], row: int) -> list[Batch]:
     ]
 
 
-def learn(model: LlamaForCausalLM, batches: list[Batch], backward: bool = True) -> tuple[float, float, int]:
-    """Return the sum of all losses, the seconds, and how many tokens were given, with padding."""
-    total, given, began = 0.0, 0, time.perf_counter()
+def learn(model: LlamaForCausalLM, batches: list[Batch], backward: bool = True) -> tuple[float, float, float, int]:
+    """Return the sum of all losses, seconds, CPU seconds, and how many tokens were given, with padding."""
+    total, given, began, cpu_began = 0.0, 0, time.perf_counter(), time.process_time()
     for batch in batches:
         arguments = {}
         if "position_ids" in batch:
@@ -81,7 +82,7 @@ def learn(model: LlamaForCausalLM, batches: list[Batch], backward: bool = True) 
             loss.backward()
         total += loss.item()
         given += batch["input_ids"].numel()
-    return total, time.perf_counter() - began, given
+    return total, time.perf_counter() - began, time.process_time() - cpu_began, given
 
 
 def main() -> None:
@@ -105,23 +106,29 @@ def main() -> None:
     for batches in ways.values():
         learn(model, batches[:1])
     speeds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
     given = {}
     for round_ in range(options.rounds):
         for name in list(ways)[:: 1 if round_ % 2 else -1]:
             model.zero_grad()
-            _, seconds, given[name] = learn(model, ways[name])
+            _, seconds, cpu_seconds, given[name] = learn(model, ways[name])
             speeds[name].append(tokens / seconds)
+            cpu[name].append(tokens / cpu_seconds)
     print(f"{len(pieces)} pieces, {tokens:,} tokens, rows of {options.row}")
-    table = [("", "rows", "padding", "tokens/s", "spread")]
+    table = [("", "rows", "padding", "tokens/s", "spread", "tokens per CPU s")]
     for name, batches in ways.items():
         spread = (max(speeds[name]) - min(speeds[name])) / median(speeds[name])
         count = sum(len(batch["input_ids"]) for batch in batches)
         middle = f"{median(speeds[name]):,.0f}"
-        table.append((name, f"{count}", f"{1 - tokens / given[name]:.1%}", middle, f"{spread:.0%}"))
+        table.append(
+            (name, f"{count}", f"{1 - tokens / given[name]:.1%}", middle, f"{spread:.0%}", f"{median(cpu[name]):,.0f}")
+        )
     print_columns(table)
     results = Results(machine(torch.get_num_threads()))
     ratio = median(one / other for one, other in zip(speeds["packed"], speeds["padded"], strict=True))
     results.add("tokens per second, packed", ratio, "of padded")
+    cpu_ratio = median(one / other for one, other in zip(cpu["packed"], cpu["padded"], strict=True))
+    results.add("tokens per CPU second, packed", cpu_ratio, "of padded")
     print(f"\n{results.summary()}")
     if options.json is not None:
         results.write(options.json)

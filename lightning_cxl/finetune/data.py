@@ -97,7 +97,7 @@ class TextData(LightningDataModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._train: Samples | None = None
         self._val: Samples | None = None
-        self._held_out: Dataset | None = None  # as `_val`, not packed
+        self._held_out: Dataset | None = None
 
     def prepare_data(self) -> None:
         """Read and tokenize into the cache (one process per machine; a few seconds at the first time)."""
@@ -123,9 +123,9 @@ class TextData(LightningDataModule):
                 f"{self.batch_size}: add some, or lower seq_len or batch_size"
             )
         self.tokenizer = tokenizer
-        splits = samples.select(range(num_train)), samples.select(range(num_train, len(samples)))
-        self._train, self._val = map(self._packed, splits)
-        self._held_out = splits[1]
+        self._held_out = samples.select(range(num_train, len(samples)))
+        self._train = self._packed(samples.select(range(num_train)))
+        self._val = self._packed(self._held_out)
 
     def train_dataloader(self) -> SampleLoader:
         """Return the training samples, shuffled by (seed, epoch)."""

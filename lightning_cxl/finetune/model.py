@@ -126,9 +126,9 @@ class CausalLM(LightningModule):
         _check_fit(model.config, self.tokenizer, self._seq_len)
         self.model = model.train()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits ``(batch, seq, vocab)`` for token ids ``(batch, seq)``."""
-        return cast(Tensor, self._built()(input_ids=input_ids, use_cache=False).logits)
+    def forward(self, input_ids: Tensor, **arguments: Any) -> Tensor:
+        """Return logits ``(batch, seq, vocab)`` for token ids ``(batch, seq)``; `arguments` are for the model."""
+        return cast(Tensor, self._built()(input_ids=input_ids, use_cache=False, **arguments).logits)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss over the batch."""
@@ -147,7 +147,9 @@ class CausalLM(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, ``(batch, seq)``."""
-        return cast(Tensor, self(batch["input_ids"]).argmax(dim=-1))
+        positions = batch.get("position_ids")
+        arguments = {} if positions is None else packed_arguments(self._built(), positions) or {}
+        return cast(Tensor, self(batch["input_ids"], **arguments).argmax(dim=-1))
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Start the clock of `tokens_per_s`."""

@@ -77,10 +77,12 @@ def _ask(model: nn.Module, implementation: str) -> str | None:
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _ReachedError(args, kwargs)
 
-    positions = torch.tensor([_QUESTION], device=model.get_input_embeddings().weight.device)  # type: ignore[operator]
+    device = model.get_input_embeddings().weight.device  # type: ignore[operator]
+    positions = torch.tensor([_QUESTION], device=device)
+    others = [] if device.type == "cpu" else [device]
     handle = units[0][1].register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(others, device_type=device.type):  # embeddings may drop some
             model(input_ids=torch.zeros_like(positions), use_cache=False, **_arguments(implementation, positions))
     except _ReachedError as reached:
         given = tree_leaves(reached.arguments)

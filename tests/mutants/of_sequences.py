@@ -81,6 +81,7 @@ MUTANTS = (
         "",
         T_ATTENTION,
     ),
+    Mutant("a layer with a state is found", _ATTENTION, "_KINDS:\n", "_KINDS | {'linear_attention'}:\n", T_ATTENTION),
     Mutant(
         "flash attention is told of all rows",
         _ATTENTION,
@@ -93,6 +94,13 @@ MUTANTS = (
         _ATTENTION,
         "        raise _ReachedError(args, kwargs)\n",
         "        pass\n",
+        T_ATTENTION,
+    ),
+    Mutant(
+        "the question leaves the random state alone",
+        _ATTENTION,
+        ", torch.random.fork_rng(others, device_type=device.type):",
+        ":",
         T_ATTENTION,
     ),
     Mutant("a first token has no label", _PACKING, "(IGNORED, *labels[i][part][1:])", "labels[i][part]", T_PACKING),

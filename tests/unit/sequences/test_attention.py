@@ -62,6 +62,16 @@ def test_a_model_that_cannot_keep_sequences_apart_is_found_and_said_once(family,
     assert [REFUSED[family] in record.message for record in caplog.records] == [True]
 
 
+def test_a_state_anywhere_in_the_model_is_enough():
+    """The first block, which is asked, may be one with attention."""
+    model = tiny("Llama")
+    model._is_stateful = True
+    assert "a state that runs over the whole row" in why_not_apart(model)
+    model = tiny("Llama")
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    assert "a state that runs over the whole row" in why_not_apart(model)
+
+
 def test_the_question_touches_no_block():
     model = tiny("Llama")
     for layer in model.model.layers:
@@ -69,6 +79,12 @@ def test_the_question_touches_no_block():
     assert why_not_apart(model) is None
     model.config._attn_implementation = "sdpa_of_my_own"  # not known to transformers: no mask at all
     assert "attend to each other" in why_not_apart(model)
+
+
+def test_the_question_leaves_the_random_state_alone():
+    model, before = tiny("GPT2", embd_pdrop=0.5), torch.get_rng_state()
+    assert why_not_apart(model) is None
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_anything_but_a_model_of_transformers_is_refused():

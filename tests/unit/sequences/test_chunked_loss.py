@@ -173,13 +173,8 @@ def hooked(model):
     model.lm_head.register_full_backward_hook(lambda *_: None)
 
 
-def larger_vocabulary(model):
-    model.config.vocab_size = VOCABULARY * 50  # the rows of logits that the loss is told of
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum() / vocab_size
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
-@pytest.mark.parametrize("change", [own_loss, hooked, larger_vocabulary])
+@pytest.mark.parametrize("change", [own_loss, hooked])
 def test_a_model_for_which_it_is_not_possible_computes_as_before(change, batch, lines):
     model = tiny("Llama")
     change(model)
@@ -190,6 +185,36 @@ def test_a_model_for_which_it_is_not_possible_computes_as_before(change, batch, 
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert model.__dict__.get("_loss_function") is before
     assert len(lines()) == 1
+
+
+def test_a_factor_for_each_token_is_no_step_of_every_logit(batch, lines):
+    model = tiny("Llama")
+    factors = torch.rand(2, 50, 1, requires_grad=True)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * factors)
+    found = []
+    for tokens in (None, 16):
+        factors.grad = None
+        with chunked_loss(model if tokens else nn.Identity(), tokens=tokens):
+            loss = model(**batch).loss
+        loss.backward()
+        found.append((loss.detach(), factors.grad))
+    torch.testing.assert_close(*found)
+    assert len(lines()) == 2  # one of nn.Identity
+
+
+def test_a_vocabulary_that_is_not_that_of_the_config_is_the_models_affair(batch):
+    model = tiny("Llama")
+    model.config.vocab_size *= 50
+    for each in (nn.Identity(), model):
+        with chunked_loss(each), pytest.raises(ValueError, match="batch_size"):
+            model(**batch)
+
+
+def test_a_context_inside_of_another_does_nothing(batch):
+    model = tiny("Llama")
+    with chunked_loss(model), chunked_loss(nn.Sequential(model)):
+        logits = model(**batch).logits
+    assert logits.forward_of_layer.__func__ is nn.Linear.forward
 
 
 def test_a_module_without_a_language_model_is_said_once(lines):
