@@ -164,6 +164,29 @@ def test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes(folder, w
     assert planned == pytest.approx(peak, rel=0.01)
 
 
+def test_a_run_resumes_as_plain_lightning_does_where_the_base_comes_from_its_files(folder, tmp_path):
+    """bitsandbytes does not load the scales of 4-bit weights from a state dict."""
+
+    class Resumed(QLoRA):
+        strict_loading = False
+
+    def fitted(load, strategy, steps, **arguments):
+        module = Resumed(lambda: load(folder, "nf4, nested"))
+        seed_everything(11, verbose=False)
+        trainer = make_trainer(strategy, max_steps=steps, limit_val_batches=0)
+        trainer.fit(module, token_data(STEPS), **arguments)
+        return module.losses, trainer
+
+    def resumed(load, make_strategy):
+        first, trainer = fitted(load, make_strategy(), STEPS // 2)
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        return first + fitted(load, make_strategy(), STEPS, ckpt_path=tmp_path / "half.ckpt")[0]
+
+    expected = resumed(theirs, lambda: "auto")
+    assert len(set(expected)) == STEPS
+    assert resumed(ours, lambda: offload(**EXACT)) == expected
+
+
 @pytest.fixture
 def copies(monkeypatch):
     """Copies of a run: the home of each that goes to the device, and the host memory of each that comes from there."""
