@@ -1,6 +1,6 @@
 """PyTorch Lightning strategy that keeps weights, gradients, optimizer state and activations in DRAM and CXL memory.
 
-Importing this package registers ``Trainer(strategy="cxl_offload")``.
+Importing this package registers ``Trainer(strategy="cxl_offload")`` and ``Fabric(strategy="cxl_offload")``.
 """
 
 from lightning_cxl.commands.overview import answer_before_imports
@@ -23,8 +23,9 @@ from lightning_cxl.errors import (
     TierNotFoundError,
     UnsupportedError,
 )
+from lightning_cxl.integrations.fabric.strategy import CXLFabricStrategy
 from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
-from lightning_cxl.integrations.lightning.lightning_api import StrategyRegistry
+from lightning_cxl.integrations.lightning.lightning_api import STRATEGY_REGISTRY, StrategyRegistry
 from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
 from lightning_cxl.machine.machine import Machine, MachineTier
 from lightning_cxl.machine.machine_file import load_machine
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CPUAdam",
+    "CXLFabricStrategy",
     "CXLOffloadStrategy",
     "CheckpointError",
     "ConfigError",
@@ -96,3 +98,4 @@ __all__ = [
 ]
 
 CXLOffloadStrategy.register_strategies(StrategyRegistry)
+CXLFabricStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -10,8 +10,9 @@ and the tables of a module, ``_parameters``, ``_buffers``, ``_modules`` and ``_n
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -85,6 +86,32 @@ def is_only_holder(tensor: Tensor) -> bool:
         tensor: on the CPU, in ordinary memory; its storage has been looked at before.
     """
     return _holders(tensor) == _ONE_HOLDER
+
+
+_map_file = find("torch", "UntypedStorage.from_file", "read checkpoints that are larger than memory")
+_maps = threading.RLock()
+
+
+@contextmanager
+def mapping_files_with(show: Callable[[str, int], torch.UntypedStorage]) -> Iterator[None]:
+    """Return a region in which ``torch.load(mmap=True)`` gets the bytes of a file from `show`; of one thread at a time.
+
+    Torch's own maps ask the kernel to keep memory for writes, so it refuses files that are larger than memory.
+
+    Args:
+        show: gets path and bytes of a file; writes to what it returns must not reach the file.
+    """
+
+    def from_file(filename: str, shared: bool = False, nbytes: int = 0) -> torch.UntypedStorage:
+        storage: torch.UntypedStorage = _map_file(filename, shared, nbytes) if shared else show(filename, nbytes)
+        return storage
+
+    with _maps:
+        torch.UntypedStorage.from_file = staticmethod(from_file)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.from_file = _map_file  # type: ignore[method-assign]
 
 
 # --- the autograd engine

@@ -199,7 +199,7 @@ def places(names, _):
     assert lightning_cxl.residency(names["cache"]) == {"cxl": 4194304}
     assert lightning_cxl.residency(names["table"]) == {"dram": 4194304}
     machine = load_machine(EXAMPLES / "machines" / "paper_a.yaml")
-    decision = names["own"]._policy.decide(zero_offload(PUBLISHED["qwen2.5-7b"], 1, 4096), machine)
+    decision = names["own"]._session._policy.decide(zero_offload(PUBLISHED["qwen2.5-7b"], 1, 4096), machine)
     assert decision.splits[lightning_cxl.TensorRole.MOMENTUM] == {"dram0": 0.8, "cxl0": 0.2}
     assert decision.splits[lightning_cxl.TensorRole.ACTIVATIONS] == {"cxl0": 1.0}
 
@@ -230,11 +230,18 @@ def configures(names, _):
     assert names["strategy"].config.state == "bf16" and names["trainer"].strategy is names["strategy"]
 
 
+def loops(names, shown):
+    assert "AdamW by CPUAdam" in shown and len(names["optimizer"].state_dict()["state"]) == 8
+    saved = torch.load("loop.ckpt")
+    assert all(torch.equal(value, names["model"].state_dict()[name]) for name, value in saved["model"].items())
+
+
 SHOWN = {
     "README.md": trains_and_reports,
     "examples/guides/big_models.md": loads,
     "examples/guides/checkpoints.md": resumes,
     "examples/guides/configuration.md": configures,
+    "examples/guides/fabric.md": loops,
     "examples/guides/gpu.md": overlaps,
     "examples/guides/optimizer.md": updates,
     "examples/guides/policies.md": places,

@@ -22,7 +22,8 @@ from lightning_cxl.planning.policies.registry import POLICIES
 DUMPED = Path(__file__).parent / "fixtures" / "configs" / "dumped_earlier.yaml"
 
 NAMES = """
-    CPUAdam CXLOffloadStrategy CheckpointError ConfigError Decision GradientOverflowError Job LightningCXLError
+    CPUAdam CXLFabricStrategy CXLOffloadStrategy CheckpointError ConfigError Decision GradientOverflowError Job
+    LightningCXLError
     LightningCXLWarning LoadReport Machine MachineTier MemoryClass MissingTierWarning Move Node OffloadConfig
     OffloadProgressBar PinnedMemoryError Placement PlacementError PlacementPolicy PlacementRequest PlanningPolicy
     RoleHomePolicy SpillWarning StorageError TensorRole Tier TierFullError TierKind TierNotFoundError Topology
@@ -57,6 +58,7 @@ ARGUMENTS = {
         "precision_plugin": None,
         **OPTIONS,
     },
+    lightning_cxl.CXLFabricStrategy: {"accelerator": None, "checkpoint_io": None, "precision": None, **OPTIONS},
     CausalLM: {
         "name_or_path": None,
         "vocab_size": 8192,

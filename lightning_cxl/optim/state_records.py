@@ -94,8 +94,8 @@ class StateRecord:
             blank(at_slot)
 
     def is_dirty(self) -> bool:
-        """Whether someone wrote to a tensor since `clean`, in a way that counts up its version."""
-        return bool(self._written())
+        """Whether someone wrote to a tensor since `clean`, in a way that counts up its version, or shall find zeros."""
+        return bool(self.blanks or self._written())
 
     def clean(self) -> None:
         """Note that the record has what the tensors show, or has newer bytes than they do."""

@@ -17,7 +17,7 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 * Who writes to the tensors with torch (a loaded checkpoint, a user) writes to private pages of the window. Versions
   tell that it happened: the next visit then takes these tensors from the window, and the write drops the private pages.
   Writes through ``.data`` leave no trace and are lost.
-* A record that was never written is not read. State that starts at zero is made zero in the slot.
+* A record that was never written is not read. State that starts at zero is made zero in the slot; who looks visits it.
 * Several threads may visit different records at a time: the worker of overlapped updates, and the step itself. A
   record that is visited is not read ahead, and not visited a second time: what was read would be old.
 * A slot is given back when nothing reads or writes it any more, also where a visit is interrupted.

@@ -87,8 +87,6 @@ def refer_to_ssd(
     Raises:
         StorageError: the state on SSD cannot be committed or read, or is damaged.
     """
-    if on_ssd is not None:
-        on_ssd.check_weights()
     if on_ssd is None or not on_ssd.refers:
         with ExitStack() as stack:
             if on_ssd is not None and by_us:

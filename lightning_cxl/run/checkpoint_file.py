@@ -1,5 +1,6 @@
 """Checkpoint files that cost no second copy of the model in memory."""
 
+import contextlib
 import os
 import pickle
 import zipfile
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 
 from lightning_cxl.errors import CheckpointError, StorageError
+from lightning_cxl.memory.file_pages import pages_of_file
 from lightning_cxl.run import straight_copy
 from lightning_cxl.run.partial_file import open_partial, remove_left
+from lightning_cxl.torch_private import mapping_files_with
 
 
 def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
@@ -24,10 +27,10 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
         StorageError: a drive with state of the checkpoint has failed, or has damaged it; nothing is left behind.
     """
     made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_left(target.parent)
     partial = None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_left(target.parent)
         file, partial = open_partial(target)
         with file:
             straight_copy.save(checkpoint, file, partial)
@@ -45,7 +48,8 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
         ) from error
     finally:
         if partial is not None:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # users need the first error; the next save here removes the file
+                partial.unlink(missing_ok=True)
 
 
 def _sync_folder(path: Path) -> None:
@@ -59,24 +63,37 @@ def _sync_folder(path: Path) -> None:
 def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
     """Read a local checkpoint through a private memory map: its pages count as file cache, not as a second copy.
 
+    It may be larger than memory, as that of state on SSD is.
+
     Raises:
-        CheckpointError: the file is damaged or not a checkpoint.
+        CheckpointError: the file is damaged or not a checkpoint, or cannot be mapped.
         FileNotFoundError: there is no such file.
     """
     if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     mmap = zipfile.is_zipfile(path)  # files of torch before 1.6 are not
     try:
-        loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=weights_only)
+        with mapping_files_with(_pages):
+            loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         if mmap and "weights_only" in str(error).lower():
             raise  # a sound file with other types in it: torch's own advice is the right one
         raise _damaged(path, error) from error
+    except CheckpointError:
+        raise
     except (EOFError, RuntimeError, KeyError, zipfile.BadZipFile) as error:
         raise _damaged(path, error) from error
     if not isinstance(loaded, dict):
         raise _damaged(path, TypeError(f"it holds a {type(loaded).__name__}, not a dict"))
     return loaded
+
+
+def _pages(path: str, nbytes: int) -> torch.UntypedStorage:
+    try:
+        with open(path, "rb") as file:
+            return pages_of_file(file.fileno(), nbytes).tensor((nbytes,), torch.uint8).untyped_storage()
+    except OSError as error:
+        raise CheckpointError(f"cannot map checkpoint `{path}`: {error.strerror or error}") from error
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -11,6 +11,7 @@ from typing import BinaryIO
 log = logging.getLogger(__name__)
 
 _LOCKED = re.compile(r"\..+\.[0-9a-f]{8}\.checkpoint\.partial")
+_MOST_CHARS = 48  # of the target's name: a character has up to 4 bytes, and filesystems take names of 255
 
 
 def open_partial(target: Path) -> tuple[BinaryIO, Path]:
@@ -22,9 +23,10 @@ def open_partial(target: Path) -> tuple[BinaryIO, Path]:
     Raises:
         OSError: it cannot be made.
     """
+    name = target.name[:_MOST_CHARS]
     while True:
         token = secrets.token_hex(4)
-        path = target.with_name(f".{target.name}.{token}.checkpoint.partial")
+        path = target.with_name(f".{name}.{token}.checkpoint.partial")
         file = open(path, "x+b")  # noqa: SIM115 - it is returned
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,7 +34,7 @@ def open_partial(target: Path) -> tuple[BinaryIO, Path]:
             file.close()
             continue
         except OSError:  # no locks here: a name that nobody removes
-            return file, path.rename(target.with_name(f".{target.name}.{token}.partial"))
+            return file, path.rename(target.with_name(f".{name}.{token}.partial"))
         if os.fstat(file.fileno()).st_nlink:
             return file, path
         file.close()  # removed before it was locked

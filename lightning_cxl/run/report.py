@@ -54,6 +54,34 @@ def format_report(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the report of all runs on one host: what it has counted itself is in each of theirs, the rest is added.
+
+    Args:
+        reports: of at least one run.
+    """
+    trains = [report for report in reports if report["optimizers"]]
+    result = dict((trains or list(reports))[-1])  # what is on the tier `ssd` is of a run that trains
+    for key in ("num_parameters", "num_trainable"):
+        result[key] = sum(report[key] for report in reports)
+    for key in ("units", "optimizers", "notes"):
+        result[key] = list(dict.fromkeys(text for report in reports for text in report[key]))
+    result["streamed"] = _sums([report["streamed"] for report in reports])
+    for key, add in (("planned_roles", _sums), ("reasons", _lists)):
+        roles = dict.fromkeys(role for report in reports for role in report[key])
+        result[key] = {role: add([report[key][role] for report in reports if role in report[key]]) for role in roles}
+    return result
+
+
+def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    keys = dict.fromkeys(key for each in counts for key in each)
+    return {key: sum(each.get(key, 0) for each in counts) for key in keys}
+
+
+def _lists(reasons: Sequence[Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(text for each in reasons for text in each))
+
+
 def _unused(tier: str) -> int | None:
     """Return what is shown where no memory is counted: on the tier `ssd` roles are not counted one by one."""
     return None if tier == SSD else 0

@@ -5,7 +5,8 @@
 it writes to a `_Writer`, which gets every storage as one range of addresses. Where this range lies in a window, its
 record is read into a host slot (once, past the page cache, its checksum is compared), and from there it goes into the
 file: shared with the drive if the filesystem can (a reflink: no byte is written), else written past the page cache.
-So storages begin at whole blocks of the file. Memory is needed for the slots only, also where the drives are encrypted.
+So storages begin at whole blocks of the file. Memory is needed for the slots only. Where the drives are encrypted, all
+state has come to memory before: checkpoint hooks see its values ([Note: Encryption at rest]).
 
 Torch computes no checksums then: it would read the windows for them. `put_checksums` writes those of the slots. The
 file is one of torch's own in every other respect, but for its ``serialization_id``, which torch makes of checksums.
@@ -82,7 +83,7 @@ def _torch_save(checkpoint: Mapping[str, Any], file: Any) -> None:
         return
     except RuntimeError as error:
         first = error.__context__
-        if not isinstance(first, (OSError, KeyboardInterrupt)):
+        if not isinstance(first, (OSError, MemoryError, KeyboardInterrupt)):
             raise
     raise first.with_traceback(None)  # frames of torch would keep memory alive, as would its error as the context
 

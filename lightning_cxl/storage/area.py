@@ -1,9 +1,7 @@
 """`Area`: space on the drives of a store for records that come and go."""
 
-import contextlib
 from collections import deque
 
-from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.blocks import BlockList
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.record import Record, part_nbytes
@@ -63,8 +61,7 @@ class Area:
             record = self._left.popleft()
             transfers = [*record.reads, *filter(None, [record.last_write])]
             for transfer in transfers if waits else ():
-                with contextlib.suppress(StorageError):  # nobody needs these bytes
-                    transfer.wait_host()
+                transfer.wait_done()  # nobody needs these bytes
             waits = False
             if all(transfer.done() for transfer in transfers):
                 self._blocks.free(record.versions[0])

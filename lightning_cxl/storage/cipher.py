@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _UNIT_BYTES = 2**20  # at most 16 MiB, so says the standard of XTS
 _SALT_BYTES = 16
+_LEAST_VERSION = 43  # of `cryptography`: older ones want more room for what they have encrypted
 KEY_BYTES = (32, 64)
 
 
@@ -113,11 +114,15 @@ class Sealer:
 
     def _derive(self, salt: bytes, use: bytes) -> bytes:
         try:
+            from cryptography import __version__ as version
             from cryptography.hazmat.primitives.hashes import SHA256
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+            if int(version.partition(".")[0]) < _LEAST_VERSION:
+                raise ImportError(f"cryptography {version} is too old")
         except ImportError as error:
             raise UnsupportedError(
-                "encrypting storage needs the package `cryptography`: `pip install cryptography`, or as a part of "
-                "this one `pip install 'lightning_cxl[encryption]'`"
+                f"encrypting storage needs the package `cryptography`, version {_LEAST_VERSION} or newer ({error}): "
+                f"`pip install -U cryptography`, or as a part of this one `pip install 'lightning_cxl[encryption]'`"
             ) from error
         return HKDF(SHA256(), len(self._key), salt, b"lightning_cxl storage: " + use).derive(self._key)

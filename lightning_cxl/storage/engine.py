@@ -13,8 +13,7 @@ threads for reads, and others for writes: drives do both at once. System calls a
   on the drive, also where they are encrypted. That of the transfer is over those of its chunks in their order, so it
   does not depend on the order in which chunks end. XXH3 is several times faster than `zlib.crc32`, which would take as
   much CPU time as a fast drive takes for the transfer.
-* End. `finish` gets this checksum when all chunks are done without an error, before `done` is true. What it raises is
-  the transfer's error.
+* End. `finish` gets this checksum when all chunks are done without an error, before `done` is true. Its error counts.
 """
 
 import os
@@ -94,10 +93,15 @@ class StorageTransfer:
         Raises:
             StorageError: it failed; the same error at every call.
         """
+        self.wait_done()
+        if self.error is not None:
+            raise self.error.anew() if isinstance(self.error, StorageError) else self.error
+
+    def wait_done(self) -> None:
+        """Block until the transfer is done, with or without an error, which counts as told."""
         self._event.wait()
         if self.error is not None:
             self._engine._told(self)
-            raise self.error.anew() if isinstance(self.error, StorageError) else self.error
 
     def done(self) -> bool:
         """Return whether the transfer is done, with or without an error."""
@@ -310,14 +314,10 @@ class Engine:
         """
         with self._lock:
             started = list(self._open)
-        first: BaseException | None = None
         for transfer in started:
-            try:
-                transfer.wait_host()
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
+            transfer.wait_done()
+        for transfer in started:
+            transfer.wait_host()  # raises the first error
 
     def close(self) -> None:
         """Finish all transfers and end the threads. Idempotent.

@@ -31,7 +31,7 @@ def read_key(source: str, folders: Sequence[Path]) -> bytes:
     if isinstance(place, Path):
         what, how = f"the key file `{place}`", _IN_FILE.format(path=place)
         key = _from_file(place, folders, how)
-        if all(chr(byte) in "0123456789abcdefABCDEF\r\n" for byte in key):
+        if key and all(chr(byte) in "0123456789abcdefABCDEF\r\n" for byte in key):
             raise ConfigError(f"{what} holds text: a file has the bytes of the key as they are. Make one with `{how}`")
     else:
         what, how = f"the environment variable {place}", _IN_VARIABLE.format(name=place)

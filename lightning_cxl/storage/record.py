@@ -108,9 +108,9 @@ class Record:
         """Return the error of whoever needs the bytes after a write that failed; it says why that did."""
         cause = self.last_write.error if self.last_write is not None else None
         message = f"record `{self.name}` is not whole, because its last write failed. Write it again, or restore it"
-        if not isinstance(cause, StorageError):
-            return StorageError(message)
-        return StorageError(f"{message}. What failed: {cause}", cause.path, cause.offset, cause.errno)
+        if isinstance(cause, StorageError):
+            return StorageError(f"{message}. What failed: {cause}", cause.path, cause.offset, cause.errno)
+        return StorageError(message if cause is None else f"{message}. What failed: {cause!r}")
 
     def damaged(self, version: int, checksum: int, path: Path) -> StorageError:
         """Return the error of whoever has read other bytes than were written.

@@ -144,14 +144,18 @@ class Hop:
         Raises:
             StorageError: in a forked child, which has no thread for it.
         """
-        self._check_process()
+        self.check_process()
         fetch = Fetch(home, destination, after)
         with self._changed:
             self._start_thread()
             self._free_done()
-            self._waiting.append(fetch)
-            self._start_reads()
-            self._queue.put(fetch)
+            try:
+                self._queue.put(fetch)  # first: the thread ends what Ctrl-C interrupts
+                self._waiting.append(fetch)
+                self._start_reads()
+            except BaseException:
+                fetch.drop()  # whose destination is not kept for it
+                raise
         return fetch
 
     def send(self, trip: Trip, nbytes: int) -> Buffer:
@@ -161,14 +165,19 @@ class Hop:
             TierFullError: there is no memory for slots.
             StorageError: in a forked child.
         """
-        self._check_process()
+        self.check_process()
         with self._changed:
             self._start_thread()
             trip.slot = slot = self._take_locked(nbytes)
             self._queue.put(trip)  # in the order of slots: what waits for a slot never comes before what keeps it
             return slot
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Refuse a forked child.
+
+        Raises:
+            StorageError: this is one.
+        """
         if os.getpid() != self._pid:
             raise StorageError("a forked child cannot fetch what is on SSD: only its parent has the thread for it")
 
@@ -311,10 +320,11 @@ class Hop:
                 return
             record = fetch.home.record
             try:
-                fetch.slot = self._slots.take(record.padded_nbytes)
+                if fetch.slot is None:  # else Ctrl-C came when its read was started, and that may be going on
+                    fetch.slot = self._slots.take(record.padded_nbytes)
                 if fetch.slot is None:
                     return
-                fetch.read = self._store.read(record, fetch.slot)
+                fetch.read = self._store.read(record, fetch.slot, after=record.reads)
             except Exception as error:  # for whoever waits for this copy
                 fetch.refused = error
             self._waiting.popleft()

@@ -19,7 +19,6 @@ waits::
   for long.
 """
 
-import contextlib
 import threading
 import weakref
 
@@ -67,8 +66,9 @@ class InputsOnSsd:
 
         Raises:
             TierFullError: the budget of the tier is used up.
-            StorageError: a drive has no room.
+            StorageError: a drive has no room; or in a forked child.
         """
+        self.hop.check_process()  # before the lock, which a thread of the parent may have had
         with self._lock:
             record = self.area.take(nbytes)
             if self._slots.cap_bytes < record.padded_nbytes:  # sizes were not known before the first batch
@@ -187,10 +187,9 @@ class _Written:
         """Return whether the write has ended."""
         if not self._write.done():
             return False
-        self.wait_host()
+        self._write.wait_done()  # it has ended: this says that its error is told
         return True
 
     def wait_host(self) -> None:
         """Block until the write has ended."""
-        with contextlib.suppress(StorageError):
-            self._write.wait_host()
+        self._write.wait_done()

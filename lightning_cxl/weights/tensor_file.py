@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.memory.file_pages import pages_of_file
+from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.weights import header
 from lightning_cxl.weights.chunks import CHUNK_BYTES, Staging, bytes_of, chunks, is_raw, scratch
 from lightning_cxl.weights.header import TensorEntry
@@ -45,7 +47,7 @@ class TensorFile:
             raise
         self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
         """By name, in the order of their bytes."""
-        self._pages: torch.Tensor | None = None
+        self._pages: Buffer | None = None
 
     def __enter__(self) -> "TensorFile":
         return self
@@ -124,12 +126,10 @@ class TensorFile:
             return None
         if self._pages is None:
             try:
-                size = os.fstat(self._fd).st_size
-                self._pages = torch.from_file(os.fspath(self.path), shared=False, size=size, dtype=torch.uint8)
-            except RuntimeError as error:
+                self._pages = pages_of_file(self._fd, os.fstat(self._fd).st_size)
+            except OSError as error:
                 raise self._unreadable(error) from error
-        own = cast(torch.UntypedStorage, self._pages.untyped_storage()[begin : begin + entry.nbytes])
-        return torch.empty(0, dtype=entry.dtype).set_(own).view(entry.shape)
+        return self._pages.slice(begin, entry.nbytes).tensor(entry.shape, entry.dtype)
 
     @torch.no_grad()
     def holds(self, name: str, tensor: torch.Tensor) -> bool:

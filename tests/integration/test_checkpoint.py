@@ -162,7 +162,7 @@ def test_resumed_state_lies_where_the_policy_wants_it(tmp_path):
 def test_bf16_checkpoint_without_masters_takes_the_weights(tmp_path, options):
     fit("auto", 3, save=tmp_path / "plain.ckpt", precision="bf16-true")
     resumed, trainer = fit(offload(**options), 3, ckpt_path=tmp_path / "plain.ckpt", precision="bf16-true")
-    masters = trainer.strategy._trained().masters.named_masters()
+    masters = trainer.strategy._session.trained.masters.named_masters()
     assert masters.keys() == {name for name, p in resumed.named_parameters()}
     for name, value in masters.items():
         assert torch.equal(value, resumed.state_dict()[name].float())

@@ -33,7 +33,7 @@ def test_masters_of_a_run_are_gone_while_the_next_one_trains():
     trainer = make_trainer(strategy, max_steps=1, precision="bf16-true")
     module = Looking(TinyTransformer())
     trainer.fit(module, token_data())
-    masters = [weakref.ref(pair.master) for pair in strategy._finished.masters if not pair.is_shared]
+    masters = [weakref.ref(pair.master) for pair in strategy._session._finished.masters if not pair.is_shared]
     assert masters
     trainer.fit_loop.epoch_loop.max_steps = 2
     trainer.fit(module, token_data())

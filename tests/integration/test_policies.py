@@ -265,4 +265,6 @@ def test_optimizers_made_on_parameters_that_are_replaced_are_made_again(monkeypa
     make_trainer(strategy, max_steps=1).fit(module, token_data(1))
     held = {p for group in strategy.optimizers[0].param_groups for p in group["params"]}
     assert held == set(module.parameters()) and {id(p) for p in held} != weights
-    assert {strategy._trained().masters.name_of(p) for p in held} == {name for name, _ in module.named_parameters()}
+    assert {strategy._session.trained.masters.name_of(p) for p in held} == {
+        name for name, _ in module.named_parameters()
+    }

@@ -311,7 +311,7 @@ def test_a_failing_checkpoint_plugin_does_not_keep_the_run_alive(tmp_path):
     trainer.strategy.checkpoint_io = Broken()
     with pytest.raises(OSError, match="No space"):
         trainer.fit(module, token_data())
-    assert trainer.strategy._run is None
+    assert trainer.strategy._session.run is None
     assert all(not p._post_accumulate_grad_hooks for p in module.parameters())
     assert all("forward" not in vars(m) for m in module.modules())
 

@@ -75,7 +75,7 @@ def test_float32_training_resumed_from_split_masters_starts_from_them(tmp_path):
     fit(FORMS["split"], 6, save=tmp_path / "split.ckpt")
     _, masters = fit(FORMS["fp32"], 6)
     resumed, _ = fit({}, 6, ckpt_path=tmp_path / "split.ckpt", precision="32-true")
-    expected = masters.strategy._trained().masters.named_masters()
+    expected = masters.strategy._session.trained.masters.named_masters()
     for name, parameter in resumed.named_parameters():
         assert torch.equal(parameter.detach(), expected[name]), name
 
@@ -105,7 +105,7 @@ def test_ours_loads_in_plain_lightning_and_comes_back(tmp_path):
     for form in ("split", "fp32"):
         module, back = fit(FORMS[form], 9, ckpt_path=tmp_path / "plain.ckpt")
         assert_same_weights(module, plain)
-        masters = back.strategy._trained().masters.named_masters()
+        masters = back.strategy._session.trained.masters.named_masters()
         for entry in back.optimizers[0].state_dict()["state"].values():
             assert "remainder" not in entry or not entry["remainder"].any()
         assert all(torch.equal(m, m.bfloat16().float()) for m in masters.values())

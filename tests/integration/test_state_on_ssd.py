@@ -404,8 +404,8 @@ def test_a_checkpoint_has_what_someone_wrote_to_the_state(tmp_path, checkpoint):
 class DamagesTheDrive(Callback):
     """Flips a bit of every block of the data file, behind the run's back, and saves."""
 
-    def __init__(self, folder, path):
-        self.folder, self.path = folder, path
+    def __init__(self, folder, path, **how):
+        self.folder, self.path, self.how = folder, path, how
 
     def on_train_batch_end(self, trainer, module, *args):
         trainer.optimizers[0].state  # noqa: B018 - waits for the writes
@@ -418,7 +418,7 @@ class DamagesTheDrive(Callback):
                 file.write(bytes([byte ^ 16]))
             file.flush()
             os.fsync(file.fileno())
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path, **self.how)
 
 
 @pytest.mark.parametrize(
@@ -431,6 +431,13 @@ def test_what_is_damaged_is_not_copied_into_a_checkpoint(tmp_path, options, plug
     strategy = on_ssd(tmp_path / "ssd", **options, **({} if plugin is None else {"checkpoint_io": plugin()}))
     with pytest.raises(StorageError, match="is damaged"):
         fit(strategy, 2, callbacks=[callback])
+    assert not (tmp_path / "it.ckpt").exists()
+
+
+def test_damaged_weights_are_not_copied_into_a_checkpoint_of_weights_alone(tmp_path):
+    callback = DamagesTheDrive(tmp_path / "ssd", tmp_path / "it.ckpt", weights_only=True)
+    with pytest.raises(StorageError, match="is damaged"):
+        fit(on_ssd(tmp_path / "ssd", **WEIGHTS), 1, callbacks=[callback])
     assert not (tmp_path / "it.ckpt").exists()
 
 

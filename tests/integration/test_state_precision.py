@@ -238,7 +238,7 @@ def test_torchs_optimizer_goes_on_from_8_bit_state(tmp_path, target, precision):
         weight = dict(module.named_parameters())[LARGE]
         assert torch.equal(dict(resumed.named_parameters())[LARGE].detach(), join(weight.detach(), old["remainder"]))
     elif precision == "bf16-true":
-        masters = other.strategy._trained().masters.named_masters()
+        masters = other.strategy._session.trained.masters.named_masters()
         weight = dict(module.named_parameters())[LARGE]
         assert torch.equal(masters[LARGE], join(weight.detach(), old["remainder"]))
 

@@ -93,7 +93,7 @@ def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, prec
             assert torch.equal(copied.state_dict()[name], value), name
         kinds = {type(value).__module__ for part in copied.model.modules() for value in vars(part).values()}
         assert not [kind for kind in kinds if kind.startswith("lightning_cxl")]
-    assert trainer.strategy._run is None
+    assert trainer.strategy._session.run is None
     assert works(trainer)
 
 

@@ -184,7 +184,7 @@ def test_a_model_without_values_is_refused_by_name_and_leaves_nothing(tmp_path):
         ConfigError, match=r"tensors of Lazy are on the meta device.*`model\.model\.embed_tokens\.weight`"
     ):
         trainer.fit(Lazy(empty), token_data())
-    assert not trainer.strategy._run
+    assert not trainer.strategy._session.run
 
 
 def test_lazy_modules_keep_working():

@@ -27,6 +27,7 @@ from tests.mutants import (
     of_state_on_ssd,
     of_storage,
     of_updates,
+    of_user_loops,
     of_weights_on_ssd,
 )
 from tests.mutants.mutant import Mutant
@@ -38,7 +39,8 @@ ON_SSD = (
     *of_weights_on_ssd.MUTANTS,
     *of_inputs_on_ssd.MUTANTS,
 )
-MUTANTS = of_copies.MUTANTS + ON_SSD + of_updates.MUTANTS + of_quantised.MUTANTS + of_all_folders.MUTANTS
+TRAINING = of_updates.MUTANTS + of_user_loops.MUTANTS + of_quantised.MUTANTS
+MUTANTS = of_copies.MUTANTS + ON_SSD + TRAINING + of_all_folders.MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180  # a mutant that hangs has been noticed, too
 HEAVY = ("torch", "lightning.pytorch", "transformers", "torch.utils.cpp_extension")

@@ -83,7 +83,9 @@ MUTANTS = (
         T_KEY,
     ),
     Mutant("links to a key are followed", _KEY, "real = path.resolve()", "real = path", T_KEY),
-    Mutant("a key is no text", _KEY, "        if all(chr(byte) in", "        if False and all(chr(byte) in", T_KEY),
+    Mutant(
+        "a key is no text", _KEY, "        if key and all(chr(byte) in", "        if False and all(chr(byte) in", T_KEY
+    ),
     Mutant("a key is random", _KEY, "    if len(set(key)) < _LEAST_VALUES:\n", "    if False:\n", T_KEY),
     Mutant(
         "an option that may be a key is not shown",
@@ -105,6 +107,13 @@ MUTANTS = (
         "            Sealer(read_key(options.key, options.paths))",
         "            pass",
         T_RUN,
+    ),
+    Mutant(
+        "a package that is too old to encrypt is refused",
+        "lightning_cxl/storage/cipher.py",
+        "            if int(version.partition(",
+        "            if False and int(version.partition(",
+        T_CIPHER,
     ),
     # -- who sees values
     Mutant(

@@ -40,6 +40,13 @@ MUTANTS = (
     ),
     Mutant("what a kernel codes counts", _EIGHT, "    torch.autograd.graph.increment_version", "    str", T_VISITS),
     Mutant("new state is zero", _RECORDS, "            blank(at_slot)\n", "            pass\n", T_VISITS),
+    Mutant(
+        "state that an interrupted step has not reached is zero",
+        _RECORDS,
+        "bool(self.blanks or self._written())",
+        "bool(self._written())",
+        ("tests/unit/optim/test_encrypted_state.py",),
+    ),
     Mutant("state is zero once", _RECORDS, "        self.blanks.clear()\n", "", T_VISITS),
     Mutant(
         "who looks at state waits for writes",
@@ -191,7 +198,39 @@ MUTANTS = (
         T_BESIDE,
     ),
     Mutant(
-        "what a killed run left beside checkpoints is removed", _FILE, "    remove_left(target.parent)\n", "", T_PARTIAL
+        "what a killed run left beside checkpoints is removed",
+        _FILE,
+        "        remove_left(target.parent)\n",
+        "",
+        T_PARTIAL,
+    ),
+    Mutant(
+        "a checkpoint that is larger than memory can be read",
+        _FILE,
+        "        with mapping_files_with(_pages):\n",
+        "        if True:\n",
+        ("tests/unit/run/test_large_checkpoint.py",),
+    ),
+    Mutant(
+        "a checkpoint that cannot be mapped is not called damaged",
+        _FILE,
+        "    except CheckpointError:\n        raise\n",
+        "",
+        ("tests/unit/run/test_large_checkpoint.py",),
+    ),
+    Mutant(
+        "a file that cannot be removed either hides no error",
+        _FILE,
+        "            with contextlib.suppress(OSError):",
+        "            if True:",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "a long name of a checkpoint leaves room for what is added",
+        _PARTIAL,
+        "target.name[:_MOST_CHARS]",
+        "target.name",
+        T_PARTIAL,
     ),
     Mutant(
         "a file keeps its lock until it has its name",
@@ -231,7 +270,7 @@ MUTANTS = (
     Mutant(
         "a file without a lock has a name that nobody removes",
         _PARTIAL,
-        'path.rename(target.with_name(f".{target.name}.{token}.partial"))',
+        'path.rename(target.with_name(f".{name}.{token}.partial"))',
         "path",
         T_PARTIAL,
     ),
@@ -306,8 +345,15 @@ MUTANTS = (
     Mutant(
         "a file that cannot be written says why",
         _STRAIGHT,
-        "        if not isinstance(first, (OSError, KeyboardInterrupt)):\n",
+        "        if not isinstance(first, (OSError, MemoryError, KeyboardInterrupt)):\n",
         "        if True:\n",
+        T_STRAIGHT,
+    ),
+    Mutant(
+        "a save for which there is no memory says so",
+        _STRAIGHT,
+        "(OSError, MemoryError, KeyboardInterrupt)",
+        "(OSError, KeyboardInterrupt)",
         T_STRAIGHT,
     ),
     Mutant(

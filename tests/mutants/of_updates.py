@@ -174,9 +174,9 @@ MUTANTS = (
     ),
     Mutant(
         "masters of a finished run make room for the next one",
-        "lightning_cxl/integrations/lightning/strategy.py",
-        "        self._finished = None  # its masters are of other optimizers; they make room\n",
-        "",
+        "lightning_cxl/run/session.py",
+        "            self._finished = None  # its masters are of other optimizers; they make room\n",
+        "            pass\n",
         ("tests/integration/test_finished_runs.py",),
     ),
     # -- updates

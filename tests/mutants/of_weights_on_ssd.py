@@ -76,6 +76,38 @@ MUTANTS = (
         "except ZeroDivisionError as error:",
         T_HOP,
     ),
+    Mutant(
+        "an interrupted request is ended by the thread",
+        _HOP,
+        "                self._queue.put(fetch)  # first: the thread ends what Ctrl-C interrupts\n"
+        "                self._waiting.append(fetch)\n"
+        "                self._start_reads()\n",
+        "                self._waiting.append(fetch)\n"
+        "                self._start_reads()\n"
+        "                self._queue.put(fetch)\n",
+        T_HOP,
+    ),
+    Mutant(
+        "an interrupted request copies nothing",
+        _HOP,
+        "                fetch.drop()  #",
+        "                pass  #",
+        T_HOP,
+    ),
+    Mutant(
+        "an interrupted request keeps its slot until it is ended",
+        _HOP,
+        "                if fetch.slot is None:  # else",
+        "                if True:  # else",
+        T_HOP,
+    ),
+    Mutant(
+        "a slot is not free while an interrupted request reads into it",
+        _HOP,
+        "fetch.slot, after=record.reads)",
+        "fetch.slot)",
+        T_HOP,
+    ),
     Mutant("a forked child is told", _HOP, "if os.getpid() != self._pid:", "if False:", T_HOP),
     Mutant("weights are checked before they are copied", _ON_SSD, "self._hop.check(home.record)", "pass", T_CHECKED),
     Mutant(
@@ -285,5 +317,29 @@ MUTANTS = (
         "            _warn_of_weights_that_stay(inventory)\n",
         "            pass\n",
         T_WAYS,
+    ),
+    Mutant(
+        "damaged weights are not copied into a checkpoint",
+        "lightning_cxl/integrations/lightning/strategy.py",
+        "            self._on_ssd.check_weights()\n",
+        "            pass\n",
+        ("tests/integration/test_state_on_ssd.py::test_what_is_damaged_is_not_copied_into_a_checkpoint",),
+    ),
+    Mutant(
+        "damaged weights are not copied where weights alone are saved",
+        "lightning_cxl/integrations/lightning/strategy.py",
+        "        if self._on_ssd is not None:\n            self._on_ssd.check",
+        "        if self._on_ssd is not None and checkpoint.get('optimizer_states'):\n            self._on_ssd.check",
+        (
+            "tests/integration/test_state_on_ssd.py"
+            "::test_damaged_weights_are_not_copied_into_a_checkpoint_of_weights_alone",
+        ),
+    ),
+    Mutant(
+        "forked children have mapped weights",
+        "lightning_cxl/memory/file_pages.py",
+        "inherit=True",
+        "inherit=False",
+        ("tests/unit/weights/test_mapped.py",),
     ),
 )

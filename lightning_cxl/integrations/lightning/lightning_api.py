@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar
@@ -33,6 +35,7 @@ else:
     _fabric = "lightning.fabric" if PACKAGE == "lightning" else "lightning_fabric"
     for _module, _names in {
         f"{_fabric}.plugins": ("CheckpointIO", "ClusterEnvironment", "TorchCheckpointIO"),
+        f"{_fabric}.strategies": ("STRATEGY_REGISTRY", "SingleDeviceStrategy"),
         _pytorch: ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
         f"{_pytorch}.accelerators": ("Accelerator",),
         f"{_pytorch}.callbacks": ("BaseFinetuning", "RichProgressBar"),
@@ -76,6 +79,7 @@ def _is_known(method: object) -> bool:
 
 __all__ = [
     "PACKAGE",
+    "STRATEGY_REGISTRY",
     "Accelerator",
     "BaseFinetuning",
     "Callback",
@@ -90,6 +94,7 @@ __all__ = [
     "ParallelStrategy",
     "Precision",
     "RichProgressBar",
+    "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
     "TorchCheckpointIO",

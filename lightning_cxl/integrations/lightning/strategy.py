@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cxl.config import OffloadConfig, with_option_fields
+from lightning_cxl.config import with_option_fields
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
@@ -30,11 +30,10 @@ from lightning_cxl.integrations.lightning.precision import (
     watch_for_edits,
 )
 from lightning_cxl.inventory.loop import Loop
-from lightning_cxl.planning.policies.registry import check_policy
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
-from lightning_cxl.run.report import format_report
-from lightning_cxl.run.run import FinishedRun, Run
+from lightning_cxl.run.run import Run
+from lightning_cxl.run.session import Session
 from lightning_cxl.run.ssd_checkpoint import unseen
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
@@ -71,24 +70,15 @@ class CXLOffloadStrategy(OneProcessStrategy):
         **options: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        given = options.get("policy", "auto")
-        self._policy = None if isinstance(given, str) else options.pop("policy")
-        self.config, self.config_origins = OffloadConfig.resolve(**options)
-        check_policy(self.config.policy if self._policy is None else self._policy)
-        self._host: Host | None = None
-        self._run: Run | None = None
-        self._finished: FinishedRun | None = None  # that trained last: a checkpoint may be saved after it
-        self._last_report: dict[str, Any] | None = None
-        self._active = ExitStack()  # open while this run's memory is what `lightning_cxl.empty` uses
+        self._session = Session(**options)
+        self.config, self.config_origins = self._session.config, self._session.origins
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     @property
     def host(self) -> Host:
         """Memory and policy of the next or present run; built at first use, replaced after teardown."""
-        if self._host is None:
-            self._host = Host(self.config, self.root_device, policy=self._policy)
-        return self._host
+        return self._session.host_on(self.root_device)
 
     @property
     def run(self) -> Run:
@@ -97,9 +87,10 @@ class CXLOffloadStrategy(OneProcessStrategy):
         Raises:
             RuntimeError: there is none.
         """
-        if self._run is None:
+        run = self._session.run
+        if run is None:
             raise RuntimeError(f"{type(self).__name__} has no run: it begins in `setup` and ends in `teardown`")
-        return self._run
+        return run
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -115,9 +106,8 @@ class CXLOffloadStrategy(OneProcessStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Place the model, then adopt its optimizers; on failure nothing of it stays behind."""
         assert self.accelerator is not None and self.model is not None
-        self._last_report = None
         try:
-            self._active.enter_context(self.host.activate())
+            self._session.open(self.root_device)
             self.accelerator.setup(trainer)
             self.model = self.precision_plugin.convert_module(self.model)
             if trainer.state.fn == "fit":
@@ -126,7 +116,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
                 self.model_to_device()
                 self.setup_precision_plugin()
         except BaseException:
-            self._close(after_error=True)
+            self._session.close(after_error=True)
             raise
 
     def _setup_fit(self, trainer: Trainer) -> None:
@@ -135,32 +125,26 @@ class CXLOffloadStrategy(OneProcessStrategy):
         refuse_unready(self.model)
         use = watch_for_edits(trainer)
         self.setup_optimizers(trainer)
-        self._finished = None  # its masters are of other optimizers; they make room
         before = set(self.model.parameters())
         self._start_run(self.optimizers, loop_of(trainer, use, self.config.on_overflow))
         if before != set(self.model.parameters()):  # some modules make new parameters when they move
             self.setup_optimizers(trainer)
         self._adopt_optimizers(trainer)
         self.setup_precision_plugin()
-        attach_scaling(self.precision_plugin, self.run.guard, self._active, use)
+        attach_scaling(self.precision_plugin, self.run.guard, self._session.active, use)
 
     def _start_run(self, optimizers: Sequence[Optimizer], loop: Loop) -> None:
         assert isinstance(self.model, nn.Module)
-        inventory = self.host.inventory(self.model, optimizers, loop)
         if self.config.refers_to_ssd and not isinstance(self.checkpoint_io, CXLCheckpointIO):
             raise ConfigError(
                 f"checkpoint='reference' of tier 'ssd' needs checkpoints that are on the drive when saving returns, "
                 f"and {type(self.checkpoint_io).__name__} may write them later: leave `checkpoint_io` out, or set "
                 f"checkpoint='copy'"
             )
-        decision = self.host.decide(inventory)
-        self._run = Run(self.host, inventory, decision, loop)
-        self._active.enter_context(self._run.activate())
+        self._session.start(self.model, optimizers, loop)
 
     def model_to_device(self) -> None:
         """Move the model to its tiers (CPU) or to the device, and wrap its units; nothing is trained."""
-        assert isinstance(self.model, nn.Module)
-        refuse_unready(self.model)
         self._start_run([], Loop())
 
     def _adopt_optimizers(self, trainer: Trainer) -> None:
@@ -169,7 +153,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
         for old, new in zip(before, adopted, strict=True):
             for config in self.lr_scheduler_configs if old is not new else ():
                 repoint_scheduler(config.scheduler, old, new)
-                self._active.callback(repoint_scheduler, config.scheduler, new, old)
+                self._session.active.callback(repoint_scheduler, config.scheduler, new, old)
         self.optimizers = adopted
         if self.run.masters.has_separate:
             check_masters_are_found(trainer)
@@ -212,10 +196,12 @@ class CXLOffloadStrategy(OneProcessStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
-        if self._run is not None:
-            self._run.wait_for_updates()
-            self._run.adopt_joined()
-        run = self._trained()
+        if self._session.run is not None:
+            self.run.wait_for_updates()
+            self.run.adopt_joined()
+        if self._on_ssd is not None:
+            self._on_ssd.check_weights()
+        run = self._session.trained
         if run is not None and checkpoint.get("optimizer_states"):
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
             own = ckpt.entry_of(optimizers, run.masters, run.num_received)
@@ -235,7 +221,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
         Where no run is going on it goes into what the last one left, or into the optimizers as the user made them.
         """
         assert self.lightning_module is not None
-        own, run = ckpt.own_entry(checkpoint), self._trained()
+        own, run = ckpt.own_entry(checkpoint), self._session.trained
         if isinstance(run, Run):
             run.adopt_joined()
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
@@ -254,11 +240,7 @@ class CXLOffloadStrategy(OneProcessStrategy):
 
     @property
     def _on_ssd(self) -> StateOnSsd | None:
-        return None if self._run is None else self._run.on_ssd
-
-    def _trained(self) -> Run | FinishedRun | None:
-        """Return the run whose optimizers the Trainer has: the present one if it trains, else the last that did."""
-        return self._run if self._run is not None and self._run.optimizers else self._finished
+        return None if self._session.run is None else self.run.on_ssd
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -273,54 +255,22 @@ class CXLOffloadStrategy(OneProcessStrategy):
             if self.lightning_module is not None and self.root_device.type != "cpu":
                 cleanup.callback(self.lightning_module.cpu)
             trainer = None if self.lightning_module is None else self.lightning_module._trainer
-            cleanup.callback(self._close, after_error=trainer is not None and trainer.interrupted)
+            cleanup.callback(self._session.close, after_error=trainer is not None and trainer.interrupted)
             cleanup.callback(self.checkpoint_io.teardown)  # it may still be writing
-
-    def _close(self, *, after_error: bool) -> None:
-        run, self._run = self._run, None
-        host, self._host = self._host, None
-        with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
-            if host is not None:
-                cleanup.callback(host.close)
-            if run is not None:
-                cleanup.callback(run.close, after_error=after_error)
-            cleanup.callback(self._active.close)
-            if run is not None and run.optimizers:
-                self._finished = run.finished()
-            if host is not None:
-                self._last_report = (run or host).report("finished")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without the run that is going on: it belongs to this process, and a new run makes its own."""
-        return {**super().__getstate__(), "_host": None, "_run": None, "_finished": None, "_active": ExitStack()}
 
     # -- what it did -------------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """Return bytes planned, used and at the peak, per tier and role, JSON-able; the last run's when it is over.
-
-        Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}}, ``roles``,
-        ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
-        ``ssd`` (what a step moves from and to the tier `ssd`, and the wear of its drives), ``policy``, ``reasons``
-        {role: [text]}, ``notes``.
-        """
-        report = self._last_report
-        if report is None or self._host is not None:
-            report = (self._run or self.host).report()
-        return {**report, "config": self.config.describe(self.config_origins)}
+        """Return bytes planned, used and at the peak, per tier and role, JSON-able; see `Session.report`."""
+        return self._session.report(self.root_device)
 
     def __str__(self) -> str:
         """Return the report as one screen of text."""
-        if self._host is None and self._last_report is None:
-            return f"{type(self).__name__}, not set up yet: {self.config}"
-        return format_report(self.report())
+        return self._session.describe(type(self).__name__, self.root_device)
 
     def __repr__(self) -> str:
         """Return the class and the options that are not at their default."""
-        given = {
-            name: getattr(self.config, name) for name, origin in self.config_origins.items() if origin != "default"
-        }
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        return self._session.describe_options(type(self).__name__)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

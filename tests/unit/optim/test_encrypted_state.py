@@ -56,6 +56,33 @@ def test_updates_are_those_of_state_in_memory(pair, state, dtype):
     assert_equal_runs(own, plain, plain_parameters)
 
 
+@pytest.mark.parametrize("key", [KEY, None], ids=["encrypted", "plain"])
+def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(tmp_path, key, monkeypatch):
+    """And lies on the drive: a checkpoint may refer to it."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), key=key)
+    give_gradients(own.parameters, 0)
+    visit, visited = own.visits.visit, []
+
+    def interrupted(records):
+        if visited:
+            raise KeyboardInterrupt
+        visited.extend(records)
+        return visit(records)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(own.visits, "visit", interrupted)
+        own.optimizer.step()
+    assert not visited[0].is_dirty()
+    state, records = own.optimizer.state, set()
+    for parameter in own.parameters:
+        record = own.optimizer.kept.of(parameter).record
+        records |= {record} - {None, *visited}
+        if record in records:
+            assert not state[parameter]["exp_avg"].any() and not state[parameter]["exp_avg_sq"].any()
+    assert records and all(record.record.is_written for record in records)
+    own.close()
+
+
 def test_tensors_that_someone_holds_show_no_number_from_the_next_update_on(pair):
     """Also while it is still written."""
     own, plain, plain_parameters = pair(system=SlowWrites())

@@ -101,6 +101,17 @@ def test_a_file_has_its_name_before_its_lock_ends(tmp_path, monkeypatch):
     assert names(tmp_path) == ["one.ckpt"]
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "\N{GRINNING FACE}" * 63], ids=["letters", "pictures"])
+def test_a_name_may_be_as_long_as_the_filesystem_takes(tmp_path, name):
+    (tmp_path / name).touch()
+    file, path = open_partial(tmp_path / name)
+    file.close()
+    remove_left(tmp_path)
+    assert not path.exists()
+    save_file({}, tmp_path / name)
+    assert names(tmp_path) == [name]
+
+
 @pytest.mark.parametrize("when", ["before the lock", "behind the lock of another"])
 def test_a_file_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch, when):
     flock, calls = fcntl.flock, []

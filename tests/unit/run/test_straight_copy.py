@@ -5,12 +5,13 @@ import io
 import os
 import secrets
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.serialization import config
 
-from lightning_cxl.errors import CheckpointError, StorageError
+from lightning_cxl.errors import CheckpointError, StorageError, TierFullError
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.run.checkpoint_file import load_file, save_file
 from lightning_cxl.run.straight_copy import copying_from
@@ -130,7 +131,7 @@ def test_a_file_that_shares_blocks_is_the_same(tmp_path):
         run.store.close()
 
 
-def test_encrypted_state_is_plain_in_a_checkpoint_and_takes_slots_only(state, tmp_path):
+def test_encrypted_state_is_plain_in_a_checkpoint(state, tmp_path):
     run = state(2, key=secrets.token_bytes(32))
     run.save(tmp_path / "x.ckpt")
     run.check(torch.load(tmp_path / "x.ckpt", weights_only=True))
@@ -213,15 +214,17 @@ def test_after_a_full_disk_nothing_is_left_and_the_run_goes_on(state, tmp_path, 
     run.visits.wait()
 
 
-def test_who_interrupts_a_save_interrupts_it(state, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TierFullError("no memory for slots")])
+def test_what_ends_a_save_is_said_and_not_how_torch_ends_the_file(state, tmp_path, monkeypatch, error):
     run = state()
 
-    def interrupted(*args):
-        raise KeyboardInterrupt
+    def ends(*args):
+        raise error
 
-    monkeypatch.setattr(RecordCopy, "put", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(RecordCopy, "put", ends)
+    with pytest.raises(type(error)) as caught:
         run.save(tmp_path / "x.ckpt")
+    assert caught.value is error
     assert [path.name for path in tmp_path.iterdir()] == ["drive0"]
 
 
@@ -239,6 +242,22 @@ def test_a_full_disk_is_said_also_where_no_state_is_on_ssd(tmp_path, monkeypatch
     with pytest.raises(CheckpointError, match="No space left"):
         save_file({"weights": torch.ones(1000)}, tmp_path / "x.ckpt")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_filesystem_that_also_refuses_to_remove_the_file_is_said_by_its_first_error(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(CheckpointError, match="Read-only"):
+        save_file({}, tmp_path / "x.ckpt")
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="could not write checkpoint"):
+        save_file({}, tmp_path / "file" / "folder" / "x.ckpt")
 
 
 @pytest.mark.parametrize("known", ["none", "all", "empty"])

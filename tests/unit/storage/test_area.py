@@ -21,12 +21,12 @@ class Gate(System):
     def __init__(self):
         self.is_open = threading.Event()
         self.is_open.set()
-        self.fails = False
+        self.fails = None
 
     def pwritev(self, fd, views, offset):
         assert self.is_open.wait(20)
         if self.fails:
-            raise OSError(5, "Input/output error")
+            raise self.fails
         return super().pwritev(fd, views, offset)
 
 
@@ -97,16 +97,17 @@ def test_a_place_is_not_given_away_while_it_is_written(store, gate):
     assert store.stats()["reserved_bytes"] == 2 * BLOCK  # waited instead of taking more
 
 
-def test_a_write_that_failed_does_not_keep_its_place(store, gate):
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()], ids=["drive", "memory"])
+def test_a_write_that_failed_does_not_keep_its_place(store, gate, error):
     area = Area(store, "passing", 2 * BLOCK, 1)
     first = area.take(2 * BLOCK)
-    gate.fails = True
+    gate.fails = error
     write = store.write(first, memory_of(2 * BLOCK))
     area.give_back(first)
     second = area.take(2 * BLOCK)
-    with pytest.raises(StorageError):
+    with pytest.raises((StorageError, MemoryError)):
         write.wait_host()
-    gate.fails = False
+    gate.fails = None
     assert get(store, second) if put(store, second, 3) else False
 
 

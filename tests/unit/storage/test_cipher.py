@@ -268,6 +268,13 @@ def test_what_is_kept_about_a_key_tells_nothing_about_it():
 
 def test_without_the_package_a_key_is_refused_and_the_rest_works(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.hashes", None)
-    with pytest.raises(UnsupportedError, match="pip install cryptography"):
+    with pytest.raises(UnsupportedError, match="pip install -U cryptography"):
         opened(tmp_path)
     opened(tmp_path, None).close()
+
+
+def test_a_package_that_is_too_old_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("cryptography.__version__", "42.0.8")
+    with pytest.raises(UnsupportedError, match=r"version 43 or newer \(cryptography 42\.0\.8 is too old\)"):
+        opened(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,7 +1,9 @@
 """Inputs of units on SSD: right values at the recompute, a hard cap of memory, and nothing left of dropped graphs."""
 
 import gc
+import os
 import secrets
+import signal
 import threading
 import time
 import weakref
@@ -172,12 +174,20 @@ def test_where_sizes_are_not_known_the_first_input_says_how_large_slots_are(tmp_
     rig.close()
 
 
-def test_a_forward_waits_for_a_write_when_all_slots_are_taken(on_host):
+def test_a_forward_waits_for_a_write_when_all_slots_are_taken(on_host, monkeypatch):
+    asked, take = [], HostSlots.take
+
+    def noted(slots, nbytes):
+        asked.append(nbytes)
+        return take(slots, nbytes)
+
+    monkeypatch.setattr(HostSlots, "take", noted)
     on_host.gate.is_open.clear()
     forward = threading.Thread(target=on_host.loss)
     forward.start()
     forward.join(0.1)
     assert forward.is_alive() and on_host.allocated == [4 * BLOCK]
+    assert len(asked) <= 4 * NUM_BLOCKS  # it waits, and does not ask again and again
     on_host.gate.is_open.set()
     forward.join()
 
@@ -266,6 +276,21 @@ def test_an_error_of_a_write_that_nobody_reads_is_nobodys(two):
     two.gate.fails = None
     two.inputs.close()
     two.store.close()
+
+
+def test_an_error_of_another_kind_is_that_of_one_image_as_well(two, monkeypatch):
+    expected = two.expected(1)
+
+    def no_memory(*_args):
+        raise MemoryError("no memory for a chunk")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(two.gate, "pwritev", no_memory)
+        loss = two.loss()
+        with pytest.raises(StorageError, match=r"not whole.*no memory for a chunk"):
+            loss.backward()
+        del loss
+    assert_same(two.grads(1), expected)
 
 
 def test_a_retained_graph_is_read_again(two):
@@ -425,3 +450,19 @@ def test_a_backward_after_the_run_is_refused(two):
     two.inputs.close()
     with pytest.raises(StorageError, match="the run that had it there is over"):
         loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_that_it_has_no_thread(on_host):
+    image = on_host.place(BLOCK, "unit")
+    with on_host.inputs._lock:  # as another thread may have it at that moment
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            del image
+            try:
+                on_host.place(BLOCK, "unit")
+                os._exit(5)
+            except StorageError as error:
+                os._exit(3 if "forked" in str(error) else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3

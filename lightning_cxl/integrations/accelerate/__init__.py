@@ -1,0 +1,1 @@
+"""The accelerator for Hugging Face Accelerate; the only importer of Accelerate."""

@@ -1,0 +1,185 @@
+"""`CXLAccelerator`: Accelerate's accelerator, with models and optimizers on host memory tiers.
+
+An Accelerate loop stays as it is: `prepare` places the model and adopts its optimizers, `backward` collects gradients,
+clipping finds them where they are. Everything else is Accelerate's own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.integrations.options_file import read_options
+from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.run.session import Session
+from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.updates.adoption import repoint_scheduler
+
+
+class CXLAccelerator(Accelerator):  # type: ignore[misc]
+    """Train with weights, gradients, optimizer state and activations on host memory tiers.
+
+    Args:
+        *args: of `accelerate.Accelerator`.
+        offload: the fields of `OffloadConfig`, or the path of a YAML file with them; None: what the environment says
+            (``LIGHTNING_CXL_TIERS`` and so on), else the defaults.
+        **kwargs: of `accelerate.Accelerator`.
+
+    Raises:
+        ConfigError: an option with an impossible value.
+        UnsupportedError: several processes, or a plugin that places models itself (DeepSpeed, FSDP, Megatron-LM).
+
+    Example::
+
+        accelerator = CXLAccelerator(offload={"tiers": {"dram": "48GiB"}})
+        model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+    """
+
+    def __init__(
+        self, *args: Any, offload: Mapping[str, Any] | str | PathLike[str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._attach(offload, None)
+
+    @classmethod
+    def attach(
+        cls,
+        accelerator: Accelerator,
+        offload: Mapping[str, Any] | str | PathLike[str] | None = None,
+        loop: Loop | None = None,
+    ) -> "CXLAccelerator":
+        """Make an accelerator that exists, and has prepared no model yet, one of this class.
+
+        Args:
+            accelerator: its class changes; everyone who has it has ours.
+            offload: as for the constructor.
+            loop: what is known of the training loop; None: nothing.
+
+        Raises:
+            ConfigError: it has prepared a model or an optimizer.
+            UnsupportedError: as for the constructor.
+        """
+        if accelerator._models or accelerator._optimizers:
+            raise ConfigError(
+                f"this accelerator has prepared {len(accelerator._models)} models and {len(accelerator._optimizers)} "
+                "optimizers already: offload them before `prepare`"
+            )
+        accelerator.__class__ = cls
+        ours: CXLAccelerator = accelerator
+        ours._attach(offload, loop)
+        return ours
+
+    def _attach(self, offload: Mapping[str, Any] | str | PathLike[str] | None, loop: Loop | None) -> None:
+        kind = self.distributed_type.value
+        if self.num_processes > 1 or kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+            raise UnsupportedError(
+                f"{type(self).__name__} drives one device from one process, and Accelerate is set up for "
+                f"{self.num_processes} processes, kind {kind}. Launch with `--num_processes 1` and without a plugin "
+                "for DeepSpeed, FSDP or Megatron-LM."
+            )
+        loop = loop or Loop(accumulates=self.gradient_accumulation_steps > 1, writes_unseen=True)
+        self.offload = UserLoop(Session(**read_options(offload)), self.device, loop)
+        """Models and optimizers in host memory; its `session` has the report."""
+        if self.scaler is not None:
+            self.offload.attach_scaler(self.scaler)
+
+    # -- prepare -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Prepare objects as Accelerate does; models and optimizers stay where their tiers are.
+
+        A model and all its optimizers must come in the same call, or the model first.
+
+        Raises:
+            ConfigError: an optimizer whose model was not prepared, or a model without values.
+            TierFullError: a model or its training does not fit.
+        """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ConfigError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
+        adopted = self._adopt([each for each in args if isinstance(each, nn.Module)], optimizers)
+        for each in args:
+            for old, new in zip(optimizers, adopted, strict=True):
+                if isinstance(each, torch.optim.lr_scheduler.LRScheduler) and old is not new:
+                    repoint_scheduler(each, old, new)
+        new_of = dict(zip(map(id, optimizers), adopted, strict=True))
+        asked = [None] * len(args) if device_placement is None else device_placement
+        places = [
+            False if isinstance(each, (nn.Module, Optimizer)) else place
+            for each, place in zip(args, asked, strict=True)
+        ]
+        return super().prepare(*(new_of.get(id(each), each) for each in args), device_placement=places)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model, which is placed on its tiers; see Accelerate's `prepare_model`."""
+        self.offload.prepare(model)
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Prepare an optimizer of a model that is prepared; see Accelerate's `prepare_optimizer`."""
+        if not self._is_adopted(optimizer):
+            (optimizer,) = self._adopt([], [optimizer])
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def _adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Return what takes the place of optimizers; one that Accelerate has wrapped before keeps its wrapper."""
+        new: dict[int, Optimizer] = {id(each): each for each in optimizers}
+        rest = [each for each in optimizers if not self._is_adopted(each)]
+        owners = {id(each): self.offload.model_of(_inner(each), models) for each in rest}
+        for model in dict.fromkeys([*models, *owners.values()]):
+            mine = [each for each in rest if owners[id(each)] is model]
+            adopted = self.offload.prepare(model, [_inner(each) for each in mine])
+            for each, result in zip(mine, adopted, strict=True):
+                if isinstance(each, AcceleratedOptimizer):
+                    AcceleratedOptimizer.__init__(each, result, device_placement=False, scaler=each.scaler)
+                else:
+                    new[id(each)] = result
+        return [new[id(each)] for each in optimizers]
+
+    def _is_adopted(self, optimizer: Optimizer) -> bool:
+        return any(_inner(optimizer) is each for run in self.offload.session.runs for each in run.optimizers)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward pass; afterwards gradients are on the host, complete. See Accelerate's `backward`."""
+        with self.offload.backward():
+            super().backward(loss, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_norm_`."""
+        self.offload.look()
+        return super().clip_grad_norm_(self.offload.holders(parameters), max_norm, norm_type)  # type: ignore[no-any-return]
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_value_`."""
+        self.offload.look()
+        super().clip_grad_value_(self.offload.holders(parameters), clip_value)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of all that was prepared; models are plain again, on the host. See Accelerate's `free_memory`."""
+        self.offload.close()
+        if self.scaler is not None:
+            self.offload.attach_scaler(self.scaler)
+        return super().free_memory(*objects)
+
+    def report(self) -> dict[str, Any]:
+        """Return bytes planned, used and at the peak, per tier and role; see `Session.report`."""
+        return self.offload.session.report(self.device)
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,1 @@
+"""The strategy for Lightning Fabric."""

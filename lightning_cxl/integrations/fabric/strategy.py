@@ -1,0 +1,225 @@
+"""`CXLFabricStrategy`: the strategy for Lightning Fabric, whose users write the training loop.
+
+``fabric.setup(model, optimizer)`` places the model and adopts its optimizers; ``fabric.backward``, clipping and steps
+are as ever. See [Note: Call order in a user's loop].
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cxl.config import with_option_fields
+from lightning_cxl.devices.device_type import device_type_of
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
+from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, SingleDeviceStrategy
+from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.run.session import Session
+from lightning_cxl.run.straight_copy import copying_from
+from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.updates.adoption import repoint_scheduler
+
+_UNKNOWN = Loop(writes_unseen=True)
+
+
+class CXLFabricStrategy(SingleDeviceStrategy):
+    """Train with weights, gradients, optimizer state and activations on host memory tiers.
+
+    Args:
+        accelerator: filled in by Fabric.
+        checkpoint_io: how checkpoints are written; ours (direct, atomic, memory-mapped) when None.
+        precision: filled in by Fabric from ``precision=``.
+        **options: the fields of `OffloadConfig`; ``policy`` may also be an object, see `CXLOffloadStrategy`.
+
+    Raises:
+        ConfigError: an option with an impossible value.
+
+    Example::
+
+        fabric = Fabric(strategy=CXLFabricStrategy(tiers={"dram": "48GiB"}))
+        model, optimizer = fabric.setup(model, optimizer)
+    """
+
+    strategy_name = "cxl_offload"
+    parallel_devices: list[torch.device] | None = None
+    """Filled in by Fabric."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io or CXLCheckpointIO(), precision=precision)
+        self._session = Session(**options)
+        self.config, self.config_origins = self._session.config, self._session.origins
+        self._loop: UserLoop | None = None
+        self._moved: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that models compute on.
+
+        Raises:
+            UnsupportedError: Fabric has been given several.
+        """
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if len(devices) > 1:
+            raise UnsupportedError(
+                f"`{type(self).__name__}` drives one device in this version, and Fabric gives it {len(devices)}: "
+                f"{', '.join(map(str, devices))}. Use `devices=1`."
+            )
+        return devices[0]
+
+    @property
+    def offload(self) -> UserLoop:
+        """Models and optimizers in host memory."""
+        if self._loop is None:
+            if self.root_device.type != "cpu":
+                device_type_of(self.root_device)
+            self._loop = UserLoop(self._session, self.root_device, _UNKNOWN)
+            scaler = getattr(self.precision, "scaler", None)
+            if scaler is not None:
+                self._loop.attach_scaler(scaler)
+        return self._loop
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Create weights where their tier is, from the first byte; on a GPU, on the GPU, unless they stream."""
+        host = self._session.host_on(self.root_device)
+        with super().module_init_context(empty_init=empty_init):
+            if self.root_device.type == "cpu" or host.streams_weights:
+                with torch.device("cpu"), host.activate(), host.creating_weights():
+                    yield
+            else:
+                yield
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Place a module when it is first called: where it is set up next, it is placed then, with its optimizers."""
+        self._moved[module] = module.register_forward_pre_hook(_WhenCalled(self))
+
+    def _prepare(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> list[Optimizer]:
+        moved = self._moved.pop(module, None)
+        if moved is not None:
+            moved.remove()
+        return self.offload.prepare(module, optimizers)
+
+    def prepare_called(self, module: nn.Module) -> None:
+        """Place a module that was only moved. For its first call."""
+        self._prepare(module)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Place a module for use without training, or until `setup_optimizer`."""
+        self._prepare(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Adopt the one optimizer of a module that is set up."""
+        return self.offload.prepare(self.offload.model_of(optimizer), [optimizer])[0]
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Place a module and adopt its optimizers."""
+        adopted = self._prepare(module, optimizers)
+        for old, new in zip(optimizers, adopted, strict=True):
+            if scheduler is not None and old is not new:
+                repoint_scheduler(scheduler, old, new)
+        return module, adopted, scheduler
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass; afterwards gradients are on the host, complete."""
+        with self.offload.backward():
+            super().backward(tensor, module, *args, **kwargs)
+
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Clip by the norm; see Fabric's `clip_gradients`."""
+        self.offload.look()
+        return super().clip_gradients_norm(*args, **kwargs)
+
+    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
+        """Clip by value; see Fabric's `clip_gradients`."""
+        self.offload.look()
+        super().clip_gradients_value(*args, **kwargs)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write modules, optimizers and other state to one file. See [Note: Optimizer files]."""
+        with ExitStack() as stack:
+            for run in self._session.runs:
+                run.wait_for_updates()
+                if run.on_ssd is not None:
+                    run.on_ssd.check_weights()
+                    if writes_ours(self.checkpoint_io, path, storage_options):
+                        stack.enter_context(copying_from(run.on_ssd.visits))
+            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Free everything but weights and optimizer state, which belong to the user."""
+        loop, self._loop = self._loop, None
+        try:
+            if loop is not None:
+                loop.close()
+        finally:
+            super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without what is going on, which belongs to this process."""
+        return {name: value for name, value in vars(self).items() if name not in ("_loop", "_moved")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin anew."""
+        self.__dict__.update(state, _loop=None, _moved=WeakKeyDictionary())
+
+    def report(self) -> dict[str, Any]:
+        """Return bytes planned, used and at the peak, per tier and role, JSON-able; see `Session.report`."""
+        return self._session.report(self.root_device)
+
+    def __str__(self) -> str:
+        """Return the report as one screen of text."""
+        return self._session.describe(type(self).__name__, self.root_device)
+
+    def __repr__(self) -> str:
+        """Return the class and the options that are not at their default."""
+        return self._session.describe_options(type(self).__name__)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``Fabric(strategy="cxl_offload")``."""
+        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__, override=True)
+
+
+class _WhenCalled:
+    """Hook on a module that was moved and not set up; a copy of the module stays where it is."""
+
+    def __init__(self, strategy: CXLFabricStrategy | None = None) -> None:
+        self._strategy = strategy
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if self._strategy is not None:
+            self._strategy.prepare_called(module)
+
+    def __reduce__(self) -> tuple[type["_WhenCalled"], tuple[()]]:
+        return _WhenCalled, ()
+
+
+CXLFabricStrategy.__init__.__signature__ = with_option_fields(CXLFabricStrategy.__init__)  # type: ignore[attr-defined]

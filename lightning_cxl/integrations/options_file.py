@@ -1,0 +1,31 @@
+"""`read_options`: the options of a front end whose users have no Lightning CLI."""
+
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_cxl.errors import ConfigError
+
+
+def read_options(given: Mapping[str, Any] | str | PathLike[str] | None) -> dict[str, Any]:
+    """Return fields of `OffloadConfig`.
+
+    Args:
+        given: these fields, or the path of a YAML file that has them at its top level; None: no field.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no mapping.
+    """
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    path = Path(fspath(given))
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the options in `{path}`: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"`{path}` must map names of options to values, such as `stream_weights: true`")
+    return dict(found)

@@ -1,0 +1,251 @@
+"""`UserLoop`: models and optimizers in a training loop that the user, or a framework without strategies, has written.
+
+[Note: Call order in a user's loop]
+``prepare`` for each model, with its optimizers where it has some: the run is built, the optimizers are adopted -> per
+step: the model is called (a hook on it ends the step before), ``backward`` around the backward, clipping on
+`holders` of gradients, ``optimizer.step`` -> ``close``, at the latest when the program ends. What the loop does around
+a step is not known, so nothing is left to a later moment that it could see: ``.grad`` is complete after each backward,
+clipping and unscaling change it in place.
+"""
+
+import atexit
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.gradients.unscale import HostUnscale
+from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.run.optimizer_files import attach_files, detach_files
+from lightning_cxl.run.run import Run
+from lightning_cxl.run.session import Session
+from lightning_cxl.torch_private import UNSCALE
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    model: nn.Module
+    run: Run
+    undo: ExitStack
+    """Takes away what is on the model and its optimizers."""
+
+
+class UserLoop:
+    """See [Note: Call order in a user's loop].
+
+    Args:
+        session: the options, and the memory.
+        device: where models compute.
+        loop: what is known of the loop.
+
+    Raises:
+        ConfigError: an option that needs a framework with strategies.
+    """
+
+    def __init__(self, session: Session, device: torch.device, loop: Loop) -> None:
+        if session.config.refers_to_ssd:
+            raise ConfigError(
+                "checkpoint='reference' of tier 'ssd' needs checkpoints that we write, as under Lightning; here the "
+                "framework writes its own files: set checkpoint='copy'"
+            )
+        self.session = session
+        self.device = device
+        self.loop = loop
+        self._prepared: dict[int, _Prepared] = {}  # by id of the model
+        atexit.register(_close, weakref.ref(self))
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> list[Optimizer]:
+        """Place a model, and adopt the optimizers of its parameters. See [Note: Adoption].
+
+        A model that was prepared without optimizers, and comes again with some, is placed anew.
+
+        Args:
+            model: as the user made it; its weights move, its units are wrapped.
+            optimizers: all that train it.
+
+        Returns:
+            The optimizers that take the place of the user's, in the same order.
+
+        Raises:
+            ConfigError: the model has no values, or an optimizer has parameters that are not in it.
+            TierFullError: it does not fit.
+            UnsupportedError: the model has optimizers already.
+        """
+        before = self._prepared.get(id(model))
+        if before is not None and not optimizers:
+            return []
+        if before is not None and before.run.optimizers:
+            raise UnsupportedError(
+                f"{type(model).__name__} has optimizers already: prepare a model together with all its optimizers"
+            )
+        _check_owner(model, optimizers)
+        if before is not None:
+            self._end(model)
+        if self.session.host is None:
+            self.session.open(self.device)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        run, undo = self.session.start(model, optimizers, self.loop), ExitStack()
+        self._prepared[id(model)] = _Prepared(model, run, undo)
+        try:
+            _follow(model, names, optimizers)  # some modules make new parameters when they move
+            adopted = run.adopt(optimizers)
+            for optimizer in adopted:
+                attach_files(optimizer, run)
+                undo.callback(detach_files, optimizer)
+            undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
+        except BaseException:
+            self._end(model, after_error=True)
+            raise
+        return adopted
+
+    def knows(self, model: nn.Module) -> bool:
+        """Return whether a model has been prepared, and not been let go of since."""
+        return id(model) in self._prepared
+
+    def model_of(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> nn.Module:
+        """Return the model whose parameters an optimizer has.
+
+        Args:
+            optimizer: as the user made it.
+            models: to look at first; then those that are prepared.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        for model in [*models, *(each.model for each in self._prepared.values())]:
+            if not held.isdisjoint(model.parameters()):
+                return model
+        raise ConfigError(
+            f"the model of this {type(optimizer).__name__} was not prepared: prepare a model together with its "
+            "optimizers, or before them"
+        )
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Return a region for one backward; after it gradients are complete, as ``.grad`` of `holders`."""
+        runs = [each.run for each in self._prepared.values() if each.run.optimizers]
+        for run in runs:
+            run.start_backward()
+        yield
+        for run in runs:
+            run.finish_backward()
+
+    def holders(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        """Return the tensors whose ``.grad`` is the gradient of given parameters: their masters, where they have some.
+
+        Each comes once, as in clipping by torch.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return list(dict.fromkeys(self._holder(parameter) for parameter in given))
+
+    def _holder(self, parameter: Tensor) -> Tensor:
+        pairs = (run.masters.find(parameter) for run in self.session.runs)
+        return next((pair.master for pair in pairs if pair is not None), parameter)
+
+    def look(self) -> None:
+        """Remember which gradient is bad before all are: they are about to be clipped in place."""
+        for run in self.session.runs:
+            for optimizer in run.optimizers:
+                run.guard.look(optimizer)
+
+    def attach_scaler(self, scaler: Any) -> None:
+        """Let a loss scaler of torch's, perhaps on a device, unscale gradients on the host; until `close`."""
+        setattr(scaler, UNSCALE, _Unscale(scaler, self))
+        self.session.active.callback(vars(scaler).pop, UNSCALE, None)
+
+    def run_of(self, optimizer: Optimizer) -> Run:
+        """Return the run that has adopted an optimizer.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for run in self.session.runs:
+            if any(each is optimizer for each in run.optimizers):
+                return run
+        raise ConfigError(f"this {type(optimizer).__name__} was not prepared: prepare it together with its model")
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _end(self, model: nn.Module, *, after_error: bool = False) -> None:
+        gone = self._prepared.pop(id(model))
+        self.session.runs.remove(gone.run)
+        with ExitStack() as cleanup:
+            cleanup.callback(model.cpu)
+            cleanup.callback(gone.run.close, after_error=after_error)
+            cleanup.callback(gone.undo.close)
+
+    def close(self, *, after_error: bool = False) -> None:
+        """Free everything but weights and optimizer state, which belong to the user and are on the host. Idempotent."""
+        prepared, self._prepared = self._prepared, {}
+        with ExitStack() as cleanup:
+            for each in prepared.values():
+                cleanup.callback(each.model.cpu)
+            cleanup.callback(self.session.drop_finished)
+            cleanup.callback(self.session.close, after_error=after_error)
+            for each in prepared.values():
+                cleanup.callback(each.undo.close)
+
+
+class _Forward:
+    """Hook on a model: each call of it may be the first of a step. See [Note: Call order in a user's loop]."""
+
+    def __init__(self, run: Run, loop: UserLoop) -> None:
+        self._run = run
+        self._num_steps = 0
+        self._loop = loop  # lives as long as a model that it has placed
+
+    def __call__(self, *_: Any) -> None:
+        num_steps = self._run.guard.num_steps
+        if num_steps != self._num_steps:
+            self._num_steps = num_steps
+            self._run.end_step()
+        self._run.adopt_joined()
+
+
+class _Unscale:
+    """`GradScaler._unscale_grads_` for optimizers of several runs."""
+
+    def __init__(self, scaler: Any, loop: UserLoop) -> None:
+        self._scaler = scaler
+        self._loop = loop
+
+    def __call__(self, optimizer: Optimizer, *args: Any) -> Any:
+        guard = self._loop.run_of(optimizer).guard
+        return HostUnscale(self._scaler, lambda same: same, lambda _: False, guard)(optimizer, *args)
+
+
+def _check_owner(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    own = set(model.parameters())
+    for optimizer in optimizers:
+        strange = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+        if strange:
+            raise ConfigError(
+                f"{strange} parameters of the {type(optimizer).__name__} are not in the model {type(model).__name__}: "
+                "make the optimizer after everything that replaces parameters (quantisation, LoRA, `.to`), and prepare "
+                "it together with its model"
+            )
+
+
+def _follow(model: nn.Module, names: dict[int, str], optimizers: Iterable[Optimizer]) -> None:
+    """Put new parameters of a model into optimizers, in the place of those that have left it."""
+    now = dict(model.named_parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [now[names[id(p)]] if id(p) in names else p for p in group["params"]]
+
+
+def _close(reference: "weakref.ref[UserLoop]") -> None:
+    loop = reference()
+    if loop is not None:
+        loop.close()

@@ -1,0 +1,110 @@
+"""Protections of loops that users write: what front ends without a Trainer of Lightning's rely on."""
+
+from tests.mutants.mutant import Mutant
+
+_LOOP = "lightning_cxl/run/user_loop.py"
+_FILES = "lightning_cxl/run/optimizer_files.py"
+_FABRIC = "lightning_cxl/integrations/fabric/strategy.py"
+_RUN = "tests/integration/test_fabric.py"
+T_FABRIC = (_RUN,)
+
+MUTANTS = (
+    Mutant(
+        "the bad gradient is looked for before clipping",
+        _FABRIC,
+        "        self.offload.look()\n        return super().clip",
+        "        return super().clip",
+        T_FABRIC,
+    ),
+    Mutant(
+        "gradients are complete after the backward",
+        _LOOP,
+        "            run.finish_backward()\n",
+        "            pass\n",
+        T_FABRIC,
+    ),
+    Mutant(
+        "new parameters take the place of old ones in optimizers",
+        _LOOP,
+        "            _follow(model, names, optimizers)  # some",
+        "            pass  # some",
+        T_FABRIC,
+    ),
+    Mutant(
+        "a run that could not adopt is ended",
+        _LOOP,
+        "            self._end(model, after_error=True)\n            raise\n",
+        "            raise\n",
+        T_FABRIC,
+    ),
+    Mutant(
+        "models come back to the host",
+        _LOOP,
+        "            for each in prepared.values():\n                cleanup.callback(each.model.cpu)\n",
+        "",
+        T_FABRIC,
+    ),
+    Mutant(
+        "masters of a finished run are let go of",
+        _LOOP,
+        "            cleanup.callback(self.session.drop_finished)\n",
+        "",
+        T_FABRIC,
+    ),
+    Mutant(
+        "parameters that join are adopted before the forward",
+        _LOOP,
+        "        self._run.adopt_joined()\n",
+        "",
+        T_FABRIC,
+    ),
+    Mutant(
+        "foreign parameters are refused",
+        _LOOP,
+        "        if strange:\n",
+        "        if False:\n",
+        T_FABRIC,
+    ),
+    Mutant(
+        "a file waits for updates that run behind",
+        _FILES,
+        "        run.wait_for_updates()\n        run.adopt_joined()\n        if run.on_ssd",
+        "        run.adopt_joined()\n        if run.on_ssd",
+        T_FABRIC,
+    ),
+    Mutant(
+        "a file has the masters of its own optimizer only",
+        _FILES,
+        'own["master_weights"].items() if name in mine}',
+        'own["master_weights"].items()}',
+        T_FABRIC,
+    ),
+    Mutant(
+        "masters come back from a file",
+        _FILES,
+        '        restore_masters(own.get("master_weights"), run.masters, [self._optimizer])\n',
+        "",
+        T_FABRIC,
+    ),
+    Mutant(
+        "random rounding goes on where it was",
+        _FILES,
+        '        run.num_received = own.get("num_gradients", 0)\n',
+        "",
+        T_FABRIC,
+    ),
+    Mutant(
+        "a file leaves the optimizer its own method",
+        _FILES,
+        "            self._optimizer.load_state_dict = self  # type: ignore[method-assign]\n",
+        "            pass\n",
+        T_FABRIC,
+    ),
+    Mutant(
+        "a model that is moved is not placed before its optimizers come",
+        _FABRIC,
+        "register_forward_pre_hook(_WhenCalled(self))",
+        "register_forward_pre_hook(_WhenCalled()); self._prepare(module)",
+        T_FABRIC,
+    ),
+)
