@@ -253,6 +253,22 @@ def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies, u
     assert all(map(torch.equal, frozen, bytes_of_frozen()))
 
 
+def test_the_device_holds_a_few_quantised_units_however_many_there_are(tmp_path):
+    if training_device.current.type == "cpu":
+        pytest.skip("needs a device apart")
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 37}
+    peaks, units = [], []
+    for layers in (6, 14):
+        folder = tmp_path / str(layers)
+        tf.LlamaForCausalLM(tf.LlamaConfig(**wide, num_hidden_layers=layers)).save_pretrained(folder)
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        _, strategy, _ = under_us(folder, "nf4, nested")
+        peaks.append(torch.accelerator.max_memory_allocated())
+        units.append(strategy.report()["streamed"]["host_bytes"] / layers)
+    assert peaks[1] == pytest.approx(peaks[0], abs=units[0])
+
+
 @pytest.mark.on_cpu
 @pytest.mark.parametrize("stream", [False, True])
 def test_evaluation_on_a_cpu_that_repacks_leaves_the_weights_alone(folder, stream, monkeypatch):
