@@ -107,6 +107,18 @@ def test_the_benchmark_of_a_large_model_trains_it_from_its_files(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_qlora_writes_rows(tmp_path):
+    """It compares losses itself."""
+    target = tmp_path / "rows.json"
+    command = [sys.executable, EXAMPLES / "bench" / "qlora.py", tmp_path / "model", "--size=tiny", "--json", target]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=400)
+    values = {row["name"]: row["value"] for row in json.loads(target.read_text())["rows"]}
+    assert values["all roles, planned off by"] < 0.03
+    assert values["train: without us"] > 0 and "load: more than the quantised weights" in values
+
+
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
     target = tmp_path / "rows.json"
     command = [sys.executable, EXAMPLES / "bench" / "gpu.py", "--shape=tiny", "--seq=64", "--device=cpu", "--steps=3"]

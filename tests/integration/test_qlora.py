@@ -164,6 +164,29 @@ def test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes(folder, w
     assert planned == pytest.approx(peak, rel=0.01)
 
 
+def test_a_run_resumes_as_plain_lightning_does_where_the_base_comes_from_its_files(folder, tmp_path):
+    """bitsandbytes does not load the scales of 4-bit weights from a state dict."""
+
+    class Resumed(QLoRA):
+        strict_loading = False
+
+    def fitted(load, strategy, steps, **arguments):
+        module = Resumed(lambda: load(folder, "nf4, nested"))
+        seed_everything(11, verbose=False)
+        trainer = make_trainer(strategy, max_steps=steps, limit_val_batches=0)
+        trainer.fit(module, token_data(STEPS), **arguments)
+        return module.losses, trainer
+
+    def resumed(load, make_strategy):
+        first, trainer = fitted(load, make_strategy(), STEPS // 2)
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        return first + fitted(load, make_strategy(), STEPS, ckpt_path=tmp_path / "half.ckpt")[0]
+
+    expected = resumed(theirs, lambda: "auto")
+    assert len(set(expected)) == STEPS
+    assert resumed(ours, lambda: offload(**EXACT)) == expected
+
+
 @pytest.fixture
 def copies(monkeypatch):
     """Copies of a run: the home of each that goes to the device, and the host memory of each that comes from there."""
@@ -228,6 +251,22 @@ def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies, u
             assert not any(home.data_ptr() <= address < home.data_ptr() + home.numel() for address in copied_out)
     assert len(frozen) == LAYERS * 7 * 6
     assert all(map(torch.equal, frozen, bytes_of_frozen()))
+
+
+def test_the_device_holds_a_few_quantised_units_however_many_there_are(tmp_path):
+    if training_device.current.type == "cpu":
+        pytest.skip("needs a device apart")
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 37}
+    peaks, units = [], []
+    for layers in (6, 14):
+        folder = tmp_path / str(layers)
+        tf.LlamaForCausalLM(tf.LlamaConfig(**wide, num_hidden_layers=layers)).save_pretrained(folder)
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        _, strategy, _ = under_us(folder, "nf4, nested")
+        peaks.append(torch.accelerator.max_memory_allocated())
+        units.append(strategy.report()["streamed"]["host_bytes"] / layers)
+    assert peaks[1] == pytest.approx(peaks[0], abs=units[0])
 
 
 @pytest.mark.on_cpu

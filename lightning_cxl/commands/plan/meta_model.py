@@ -79,7 +79,13 @@ def _config(name: str) -> Any:
         return CONFIG_MAPPING[fields.pop("model_type")](**fields)
     require_model(name, f", no known shape ({', '.join(SHAPES)})")
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=is_folder or is_cached(name))
+        config = AutoConfig.from_pretrained(name, local_files_only=is_folder or is_cached(name))
     except Exception as error:  # as above
         where = f"the config.json in {name!r}" if is_folder else f"the config of {name!r}"
         raise ConfigError(f"{where} cannot be used: {reason(error)}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"the weights of {name!r} are quantised, and `plan` plans training of all weights: name the model that "
+            "they were made from. A run of quantised weights plans itself when it begins: see `print(strategy)`"
+        )
+    return config

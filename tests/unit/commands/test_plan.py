@@ -183,6 +183,9 @@ def test_unknown_names(plan, tmp_path, monkeypatch):
     (tmp_path / "bad" / "config.json").write_text('{"model_type": "not a model"}')
     with pytest.raises(ConfigError, match="cannot be used"):
         plan(model=str(tmp_path / "bad"))
+    (tmp_path / "bad" / "config.json").write_text('{"model_type": "llama", "quantization_config": {"bits": 4}}')
+    with pytest.raises(ConfigError, match=r"the weights of .* are quantised, and `plan` plans training of all weights"):
+        plan(model=str(tmp_path / "bad"))
     with pytest.raises(ConfigError, match="no policy 'fastest'"):
         plan("--policy", "fastest")
     with pytest.raises(ConfigError, match="sequence must be at least 1"):
