@@ -78,7 +78,7 @@ def test_other_modules_are_refused(make_trainer, monkeypatch):
 
 
 def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(tmp_path, write_lines, make_trainer):
-    """Batches with more answer count more; as one sum over transformers' logits has it."""
+    """Samples with more answer count more; as one sum over transformers' logits of each has it."""
     byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
     rows = [{"prompt": "?", "completion": "a" * (1 + 5 * (number % 5))} for number in range(10)]
     data = TextData(
@@ -91,12 +91,12 @@ def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(tmp_path, writ
     model = CausalLM(**SHAPE)
     found = make_trainer().validate(model, data, verbose=False)[0]["val_loss"]
     total, count, means = 0.0, 0, []
-    for batch in data.val_dataloader():
+    for sample in data._held_out:  # one by one: batches have several in a row
+        tokens, labels = (torch.as_tensor(sample[name])[None] for name in ("input_ids", "labels"))
         with torch.no_grad():
-            logits = model.model(input_ids=batch["input_ids"]).logits
-        targets = batch["labels"][:, 1:]
-        losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction="none")
-        total, count = total + float(losses.sum()), count + int((targets != -100).sum())
-        means.append(float(losses.sum()) / int((targets != -100).sum()))
+            logits = model.model(input_ids=tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
+        total, count = total + float(loss), count + int((labels[0, 1:] != -100).sum())
+        means.append(float(loss) / int((labels[0, 1:] != -100).sum()))
     assert found == pytest.approx(total / count, rel=1e-6)
     assert abs(found - sum(means) / len(means)) > 1e-5
