@@ -17,6 +17,7 @@ With more torch threads tiny models would spend their time in barriers.
 import contextlib
 import gc
 import os
+import sys
 import threading
 
 import pytest
@@ -72,6 +73,16 @@ def _no_thread_of_a_drive_is_left():
     yield
     left = storage_threads() - before
     assert not left, f"the test left a store open: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_begins_anew():
+    """Accelerate remembers the device of its first use in a process."""
+    yield
+    if "accelerate.state" in sys.modules:
+        state = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture
