@@ -77,8 +77,9 @@ def _no_thread_of_a_drive_is_left():
 
 @pytest.fixture(autouse=True)
 def _accelerate_begins_anew():
-    """Accelerate remembers the device of its first use in a process."""
+    """Accelerate remembers the device of its first use in a process, and tests name it another."""
     yield
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
     if "accelerate.state" in sys.modules:
         state = sys.modules["accelerate.state"]
         state.AcceleratorState._reset_state(reset_partial_state=True)
