@@ -2,8 +2,8 @@
 
 [Note: Call order in a user's loop]
 ``prepare`` for each model, with its optimizers where it has some: the run is built, the optimizers are adopted -> per
-step: the model is called (a hook on it ends the step before), ``backward`` around the backward, clipping on
-`holders` of gradients, ``optimizer.step`` -> ``close``, at the latest when the program ends. What the loop does around
+step: the model is called (a hook on it ends the step before), ``backward`` around the backward, clipping of
+the optimizer's parameters, ``optimizer.step`` -> ``close``, at the latest when the program ends. What the loop does around
 a step is not known, so nothing is left to a later moment that it could see: ``.grad`` is complete after each backward,
 clipping and unscaling change it in place.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
@@ -106,10 +106,6 @@ class UserLoop:
             raise
         return adopted
 
-    def knows(self, model: nn.Module) -> bool:
-        """Return whether a model has been prepared, and not been let go of since."""
-        return id(model) in self._prepared
-
     def model_of(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> nn.Module:
         """Return the model whose parameters an optimizer has.
 
@@ -133,25 +129,13 @@ class UserLoop:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a region for one backward; after it gradients are complete, as ``.grad`` of `holders`."""
+        """Return a region for one backward; after it gradients are complete, as ``.grad`` of the optimizers' parameters."""
         runs = [each.run for each in self._prepared.values() if each.run.optimizers]
         for run in runs:
             run.start_backward()
         yield
         for run in runs:
             run.finish_backward()
-
-    def holders(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        """Return the tensors whose ``.grad`` is the gradient of given parameters: their masters, where they have some.
-
-        Each comes once, as in clipping by torch.
-        """
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return list(dict.fromkeys(self._holder(parameter) for parameter in given))
-
-    def _holder(self, parameter: Tensor) -> Tensor:
-        pairs = (run.masters.find(parameter) for run in self.session.runs)
-        return next((pair.master for pair in pairs if pair is not None), parameter)
 
     def look(self) -> None:
         """Remember which gradient is bad before all are: they are about to be clipped in place."""
