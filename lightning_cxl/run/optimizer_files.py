@@ -1,9 +1,10 @@
 """`state_dict` and `load_state_dict` of adopted optimizers, for frameworks that write a file for each optimizer.
 
 [Note: Optimizer files]
-Frameworks without strategies for files, such as Fabric, save what ``optimizer.state_dict()`` returns. So our entry of a checkpoint (`run/checkpoint.py`) lies in that dict, beside ``state`` and ``param_groups``. A plain torch
-optimizer ignores it, so these files load without us; and files that plain torch optimizers have written load with us.
-The model's weights must be loaded before the optimizer: master weights that no file has are made from them.
+Frameworks that write files of their own, such as Fabric, save what ``optimizer.state_dict()`` returns. So our entry of
+a checkpoint (`run/checkpoint.py`) lies in that dict, beside ``state`` and ``param_groups``. A plain torch optimizer
+ignores it, so these files load without us; and files that plain torch optimizers have written load with us. The
+model's weights must be loaded before the optimizer: master weights that no file has are made from them.
 """
 
 from collections.abc import Iterator, Mapping

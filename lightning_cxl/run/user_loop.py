@@ -3,9 +3,9 @@
 [Note: Call order in a user's loop]
 ``prepare`` for each model, with its optimizers where it has some: the run is built, the optimizers are adopted -> per
 step: the model is called (a hook on it ends the step before), ``backward`` around the backward, clipping of
-the optimizer's parameters, ``optimizer.step`` -> ``close``, at the latest when the program ends. What the loop does around
-a step is not known, so nothing is left to a later moment that it could see: ``.grad`` is complete after each backward,
-clipping and unscaling change it in place.
+the optimizer's parameters, ``optimizer.step`` -> ``close``, at the latest when the program ends. What the loop does
+around a step is not known, so nothing is left to a later moment that it could see: ``.grad`` is complete after each
+backward, clipping and unscaling change it in place.
 """
 
 import atexit
@@ -129,7 +129,7 @@ class UserLoop:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a region for one backward; after it gradients are complete, as ``.grad`` of the optimizers' parameters."""
+        """Return a region for one backward; after it gradients are complete, on the optimizers' parameters."""
         runs = [each.run for each in self._prepared.values() if each.run.optimizers]
         for run in runs:
             run.start_backward()
