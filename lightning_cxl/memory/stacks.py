@@ -148,6 +148,11 @@ class HostMemory:
         return is_all and tier.name not in self._budgets
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closed
+
+    @property
     def pins(self) -> bool:
         """Whether ``Placement.pinned`` is honoured."""
         return self._pin

@@ -8,8 +8,7 @@ a step is not known, so nothing is left to a later moment that it could see: ``.
 clipping and unscaling change it in place.
 """
 
-import atexit
-import weakref
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
+from lightning_cxl.run.unclosed import close_garbage, note_garbage, note_open
 from lightning_cxl.torch_private import UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
 
 
@@ -59,8 +59,10 @@ class UserLoop:
         self.session = session
         self.device = device
         self.loop = loop
+        self.pid = os.getpid()
+        """The process that it belongs to."""
         self._prepared: dict[int, _Prepared] = {}  # by id of the model
-        atexit.register(_close, weakref.ref(self))
+        note_open(self)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -200,8 +202,8 @@ class UserLoop:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def __del__(self) -> None:
-        if "_prepared" in self.__dict__:  # else the constructor has refused
-            self.close(after_error=True)
+        if self.__dict__.get("_prepared"):  # else it is closed, or the constructor has refused
+            note_garbage(self)
 
     def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
         """Copy and pickle without the runs that are going on: they belong to this process."""
@@ -217,10 +219,19 @@ class UserLoop:
 
     def close(self, *, after_error: bool = False) -> None:
         """Free everything but weights and optimizer state, which belong to the user and are on the host. Idempotent."""
+        close_garbage()
+        with ExitStack() as cleanup:
+            for each in self._prepared.values():
+                cleanup.callback(each.model.cpu)
+            cleanup.callback(self._close, after_error)
+
+    def abandon(self) -> None:
+        """Free everything; models stay where they are, since nobody will use them. See `close_garbage`."""
+        self._close(after_error=False)
+
+    def _close(self, after_error: bool) -> None:
         prepared, self._prepared = self._prepared, {}
         with ExitStack() as cleanup:
-            for each in prepared.values():
-                cleanup.callback(each.model.cpu)
             cleanup.callback(self.session.drop_finished)
             cleanup.callback(self.session.close, after_error=after_error)
             for each in prepared.values():
@@ -244,6 +255,7 @@ class _Forward:
             set_compiler(compiler)
 
     def _begin(self) -> None:
+        close_garbage()
         num_steps = self._run.guard.num_steps
         if num_steps != self._num_steps:
             self._num_steps = num_steps
@@ -290,9 +302,3 @@ def _follow(model: nn.Module, names: dict[int, str], optimizers: Iterable[Optimi
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [now[names[id(p)]] if id(p) in names else p for p in group["params"]]
-
-
-def _close(reference: "weakref.ref[UserLoop]") -> None:
-    loop = reference()
-    if loop is not None:
-        loop.close()

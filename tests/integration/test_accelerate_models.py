@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from lightning_cxl.accelerate import CXLAccelerator
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.scope import active
+from lightning_cxl.run.unclosed import close_garbage
 from tests import training_device
 from tests.integration.accelerate_loop import (
     EXACT,
@@ -166,6 +167,7 @@ def test_nothing_is_left_after_free_memory():
 
 
 def test_nothing_is_left_where_nobody_frees():
+    before = training_device.held()
     accelerator = make_accelerator({})
     parts = prepared(accelerator, data=lambda: token_data(2))
     list(steps(accelerator, *parts))
@@ -173,8 +175,11 @@ def test_nothing_is_left_where_nobody_frees():
     del accelerator, parts
     forget_accelerators()
     gc.collect()
+    close_garbage()
+    gc.collect()
     assert model() is None
     assert active() is None
+    assert training_device.held() == before
 
 
 def test_what_is_trained_is_plain_after_free_memory():
