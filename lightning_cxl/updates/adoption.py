@@ -113,7 +113,7 @@ class Adoption:
             return  # it has, or may have, a reference of its own to the list
         for group in optimizer.param_groups:
             if not isinstance(group["params"], AwaitedParams):
-                group["params"] = AwaitedParams(group["params"], self._settle)
+                group["params"] = AwaitedParams(group["params"], self._settle, self._grads.someone_looks)
 
     def _settle(self) -> None:
         self._updates.wait()

@@ -6,6 +6,7 @@ _LOOP = "lightning_cxl/run/user_loop.py"
 _FILES = "lightning_cxl/run/optimizer_files.py"
 _FABRIC = "lightning_cxl/integrations/fabric/strategy.py"
 _RUN = "tests/integration/test_fabric.py"
+_OVERLAP = "tests/integration/test_loops_overlap.py"
 T_FABRIC = (_RUN,)
 
 MUTANTS = (
@@ -106,5 +107,19 @@ MUTANTS = (
         "register_forward_pre_hook(_WhenCalled(self))",
         "register_forward_pre_hook(_WhenCalled()); self._prepare(module)",
         T_FABRIC,
+    ),
+    Mutant(
+        "zero_grad waits for no update",
+        "lightning_cxl/optim/cpu_adam.py",
+        '                drop_gradients(group["params"])\n',
+        '                for parameter in group["params"]:\n                    parameter.grad = None\n',
+        (_OVERLAP,),
+    ),
+    Mutant(
+        "zero_grad waits for gradients that are on their way",
+        "lightning_cxl/optim/awaited_params.py",
+        "        parameters.complete()\n",
+        "        pass\n",
+        (_OVERLAP,),
     ),
 )
