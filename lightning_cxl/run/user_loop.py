@@ -27,6 +27,7 @@ from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.unclosed import close_garbage, note_garbage, note_open
+from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.torch_private import UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
 
 
@@ -81,16 +82,19 @@ class UserLoop:
         Raises:
             ConfigError: the model has no values, or an optimizer has parameters that are not in it.
             TierFullError: it does not fit.
-            UnsupportedError: the model has optimizers already.
+            UnsupportedError: the model has optimizers already, or shares parameters with another one.
         """
         before = self._prepared.get(id(model))
         if before is not None and not optimizers:
             return []
         if before is not None and before.run.optimizers:
             raise UnsupportedError(
-                f"{type(model).__name__} has optimizers already: prepare a model together with all its optimizers"
+                f"{type(model).__name__} has optimizers already: prepare a model together with all its optimizers. To "
+                "train it with new ones, end this training first: `accelerator.free_memory()`, or "
+                "`fabric.strategy.teardown()`"
             )
         _check_owner(model, optimizers)
+        self._check_apart(model)
         if before is not None:
             self._end(model)
         if self.session.host is None:
@@ -110,6 +114,18 @@ class UserLoop:
             self._end(model, after_error=True)
             raise
         return adopted
+
+    def _check_apart(self, model: nn.Module) -> None:
+        """Refuse a model that shares parameters with another one: only one run can say where they are."""
+        own = {id(p): name for name, p in model.named_parameters()}
+        for other in (each.model for each in self._prepared.values() if each.model is not model):
+            shared = [own[id(p)] for p in peek(other) if id(p) in own]
+            if shared:
+                raise UnsupportedError(
+                    f"{type(model).__name__} shares {len(shared)} parameters, such as `{shared[0]}`, with "
+                    f"{type(other).__name__}, which is prepared already: make one module that has both as its parts, "
+                    "and prepare that with all optimizers"
+                )
 
     def knows(self, model: nn.Module) -> bool:
         """Return whether a model has been prepared, and not been let go of since."""
@@ -243,7 +259,7 @@ class _Forward:
 
     def __init__(self, run: Run, loop: UserLoop) -> None:
         self._run = run
-        self._num_steps = 0
+        self._num_steps = self._num_received = 0
         self._loop = loop  # lives as long as a model that it has placed
         leave_to_python(_Forward.__call__, "a step of lightning_cxl begins before the model's forward")
 
@@ -256,10 +272,12 @@ class _Forward:
 
     def _begin(self) -> None:
         close_garbage()
-        num_steps = self._run.guard.num_steps
+        num_steps, num_received = self._run.guard.num_steps, self._run.num_received
         if num_steps != self._num_steps:
-            self._num_steps = num_steps
             self._run.end_step()
+        elif num_received == self._num_received:  # an evaluation; else copies last from one micro-batch to the next
+            self._run.code_has_run()
+        self._num_steps, self._num_received = num_steps, num_received
         self._run.adopt_joined()
 
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:

@@ -6,6 +6,7 @@ _LOOP = "lightning_cxl/run/user_loop.py"
 _FILES = "lightning_cxl/run/optimizer_files.py"
 _FABRIC = "lightning_cxl/integrations/fabric/strategy.py"
 _RUN = "tests/integration/test_fabric.py"
+_HABITS = "tests/integration/test_loop_habits.py"
 _OVERLAP = "tests/integration/test_loops_overlap.py"
 T_FABRIC = (_RUN,)
 
@@ -121,5 +122,19 @@ MUTANTS = (
         "        parameters.complete()\n",
         "        pass\n",
         (_OVERLAP,),
+    ),
+    Mutant(
+        "weights are copied again for the next evaluation",
+        _LOOP,
+        "            self._run.code_has_run()\n",
+        "            pass\n",
+        (f"{_HABITS}::test_weights_changed_between_evaluations",),
+    ),
+    Mutant(
+        "models that share parameters are refused",
+        _LOOP,
+        "            if shared:\n",
+        "            if False:\n",
+        (f"{_HABITS}::test_models_that_share_parameters_are_refused",),
     ),
 )
