@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         "models come back to the host",
         _LOOP,
-        "            for each in prepared.values():\n                cleanup.callback(each.model.cpu)\n",
+        "            for each in self._prepared.values():\n                cleanup.callback(each.model.cpu)\n",
         "",
         T_FABRIC,
     ),
@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "a file waits for updates that run behind",
         _FILES,
-        "        run.wait_for_updates()\n        run.adopt_joined()\n        if run.on_ssd",
-        "        run.adopt_joined()\n        if run.on_ssd",
+        "        self._run.wait_for_updates()\n",
+        "",
         T_FABRIC,
     ),
     Mutant(
