@@ -6,6 +6,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.run.checkpoint import entry_of
 from tests import training_device
 from tests.integration.accelerate_loop import adamw, loss_of, make_accelerator
 from tests.integration.gate import Gate
@@ -110,3 +111,23 @@ def test_gradients_on_their_way_are_cleared_too():
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(map(torch.equal, run(discards=False), run(discards=True)))
+
+
+@pytest.mark.usefixtures("slow_updates")
+def test_a_file_is_made_when_updates_are_done(monkeypatch):
+    accelerator = make_accelerator(OVERLAPPED)
+    model, optimizer = accelerator.prepare(*made())
+    accelerator.backward(loss_of(model, batches()[0]))
+    optimizer.step()
+    units = accelerator.offload.session.runs[0]._residence.units
+    assert any(unit.is_updating() for unit in units)
+    found = []
+
+    def noting(*args):
+        found.append([unit.is_updating() for unit in units])
+        return entry_of(*args)
+
+    monkeypatch.setattr("lightning_cxl.run.optimizer_files.entry_of", noting)
+    optimizer.state_dict()
+    assert found == [[False] * 3]
+    accelerator.free_memory()

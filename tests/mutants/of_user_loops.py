@@ -72,7 +72,7 @@ MUTANTS = (
         _FILES,
         "        self._run.wait_for_updates()\n",
         "",
-        T_FABRIC,
+        (_OVERLAP,),
     ),
     Mutant(
         "a file has the masters of its own optimizer only",
