@@ -28,6 +28,7 @@ from tests.integration.accelerate_loop import (
     weights_of,
 )
 from tests.integration.llama import tiny_llama
+from tests.integration.test_unclosed import collect
 from tests.models import TinyTransformer, token_data
 
 pytestmark = [
@@ -174,7 +175,7 @@ def test_nothing_is_left_where_nobody_frees():
     model = weakref.ref(parts[0])
     del accelerator, parts
     forget_accelerators()
-    gc.collect()
+    collect()
     close_garbage()
     gc.collect()
     assert model() is None

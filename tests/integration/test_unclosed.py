@@ -57,9 +57,16 @@ def forgotten(offload=STREAMED):
     forget_accelerators()
 
 
+def collect():
+    """Collect garbage until a loop is found: writes and updates that are under way hold what they use."""
+    deadline = time.monotonic() + 30
+    while not unclosed._garbage and time.monotonic() < deadline:
+        gc.collect()
+
+
 def test_it_is_closed_when_the_next_loop_begins(nothing_is_left):
     forgotten()
-    gc.collect()
+    collect()
     assert len(unclosed._garbage) == 1, "the collector itself closes nothing"
     accelerator = make_accelerator(STREAMED)
     accelerator.prepare(TinyTransformer())
@@ -73,7 +80,7 @@ def test_it_is_closed_when_another_model_computes():
     accelerator = make_accelerator(STREAMED)
     other = accelerator.prepare(TinyTransformer())
     forgotten()
-    gc.collect()
+    collect()
     assert len(unclosed._garbage) == 1
     other(torch.ones(1, 4, dtype=torch.long, device=training_device.current))
     assert not unclosed._garbage
@@ -86,7 +93,7 @@ def test_the_collector_comes_while_a_lock_is_held(monkeypatch, nothing_is_left):
     drain = PoolResource._drain
 
     def collecting(pool):
-        gc.collect()
+        collect()
         drain(pool)
 
     monkeypatch.setattr(PoolResource, "_drain", collecting)
@@ -96,10 +103,10 @@ def test_the_collector_comes_while_a_lock_is_held(monkeypatch, nothing_is_left):
     assert nothing_is_left()
 
 
-@pytest.mark.parametrize("step", [gc.collect, close_garbage])
+@pytest.mark.parametrize("step", [collect, close_garbage])
 def test_it_ends_in_another_thread(step, nothing_is_left):
     forgotten()
-    for each in (gc.collect, close_garbage):
+    for each in (collect, close_garbage):
         if each is step:
             thread = threading.Thread(target=each)
             thread.start()
@@ -128,16 +135,14 @@ def test_state_on_ssd_is_let_go_of(tmp_path, nothing_is_left):
     }
     for _ in range(2):  # then the folder is free
         forgotten({**STREAMED, **ssd})
-        deadline = time.monotonic() + 30
-        while not unclosed._garbage and time.monotonic() < deadline:  # writes under way hold what they write
-            gc.collect()
+        collect()
         close_garbage()
     assert nothing_is_left()
 
 
 def test_its_errors_are_not_those_of_who_closes_it(monkeypatch, caplog, nothing_is_left):
     forgotten()
-    gc.collect()
+    collect()
     end = UserLoop.abandon
 
     def failing(loop):
