@@ -67,7 +67,8 @@ class UserLoop:
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> list[Optimizer]:
         """Place a model, and adopt the optimizers of its parameters. See [Note: Adoption].
 
-        A model that was prepared without optimizers, and comes again with some, is placed anew.
+        A model that was prepared without optimizers, and comes again with some, is placed anew. So is one that another
+        loop has prepared, whose run of it ends; without optimizers it stays with that loop.
 
         Args:
             model: as the user made it; its weights move, its units are wrapped.
@@ -81,9 +82,9 @@ class UserLoop:
             TierFullError: it does not fit.
             UnsupportedError: the model has optimizers already.
         """
-        before = self._prepared.get(id(model))
-        if before is not None and not optimizers:
-            return []
+        before, other = self._prepared.get(id(model)), self._other_loop_of(model)
+        if not optimizers and (before is not None or other is not None):
+            return []  # it computes already
         if before is not None and before.run.optimizers:
             raise UnsupportedError(
                 f"{type(model).__name__} has optimizers already: prepare a model together with all its optimizers"
@@ -91,6 +92,8 @@ class UserLoop:
         _check_owner(model, optimizers)
         if before is not None:
             self._end(model)
+        if other is not None:
+            other._let_go(model)
         if self.session.host is None:
             self.session.open(self.device)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -108,6 +111,17 @@ class UserLoop:
             self._end(model, after_error=True)
             raise
         return adopted
+
+    def _other_loop_of(self, model: nn.Module) -> "UserLoop | None":
+        loops = (hook.loop for hook in model._forward_pre_hooks.values() if isinstance(hook, _Forward))
+        return next((loop for loop in loops if loop is not self), None)
+
+    def _let_go(self, model: nn.Module) -> None:
+        """End the run of a model that another loop trains from now on."""
+        if len(self._prepared) > 1:
+            self._end(model)
+        else:
+            self.close()
 
     def knows(self, model: nn.Module) -> bool:
         """Return whether a model has been prepared, and not been let go of since."""
@@ -233,7 +247,7 @@ class _Forward:
     def __init__(self, run: Run, loop: UserLoop) -> None:
         self._run = run
         self._num_steps = 0
-        self._loop = loop  # lives as long as a model that it has placed
+        self.loop = loop  # lives as long as a model that it has placed
         leave_to_python(_Forward.__call__, "a step of lightning_cxl begins before the model's forward")
 
     def __call__(self, *_: Any) -> None:
