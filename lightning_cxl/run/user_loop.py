@@ -10,7 +10,7 @@ clipping and unscaling change it in place.
 
 import atexit
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,10 @@ class _Prepared:
     run: Run
     undo: ExitStack
     """Takes away what is on the model and its optimizers."""
+
+
+_LOOP_OF: "weakref.WeakKeyDictionary[nn.Module, Callable[[], UserLoop | None]]" = weakref.WeakKeyDictionary()
+"""The loop that has prepared a model last, and may still have it."""
 
 
 class UserLoop:
@@ -99,6 +103,7 @@ class UserLoop:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         run, undo = self.session.start(model, optimizers, self.loop), ExitStack()
         self._prepared[id(model)] = _Prepared(model, run, undo)
+        _LOOP_OF[model] = weakref.ref(self)
         try:
             _follow(model, names, optimizers)  # some modules make new parameters when they move
             adopted = run.adopt(optimizers)
@@ -113,8 +118,8 @@ class UserLoop:
         return adopted
 
     def _other_loop_of(self, model: nn.Module) -> "UserLoop | None":
-        loops = (hook.loop for hook in model._forward_pre_hooks.values() if isinstance(hook, _Forward))
-        return next((loop for loop in loops if loop is not self), None)
+        loop = _LOOP_OF.get(model, lambda: None)()
+        return loop if loop is not None and loop is not self and loop.knows(model) else None
 
     def _let_go(self, model: nn.Module) -> None:
         """End the run of a model that another loop trains from now on."""
@@ -247,7 +252,7 @@ class _Forward:
     def __init__(self, run: Run, loop: UserLoop) -> None:
         self._run = run
         self._num_steps = 0
-        self.loop = loop  # lives as long as a model that it has placed
+        self._loop = loop  # lives as long as a model that it has placed
         leave_to_python(_Forward.__call__, "a step of lightning_cxl begins before the model's forward")
 
     def __call__(self, *_: Any) -> None:

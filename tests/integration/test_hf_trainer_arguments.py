@@ -113,3 +113,11 @@ def test_optimizers_without_a_schedule_evaluate_with_other_weights(tmp_path, opt
     assert ours == plain
     for name, value in trained[1].items():
         assert torch.equal(same[1][name], value), name
+
+
+def test_inputs_in_a_list_count_no_operations(tmp_path):
+    """As TRL's trainers that generate give them."""
+    for offload in (PLAIN, STREAMED):
+        trainer = make_trainer(tmp_path, offload)
+        assert trainer.floating_point_ops([{"prompt": "a"}]) == 0
+        trainer.end()

@@ -190,8 +190,8 @@ MUTANTS = (
     Mutant(
         "trainers that generate count no operations",
         _TRAINER,
-        " or name not in inputs:  #",
-        ":  #",
-        ("tests/integration/test_hf_trl.py::test_is_the_plain_trainer",),
+        " or name not in inputs:",
+        ":",
+        (f"{_ARGUMENTS}::test_inputs_in_a_list_count_no_operations",),
     ),
 )

@@ -105,9 +105,7 @@ class CXLTrainerMixin:
         """Return the operations of a forward and backward, without a walk over all parameters at every call."""
         plain = super().floating_point_ops  # type: ignore[misc]
         name = getattr(self.model, "main_input_name", "input_ids")
-        if (
-            plain.__func__ is not Trainer.floating_point_ops or name not in inputs
-        ):  # a list under online trainers of TRL
+        if plain.__func__ is not Trainer.floating_point_ops or name not in inputs:  # those of TRL may give a list
             return plain(inputs)  # type: ignore[no-any-return]
         if self._num_parameters is None:
             count = getattr(self.model, "num_parameters", None)
