@@ -32,7 +32,7 @@ def loop_of(trainer: Trainer) -> Loop:
 
 
 def _overridden(trainer: Trainer, *names: str) -> Iterator[str]:
-    """Yield those methods that code outside of known packages has replaced: in a subclass, by a patch, on the object."""
+    """Yield those methods that code outside of known packages has replaced: in a subclass, a patch, on the object."""
     for name in names:
         methods = [(cls, vars(cls)[name]) for cls in type(trainer).__mro__ if name in vars(cls)]
         if name in vars(trainer) or not all(_is_known(cls) and _is_known(method) for cls, method in methods):
