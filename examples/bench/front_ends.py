@@ -50,7 +50,7 @@ class Job:
     layers: int = 4
     hidden: int = 128
     sequence: int = 128
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     accelerator: Any = "cpu"
     """What Lightning and Fabric call the device."""
     options: dict[str, Any] = field(default_factory=lambda: {"stream_weights": True})

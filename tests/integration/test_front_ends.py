@@ -8,6 +8,7 @@ from tests.integration.front_ends import bench, job_here
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("name", bench.FRONT_ENDS)
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")  # resumes from there
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # as TRL spells it
 def test_every_front_end_trains_the_job_as_without_us(tmp_path, name, streams):
     if name not in bench.there_are():
