@@ -18,6 +18,7 @@ def test_every_front_end_trains_the_job_as_without_us(tmp_path, name, streams):
     assert found.loss <= bench.GOAL_LOSS
     assert found.resumes_exactly
     assert found.worst_role <= bench.GOAL_PLANNED
+    assert found.activations <= 1 / (job.layers + 1), "at most one input more than planned"
 
 
 def test_all_front_ends_train_the_same_job(tmp_path):
