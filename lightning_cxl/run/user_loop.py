@@ -9,7 +9,8 @@ clipping and unscaling change it in place.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,10 @@ class _Prepared:
     run: Run
     undo: ExitStack
     """Takes away what is on the model and its optimizers."""
+
+
+_LOOP_OF: "weakref.WeakKeyDictionary[nn.Module, Callable[[], UserLoop | None]]" = weakref.WeakKeyDictionary()
+"""The loop that has prepared a model last, and may still have it."""
 
 
 class UserLoop:
@@ -70,7 +75,8 @@ class UserLoop:
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> list[Optimizer]:
         """Place a model, and adopt the optimizers of its parameters. See [Note: Adoption].
 
-        A model that was prepared without optimizers, and comes again with some, is placed anew.
+        A model that was prepared without optimizers, and comes again with some, is placed anew. So is one that another
+        loop has prepared, whose run of it ends; without optimizers it stays with that loop.
 
         Args:
             model: as the user made it; its weights move, its units are wrapped.
@@ -84,9 +90,9 @@ class UserLoop:
             TierFullError: it does not fit.
             UnsupportedError: the model has optimizers already, or shares parameters with another one.
         """
-        before = self._prepared.get(id(model))
-        if before is not None and not optimizers:
-            return []
+        before, other = self._prepared.get(id(model)), self._other_loop_of(model)
+        if not optimizers and (before is not None or other is not None):
+            return []  # it computes already
         if before is not None and before.run.optimizers:
             raise UnsupportedError(
                 f"{type(model).__name__} has optimizers already: prepare a model together with all its optimizers. To "
@@ -97,11 +103,14 @@ class UserLoop:
         self._check_apart(model)
         if before is not None:
             self._end(model)
+        if other is not None:
+            other._let_go(model)
         if self.session.host is None:
             self.session.open(self.device)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         run, undo = self.session.start(model, optimizers, self.loop), ExitStack()
         self._prepared[id(model)] = _Prepared(model, run, undo)
+        _LOOP_OF[model] = weakref.ref(self)
         try:
             _follow(model, names, optimizers)  # some modules make new parameters when they move
             adopted = run.adopt(optimizers)
@@ -126,6 +135,17 @@ class UserLoop:
                     f"{type(other).__name__}, which is prepared already: make one module that has both as its parts, "
                     "and prepare that with all optimizers"
                 )
+
+    def _other_loop_of(self, model: nn.Module) -> "UserLoop | None":
+        loop = _LOOP_OF.get(model, lambda: None)()
+        return loop if loop is not None and loop is not self and loop.knows(model) else None
+
+    def _let_go(self, model: nn.Module) -> None:
+        """End the run of a model that another loop trains from now on."""
+        if len(self._prepared) > 1:
+            self._end(model)
+        else:
+            self.close()
 
     def knows(self, model: nn.Module) -> bool:
         """Return whether a model has been prepared, and not been let go of since."""

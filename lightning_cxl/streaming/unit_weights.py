@@ -216,7 +216,8 @@ class UnitWeights:
                 raise UnsupportedError(
                     f"a parameter of unit `{self.name}` was {tuple(home.shape)} {home.dtype} on the host and is now "
                     f"{tuple(data.shape)} {data.dtype} on `{data.device}`: where weights stream, convert the model "
-                    "before the run, or set `stream_weights=False`"
+                    "before the run, or set `stream_weights=False`. A model that something else is to train must be "
+                    "let go of before (`trainer.end()`, `accelerator.free_memory()`)"
                 )
             self.wait_for_readers()  # one may have been fetched ahead, which is old now
             self.settle()
