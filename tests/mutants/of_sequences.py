@@ -10,6 +10,8 @@ _PACKING = "lightning_cxl/sequences/packing.py"
 _LOADER = "lightning_cxl/finetune/loader.py"
 _SAMPLES = "lightning_cxl/finetune/samples.py"
 _DATA = "lightning_cxl/finetune/data.py"
+_PRIVATE = "lightning_cxl/torch_private.py"
+_STAND_IN = "lightning_cxl/streaming/stand_in.py"
 T_LOSS = ("tests/unit/sequences/test_chunked_loss.py",)
 T_ATTENTION = ("tests/unit/sequences/test_attention.py",)
 T_PACKING = ("tests/unit/sequences/test_packing.py",)
@@ -53,6 +55,87 @@ MUTANTS = (
         _DEFERRED,
         "and _are_numbers(*args[1:], kwargs)",
         "",
+        T_LOSS,
+    ),
+    Mutant(
+        "made logits are kept",
+        _DEFERRED,
+        "self.all_logits = self.scored(self.forward_of_layer(self.hidden))\n        return self.all_logits",
+        "return self.scored(self.forward_of_layer(self.hidden))",
+        T_LOSS,
+    ),
+    Mutant(
+        "made logits are those of the loss",
+        _CHUNKED,
+        " or logits.all_logits is not None",
+        "",
+        T_LOSS,
+    ),
+    Mutant(
+        "made logits are not deferred again",
+        _DEFERRED,
+        " and args[0].all_logits is None else None",
+        " else None",
+        T_LOSS,
+    ),
+    Mutant(
+        "logits are made with the gradients of the forward",
+        _DEFERRED,
+        "torch.set_grad_enabled(self._has_grad), ",
+        "",
+        T_LOSS,
+    ),
+    Mutant(
+        "logits are made in the precision of the forward",
+        _DEFERRED,
+        "self._has_grad), self.as_deferred():",
+        "self._has_grad):",
+        T_LOSS,
+    ),
+    Mutant(
+        "logits of changed weights are refused",
+        _DEFERRED,
+        "for parameter in self.layer.parameters()] != self._versions",
+        "for parameter in self.layer.parameters()] is None",
+        T_LOSS,
+    ),
+    Mutant(
+        "logits know whether they carry a gradient",
+        _DEFERRED,
+        "return logits._carries_gradient()",
+        "return False",
+        T_LOSS,
+    ),
+    Mutant(
+        "a step that changes nothing is the same tensor",
+        _DEFERRED,
+        "function.__name__ in _MAY_CHANGE_NOTHING and",
+        "False and",
+        T_LOSS,
+    ),
+    Mutant(
+        "labels of another number are the model's affair",
+        _CHUNKED,
+        " or not fits",
+        "",
+        T_LOSS,
+    ),
+    Mutant("hooks of all backwards see logits", _PRIVATE, " or any(_hooks_of_all_backwards)", "", T_LOSS),
+    Mutant("gradients of gradients are refused", _LOSS, "if torch.is_grad_enabled():  #", "if False:  #", T_LOSS),
+    Mutant(
+        "weights of a class of their own are left to autograd",
+        _LOSS,
+        " and type(layer.weight.detach()) is Tensor",
+        "",
+        T_LOSS,
+    ),
+    Mutant("autocast leaves float64 alone", _LOSS, " and hidden.dtype != torch.float64", "", T_LOSS),
+    Mutant("a deferring layer stays outside", _CHUNKED, "stays_outside = True", "stays_outside = False", T_LOSS),
+    Mutant(
+        "a stand-in under a deferring one can go",
+        _STAND_IN,
+        "            self._outer.original, self._outer._had_own = self.original, self._had_own\n",
+        "            pass\n",
         T_LOSS,
     ),
     Mutant("hooks of the backward see logits", _CHUNKED, "or has_backward_hooks(self.module) ", "", T_LOSS),
