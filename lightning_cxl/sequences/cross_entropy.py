@@ -80,8 +80,8 @@ def chunked_cross_entropy(
 
 def _is_plain(forward: Callable[[Tensor], Tensor], layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether this is torch's own linear layer, with a weight that is no tensor of another class."""
-    is_linear = isinstance(layer, nn.Linear) and getattr(forward, "__func__", None) is nn.Linear.forward
-    return is_linear and type(layer.weight.detach()) is Tensor
+    is_own = getattr(forward, "__func__", None) is nn.Linear.forward
+    return is_own and isinstance(layer, nn.Linear) and type(layer.weight.detach()) is Tensor
 
 
 def _sum_of(forward: Callable[[Tensor], Tensor], scores: Scores | None, hidden: Tensor, labels: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ SHAPES = {
     "Falcon": _SHAPE,
     "Bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 2},
     "Mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 2},
+    "Llama4Text": {**_HEADS, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 48},
     "Mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
 }
 
