@@ -29,7 +29,7 @@ from lightning_cxl.sequences.cross_entropy import IGNORED
 from lightning_cxl.sequences.packed_mask import PackedMask
 from lightning_cxl.sequences.packing import lengths_of
 from lightning_cxl.streaming.units import find_units
-from lightning_cxl.torch_private import compiled_module, tree_leaves
+from lightning_cxl.torch_private import is_compiled, tree_leaves
 
 log = logging.getLogger("lightning_cxl")
 _KINDS = frozenset({"full_attention", "sliding_attention"})
@@ -179,7 +179,7 @@ def _windows(model: nn.Module, config: Any, tokens: int) -> Windows | None:
     window = getattr(config, "sliding_window", None)
     window = window if isinstance(window, int) and window < tokens else None
     # the loss of routers reads the mask, of two dimensions; a compiler would make a graph for each mask
-    if getattr(config, "output_router_logits", False) or any(map(_is_compiled, model.modules())):
+    if getattr(config, "output_router_logits", False) or any(map(is_compiled, model.modules())):
         return None
     if _windows_of.get(model, (0, None))[0] != window:
         try:
@@ -218,10 +218,6 @@ def _takes(model: nn.Module, windows: Windows, longest: int) -> bool:
     reached = first_block(model, positions, "sdpa", attention_mask=masks)
     given = [each for each in tree_leaves(reached) if isinstance(each, PackedMask)]
     return len(given) == 1 and any(torch.equal(given[0].whole(), each) for each in wanted)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or compiled_module(module) is not module
 
 
 def _packed_masks(windows: Windows, position_ids: Tensor) -> Any:
