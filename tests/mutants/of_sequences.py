@@ -7,6 +7,7 @@ _DEFERRED = "lightning_cxl/sequences/deferred_logits.py"
 _CHUNKED = "lightning_cxl/sequences/chunked_loss.py"
 _ATTENTION = "lightning_cxl/sequences/attention.py"
 _PACKING = "lightning_cxl/sequences/packing.py"
+_MASK = "lightning_cxl/sequences/packed_mask.py"
 _LOADER = "lightning_cxl/finetune/loader.py"
 _SAMPLES = "lightning_cxl/finetune/samples.py"
 _DATA = "lightning_cxl/finetune/data.py"
@@ -14,6 +15,7 @@ _PRIVATE = "lightning_cxl/torch_private.py"
 _STAND_IN = "lightning_cxl/streaming/stand_in.py"
 T_LOSS = ("tests/unit/sequences/test_chunked_loss.py",)
 T_ATTENTION = ("tests/unit/sequences/test_attention.py",)
+T_MASK = ("tests/unit/sequences/test_packed_mask.py",)
 T_PACKING = ("tests/unit/sequences/test_packing.py",)
 T_DATA = ("tests/unit/finetune/test_data.py",)
 
@@ -186,6 +188,56 @@ MUTANTS = (
         ":",
         T_ATTENTION,
     ),
+    Mutant("documents are causal", _MASK, ".tril()", "", T_MASK),
+    Mutant("a window ends", _MASK, "visible.triu(1 - self._window)", "visible.triu(-self._window)", T_MASK),
+    Mutant("documents of a piece are apart", _MASK, "document[:, None] == document", "document[:, None] >= 0", T_MASK),
+    Mutant("parts and pieces have masks of their own", _MASK, '("part", new, old)', "(new, old)", T_MASK),
+    Mutant("a part has the part before", _MASK, "            before = key, value\n", "", T_MASK),
+    Mutant(
+        "a part is no shorter than the window",
+        _MASK,
+        "size = max(window, _GROUP_TOKENS)",
+        "size = _GROUP_TOKENS",
+        T_MASK,
+    ),
+    Mutant("pieces are short", _MASK, " and sum(group) + length > _GROUP_TOKENS", " and False", T_MASK),
+    Mutant(
+        "attention of other shapes is torch's", _MASK, "if is_alone and mask._fits", "if is_alone or mask._fits", T_MASK
+    ),
+    Mutant("what is written into a mask counts", _MASK, " and mask._all is None and", " and", T_MASK),
+    Mutant("a mask is held as it is", _MASK, '{"detach", "clone", "contiguous"}', "set()", T_MASK),
+    Mutant(
+        "a window that shows is asked for",
+        _ATTENTION,
+        "range(longest + 2)",
+        "range(2)",
+        T_ATTENTION,
+    ),
+    Mutant("rows longer than a window are asked for again", _ATTENTION, "[0] != window:", "[0] == 0:", T_ATTENTION),
+    Mutant(
+        "classes of the user make their own mask",
+        _ATTENTION,
+        ' or not type(owner).__module__.startswith("transformers.models.")',
+        "",
+        T_ATTENTION,
+    ),
+    Mutant(
+        "routers with a loss read a mask",
+        _ATTENTION,
+        'getattr(config, "output_router_logits", False) or ',
+        "",
+        T_ATTENTION,
+    ),
+    Mutant("a compiler gets a mask", _ATTENTION, " or any(map(is_compiled, model.modules()))", "", T_ATTENTION),
+    Mutant("chunks of a row are refused", _ATTENTION, 'if "chunked_attention" in kinds:', "if False:", T_ATTENTION),
+    Mutant(
+        "positions say where sequences begin",
+        _PACKING,
+        " or bool(position_ids[:, 0].any())",
+        "",
+        T_ATTENTION,
+    ),
+    Mutant("positions count up by one", _PACKING, "| (steps == 1)", "| (steps > 0)", T_ATTENTION),
     Mutant("a first token has no label", _PACKING, "(IGNORED, *labels[i][part][1:])", "labels[i][part]", T_PACKING),
     Mutant(
         "a batch's first tokens have no labels",

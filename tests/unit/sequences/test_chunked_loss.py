@@ -3,6 +3,7 @@ import logging
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
@@ -76,6 +77,23 @@ def test_loss_and_gradients_are_those_of_all_logits(family, precision, batch):
         pytest.skip("its own scan takes float32")
     batch = batch | ({} if family == "Mamba" else {"num_items_in_batch": torch.tensor(37)})
     assert_alike(tiny(family, dtype), batch, tolerance, autocast=autocast, factor=0.25)
+
+
+@pytest.mark.parametrize(
+    "family", ["Gemma3Text", "Qwen3", "GPTNeoX", "Falcon", "Bloom", "Llama4Text", "with router loss"]
+)
+def test_other_families_too(family, batch):
+    model = tiny("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5) if "loss" in family else tiny(family)
+    assert_alike(model, batch, 3e-6)
+
+
+def test_a_model_whose_language_model_is_inside(batch):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**shape, image_size=8, patch_size=4)
+    text = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY)
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=0)
+    assert_alike(transformers.LlavaForConditionalGeneration(config), batch, 3e-6)
 
 
 def test_a_sum_over_chunks_in_bfloat16_is_rounded_once():
