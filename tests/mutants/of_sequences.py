@@ -23,7 +23,7 @@ MUTANTS = (
     Mutant(
         "float16 waits for the loss scale",
         _LOSS,
-        "and torch.float16 not in (_compute_type(hidden), layer.weight.dtype)",
+        "and torch.float16 not in (compute_type(hidden), layer.weight.dtype)",
         "",
         (f"{T_LOSS[0]}::test_small_gradients_in_float16_wait_for_the_loss_scale",),
     ),
