@@ -132,7 +132,7 @@ class PackedMask(Tensor):
             if before is not None:
                 keys, values = (torch.cat(both, 2) for both in zip(before, (key, value), strict=True))
             new, old = query.shape[2], keys.shape[2] - query.shape[2]
-            mask = self._kept(("part", new, old), [old + new], old)
+            mask = self._kept((new, old), [old + new], old)  # no group of documents is that long, or 0 tokens long
             results.append(attention(query, keys, values, attn_mask=mask, **options))
             before = key, value
         return torch.cat(results, 2)

@@ -191,7 +191,7 @@ MUTANTS = (
     Mutant("documents are causal", _MASK, ".tril()", "", T_MASK),
     Mutant("a window ends", _MASK, "visible.triu(1 - self._window)", "visible.triu(-self._window)", T_MASK),
     Mutant("documents of a piece are apart", _MASK, "document[:, None] == document", "document[:, None] >= 0", T_MASK),
-    Mutant("parts and pieces have masks of their own", _MASK, '("part", new, old)', "(new, old)", T_MASK),
+    Mutant("masks of parts differ", _MASK, "self._kept((new, old)", "self._kept(0", T_MASK),
     Mutant("a part has the part before", _MASK, "            before = key, value\n", "", T_MASK),
     Mutant(
         "a part is no shorter than the window",
@@ -233,8 +233,8 @@ MUTANTS = (
     Mutant(
         "positions say where sequences begin",
         _PACKING,
-        " or bool(position_ids[:, 0].any())",
-        "",
+        "prepend=torch.full_like(position_ids[:, :1], -1)",
+        "prepend=position_ids[:, :1] - 1",
         T_ATTENTION,
     ),
     Mutant("positions count up by one", _PACKING, "| (steps == 1)", "| (steps > 0)", T_ATTENTION),
