@@ -177,11 +177,11 @@ Windows = dict[str | None, int | None]
 def _windows(model: nn.Module, config: Any, tokens: int) -> Windows | None:
     """Return the windows of a model that can be given `PackedMask`s for rows of `tokens`; None for any other model."""
     window = getattr(config, "sliding_window", None)
-    window = window if isinstance(window, int) and window < tokens else None
+    window = window if isinstance(window, int) and 0 < window < tokens else None  # some say 0 for none
     # the loss of routers reads the mask, of two dimensions; a compiler would make a graph for each mask
     if getattr(config, "output_router_logits", False) or any(map(is_compiled, model.modules())):
         return None
-    if _windows_of.get(model, (0, None))[0] != window:
+    if model not in _windows_of or _windows_of[model][0] != window:
         try:
             found = next((each for each in _candidates(config, window) if _takes(model, each, window or 0)), None)
         except Exception:  # whatever a model does with a mask of a class of its own

@@ -213,7 +213,13 @@ MUTANTS = (
         "range(2)",
         T_ATTENTION,
     ),
-    Mutant("rows longer than a window are asked for again", _ATTENTION, "[0] != window:", "[0] == 0:", T_ATTENTION),
+    Mutant(
+        "rows longer than a window are asked for again",
+        _ATTENTION,
+        " or _windows_of[model][0] != window:",
+        ":",
+        T_ATTENTION,
+    ),
     Mutant(
         "classes of the user make their own mask",
         _ATTENTION,

@@ -63,6 +63,7 @@ BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
         ("Mistral", {"sliding_window": 16}, [16]),
         ("Mistral", {"sliding_window": 17}, [None]),  # no row is longer
         ("Mistral", {"sliding_window": None}, [None]),
+        ("Qwen2Moe", {}, [None]),  # its config says 0
         ("Gemma3Text", BOTH, [3, None]),
         ("Qwen3", {"sliding_window": 3}, [None]),  # which it does not use
     ],
