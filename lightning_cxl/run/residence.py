@@ -16,11 +16,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.inventory.tensors import StreamedUnit
+from lightning_cxl.memory.heap import keep_large_blocks_apart
 from lightning_cxl.run.host_weights import place_weights
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.quantised import numel, prepare_layers
+from lightning_cxl.streaming.quantised import has_quantised, numel, prepare_layers
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -44,8 +45,9 @@ class Residence:
         self._engine = engine
         self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
         """Ids of the parameters that stream."""
-        self._undo_preparation = prepare_layers(model)
         on_host = engine.device.type == "cpu"
+        self._undo_preparation = prepare_layers(model, self.streamed_ids)
+        self._let_blocks_grow = keep_large_blocks_apart() if on_host and has_quantised(model) else None
         self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
@@ -92,6 +94,8 @@ class Residence:
     def close(self) -> None:
         """Stop streaming. The weights stay where they are. Idempotent."""
         self._undo_preparation()
+        if self._let_blocks_grow is not None:
+            self._let_blocks_grow()
         if self._streamer is not None:
             self._streamer.detach()
 
