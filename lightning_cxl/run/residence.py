@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.inventory.tensors import StreamedUnit
-from lightning_cxl.memory.heap import keep_large_blocks_apart
+from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.run.host_weights import place_weights
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.streaming.awaited import peek
@@ -46,8 +47,10 @@ class Residence:
         self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
         """Ids of the parameters that stream."""
         on_host = engine.device.type == "cpu"
-        self._undo_preparation = prepare_layers(model, self.streamed_ids)
-        self._let_blocks_grow = keep_large_blocks_apart() if on_host and has_quantised(model) else None
+        self._undo = ExitStack()
+        self._undo.callback(prepare_layers(model, self.streamed_ids))
+        if on_host and has_quantised(model):
+            self._undo.enter_context(large_blocks_apart())
         self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
@@ -93,9 +96,7 @@ class Residence:
 
     def close(self) -> None:
         """Stop streaming. The weights stay where they are. Idempotent."""
-        self._undo_preparation()
-        if self._let_blocks_grow is not None:
-            self._let_blocks_grow()
+        self._undo.close()
         if self._streamer is not None:
             self._streamer.detach()
 

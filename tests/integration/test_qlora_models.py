@@ -82,7 +82,8 @@ def run(tmp_path, case, options):
     kind, way, adapters, prepare = CASES[case]
     torch.manual_seed(3)
     tf.logging.disable_progress_bar()
-    MODELS[kind]().to(torch.bfloat16).save_pretrained(tmp_path)
+    trains_base = 'bias' in adapters or 'modules_to_save' in adapters
+    MODELS[kind]().to(torch.float32 if trains_base else torch.bfloat16).save_pretrained(tmp_path)
     config = lambda: tf.BitsAndBytesConfig(**way)
     loads = (
         lambda: tf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config(), device_map={"": "cpu"}),
