@@ -89,7 +89,14 @@ def from_pretrained(
 
 
 def _load(
-    model_class: Any, config: Any, dtype: torch.dtype, path: Path, quantizer: Quantizer | None, *, strict: bool, mapped: bool
+    model_class: Any,
+    config: Any,
+    dtype: torch.dtype,
+    path: Path,
+    quantizer: Quantizer | None,
+    *,
+    strict: bool,
+    mapped: bool,
 ) -> Any:
     """Return the model with its weights, tied."""
     with empty_weights():
