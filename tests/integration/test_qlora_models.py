@@ -13,7 +13,7 @@ bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*use_reentrant:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
 ]
 SIZES = {
@@ -72,8 +72,9 @@ def assert_is_the_run_without_us(folder, kind, way, adapters, prepare=lambda mod
     torch.manual_seed(3)
     tf.logging.disable_progress_bar()
     # what is trained of a 16-bit base has wider masters under us
-    trains_base = not adapters.keys().isdisjoint({"bias", "modules_to_save"})
-    MODELS[kind]().to(torch.float32 if trains_base else torch.bfloat16).save_pretrained(folder)
+    # and a 4-bit layer widens the biases of such a base where they do not stream
+    wide = kind == "GPT-2" or not adapters.keys().isdisjoint({"bias", "modules_to_save"})
+    MODELS[kind]().to(torch.float32 if wide else torch.bfloat16).save_pretrained(folder)
 
     def theirs():
         config = tf.BitsAndBytesConfig(**way)
