@@ -58,7 +58,13 @@ MUTANTS = (
         (*T_REPLACED, *T_DORA),
     ),
     Mutant("large blocks have pages of their own", _HEAP, "mallopt(_MMAP_THRESHOLD, limit)", "pass", T_HEAP),
-    Mutant("until the last has left", _HEAP, "if bool(before) != bool(_num_inside):", "if True:", T_HEAP),
+    Mutant(
+        "until the last has left",
+        _HEAP,
+        "_num_inside, _num_inside + change",
+        "_num_inside, max(0, change)",
+        T_HEAP,
+    ),
     Mutant("the user's limit stays", _HEAP, "text in os.environ[name]", "False", T_HEAP),
     Mutant(
         "a backward that is not known is refused",
