@@ -198,7 +198,16 @@ class CausalLM(LightningModule):
         """Return what `generate_text` does as tokens: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``."""
         model = self._built()
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "pad_token_id": eos, "eos_token_id": eos}
+        # chat models have a token of their own for the end of an answer, which their tokenizer may not know
+        own = model.generation_config.eos_token_id
+        ends = {eos, *(own if isinstance(own, list) else [own])} - {None}
+        options = {
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_k": 20,
+            "pad_token_id": eos,
+            "eos_token_id": sorted(ends) or None,
+        }
         modes = {module: module.training for module in model.modules()}
         devices = [] if self.device.type == "cpu" else [self.device]
         ids = prompt[None].to(model.device)

@@ -13,6 +13,7 @@ T_DATA = ("tests/unit/finetune/test_data.py",)
 T_LOADER = ("tests/unit/finetune/test_loader.py",)
 
 _ADAPTERS = "lightning_cxl/commands/export/adapters.py"
+_EXPORT = "lightning_cxl/commands/export/export.py"
 _SOURCES = "lightning_cxl/commands/export/model_sources.py"
 _STORED = "lightning_cxl/commands/export/stored.py"
 T_EXPORT = ("tests/unit/commands/export/test_export.py",)
@@ -42,6 +43,21 @@ MUTANTS = (
         "",
         T_CHAT,
     ),
+    Mutant(
+        "letters that an answer shares with its opening are the answer's",
+        _CHAT,
+        "None if opened and after.startswith(opened) else self._with_another_answer(index)",
+        "None",
+        T_CHAT,
+    ),
+    Mutant(
+        "arguments of calls are not put into quotes twice",
+        _CONVERSATIONS,
+        "        if calls:\n",
+        "        if False:\n",
+        T_CONVERSATIONS,
+    ),
+    Mutant("a document ends once", _SAMPLES, "document if document[-1:] == [end_of_text] else ", "", T_DATA),
     Mutant("marks of a template are used", _CHAT, "if _MARKS.search(", "if None and _MARKS.search(", T_CHAT),
     Mutant("someone must answer", _CONVERSATIONS, 'message["role"] == "assistant" for', "True for", T_CONVERSATIONS),
     Mutant(
@@ -57,7 +73,22 @@ MUTANTS = (
     ),
     Mutant("samples without an answer are left out", _SAMPLES, "samples.select(kept)", "samples", T_DATA),
     Mutant("an error in a line says where", _DATA, "raise error.located(files) from error", "raise", T_DATA),
+    Mutant(
+        "a sample goes on from a token",
+        _DATA,
+        "max(1, int((labels != IGNORED).nonzero()[0]))",
+        "int((labels != IGNORED).nonzero()[0])",
+        ("tests/unit/finetune/test_evaluation_samples.py",),
+    ),
     # -- exports
+    Mutant("an adapter and a model in one folder are refused", _EXPORT, "if found is not None:", "if False:", T_EXPORT),
+    Mutant(
+        "files of another tokenizer do not stay",
+        _EXPORT,
+        "            (folder / name).unlink(missing_ok=True)\n",
+        "            pass\n",
+        T_EXPORT,
+    ),
     Mutant(
         "a merged weight is let go of",
         _ADAPTERS,

@@ -5,6 +5,7 @@ written, so one weight at a time is in memory; see [Note: Saving straight].
 """
 
 import json
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from lightning_cxl.commands.export.layouts import (
     ADAPTER_WEIGHTS,
     CONFIG,
     MODEL_FILES,
+    TOKENIZER_FILES,
     Checkpoint,
     json_object,
     open_checkpoint,
@@ -30,7 +32,7 @@ from lightning_cxl.commands.export.layouts import (
 from lightning_cxl.commands.export.model_sources import ModelSources, build_empty
 from lightning_cxl.commands.export.stored import Renamed, dequantised
 from lightning_cxl.errors import CheckpointError, ConfigError
-from lightning_cxl.weights.folder import open_weights
+from lightning_cxl.weights.folder import INDEX_FILE, SINGLE_FILE, open_weights
 from lightning_cxl.weights.save import save_tensors
 from lightning_cxl.weights.sources import WeightSource
 
@@ -78,7 +80,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: a file or folder.
-        folder: is created; of an earlier export, the same files are replaced.
+        folder: is created; the files of an earlier export are replaced.
         base: folder of the model that was fine-tuned: for config and tokenizer, and for weights that the checkpoint
             does not hold. None: what the checkpoint has or names.
         adapter_config: of an adapter in a state dict, which does not say how it is scaled.
@@ -169,7 +171,17 @@ def _check_adapter_options(found: Checkpoint, has_adapters: bool, options: _Opti
         raise ConfigError("an adapter alone keeps its dtype: leave out --dtype or --only-adapter")
 
 
+def _refuse_mixture(folder: Path, names: Iterable[str], what: str) -> None:
+    """Refuse a folder in which tools would find an adapter and another model, and put the one on the other."""
+    found = next((name for name in names if (folder / name).exists()), None)
+    if found is not None:
+        raise ConfigError(
+            f"`{folder}` has `{found}` of {what}, and would be read as both: give another folder, or empty this one"
+        )
+
+
 def _save_model(weights: ModelSources, config: dict[str, Any], files: dict[str, bytes], options: _Options) -> Exported:
+    _refuse_mixture(options.folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS), "an adapter")
     tensors = weights.tensors(options.dtype)
     written = save_tensors(tensors, options.folder, options.max_shard_bytes)
     dtype = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32)
@@ -183,6 +195,7 @@ def _save_model(weights: ModelSources, config: dict[str, Any], files: dict[str, 
 
 
 def _save_adapter(adapted: Any, files: dict[str, bytes], options: _Options) -> Exported:
+    _refuse_mixture(options.folder, (CONFIG, SINGLE_FILE, INDEX_FILE), "a model")
     if options.base is not None:
         adapted.active_peft_config.base_model_name_or_path = str(options.base)
     adapted.save_pretrained(str(options.folder), save_embedding_layers=False)  # else it asks the hub about them
@@ -193,7 +206,11 @@ def _save_adapter(adapted: Any, files: dict[str, bytes], options: _Options) -> E
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
+    """Write config and tokenizer, and take away files of another tokenizer, which would be read with this one's."""
+    others = set(TOKENIZER_FILES) - files.keys() if set(TOKENIZER_FILES) & files.keys() else set()
     try:
+        for name in others:
+            (folder / name).unlink(missing_ok=True)
         for name, text in files.items():
             (folder / name).write_bytes(text)
     except OSError as error:

@@ -30,7 +30,7 @@ CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLES = "pytorch_model*.bin"
-_TOKENIZER = (
+TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("chat_template.jinja", "chat_template.json"),
@@ -62,7 +62,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     if not path.is_dir():
         yield _of_file(path, _load(path))
         return
-    files = {name: (path / name).read_bytes() for name in (*MODEL_FILES, *_TOKENIZER) if (path / name).is_file()}
+    files = {name: (path / name).read_bytes() for name in (*MODEL_FILES, *TOKENIZER_FILES) if (path / name).is_file()}
     if (path / ADAPTER_CONFIG).is_file():
         yield Checkpoint(path, [], files, adapter=path)
     elif (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
