@@ -25,8 +25,8 @@ def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -
     """Return the documents, shuffled, as blocks; cached by `datasets`.
 
     A document is what the tokenizer makes of it, with the token that some begin texts with, and the end-of-text token
-    behind it. Blocks are cut from the documents one behind the other, so all of them are full, and a document may go on in the
-    next block, as a sequence of its own. What does not fill a block at the end of each 512 documents is dropped.
+    behind it. Blocks are cut from the documents one behind the other, so all of them are full, and a document may go on
+    in the next block, as a sequence of its own. What does not fill a block at the end of each 512 documents is dropped.
 
     Returns:
         Rows ``{"input_ids", "position_ids": int64 (seq_len,)}``. See [Note: Packed rows].

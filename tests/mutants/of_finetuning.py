@@ -14,6 +14,8 @@ T_LOADER = ("tests/unit/finetune/test_loader.py",)
 
 _ADAPTERS = "lightning_cxl/commands/export/adapters.py"
 _EXPORT = "lightning_cxl/commands/export/export.py"
+_MASTERS = "lightning_cxl/commands/export/masters.py"
+T_MASTERS = ("tests/integration/test_exported_masters.py",)
 _SOURCES = "lightning_cxl/commands/export/model_sources.py"
 _STORED = "lightning_cxl/commands/export/stored.py"
 T_EXPORT = ("tests/unit/commands/export/test_export.py",)
@@ -81,6 +83,17 @@ MUTANTS = (
         ("tests/unit/finetune/test_evaluation_samples.py",),
     ),
     # -- exports
+    Mutant("float32 is written from masters", _EXPORT, "masters=dtype in _NEED_MASTERS", "masters=False", T_MASTERS),
+    Mutant("split masters have their remainder", _MASTERS, "joined(weights, remainder)", "weights.float()", T_MASTERS),
+    Mutant(
+        "tied weights have one master",
+        _MASTERS,
+        "    if not isinstance(inner, StoredTensor):\n",
+        "    if True:\n",
+        T_MASTERS,
+    ),
+    Mutant("masters on SSD are not passed over", _MASTERS, "if is_reference(remainder):", "if False:", T_MASTERS),
+    Mutant("masters of other names are not passed over", _MASTERS, "if masters and not count:", "if False:", T_MASTERS),
     Mutant("an adapter and a model in one folder are refused", _EXPORT, "if found is not None:", "if False:", T_EXPORT),
     Mutant(
         "files of another tokenizer do not stay",

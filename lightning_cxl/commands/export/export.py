@@ -40,6 +40,10 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and checkpoint wrappers put into names."""
 
 
+_NEED_MASTERS = (torch.float32, torch.float16)
+"""They hold more of master weights than bfloat16 weights have."""
+
+
 class Exported(NamedTuple):
     """What an export has written."""
 
@@ -51,6 +55,8 @@ class Exported(NamedTuple):
     """Layers into which an adapter was merged."""
     num_dequantised: int
     """Of the tensors, those that were quantised."""
+    num_masters: int
+    """Of the tensors, those that were written from float32 master weights."""
     left_out: int
     """Tensors of the checkpoint that belong to other modules than the model."""
 
@@ -85,7 +91,8 @@ def export_checkpoint(
             does not hold. None: what the checkpoint has or names.
         adapter_config: of an adapter in a state dict, which does not say how it is scaled.
         only_adapter: write the adapter alone, for peft.
-        dtype: of floating-point weights; None: the one they have.
+        dtype: of floating-point weights; float32 and float16 are made from the master weights of the run, where the
+            checkpoint has them. None: the weights that the model computes with, as they are.
         max_shard_bytes: as `save_weights` has it.
 
     Raises:
@@ -99,7 +106,7 @@ def export_checkpoint(
     if folder.resolve() in (checkpoint.resolve(), base and base.resolve()):
         raise ConfigError(f"`{folder}` would be read and written at once: give another folder")
     with ExitStack() as opened:
-        found = opened.enter_context(open_checkpoint(checkpoint))
+        found = opened.enter_context(open_checkpoint(checkpoint, masters=dtype in _NEED_MASTERS))
         source = options.base or _base_of(found)
         under = None if source is None else opened.enter_context(open_checkpoint(source))
         return _export(found, under, options)
@@ -141,7 +148,7 @@ def _export(found: Checkpoint, under: Checkpoint | None, options: _Options) -> E
         if options.only_adapter:
             return _save_adapter(adapted, files, options)
         weights.merge(adapted)
-    return _save_model(weights, config, files, options)
+    return _save_model(weights, config, files, options)._replace(num_masters=found.num_masters)
 
 
 def _unwrapped(name: str) -> str:
@@ -190,7 +197,7 @@ def _save_model(weights: ModelSources, config: dict[str, Any], files: dict[str, 
     config |= {"architectures": [type(weights.model).__name__], **dict.fromkeys(keys, named)}
     _write(options.folder, {**files, CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()})
     return Exported(
-        options.folder, written, len(tensors), weights.num_merged, weights.num_dequantised, weights.left_out
+        options.folder, written, len(tensors), weights.num_merged, weights.num_dequantised, 0, weights.left_out
     )
 
 
@@ -202,7 +209,7 @@ def _save_adapter(adapted: Any, files: dict[str, bytes], options: _Options) -> E
     _write(options.folder, {name: text for name, text in files.items() if name not in MODEL_FILES})
     path = options.folder / ADAPTER_WEIGHTS
     with open_weights(path) as (file,):
-        return Exported(options.folder, [path], len(file.entries), 0, 0, 0)
+        return Exported(options.folder, [path], len(file.entries), 0, 0, 0, 0)
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
