@@ -70,6 +70,8 @@ ARGUMENTS = {
         "intermediate_size": 1408,
         "attn": "sdpa",
         "mapped": False,
+        "lora": None,
+        "quantization": None,
         "lr": 0.001,
         "weight_decay": 0.1,
         "warmup_steps": 10,

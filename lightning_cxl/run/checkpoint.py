@@ -246,7 +246,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any], *, key: str | None = None) -
 
 
 def _with_tied(saved: Mapping[str, Any], changed: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return a state dict with changed weights; those that are tied to one, and so have another name, change with it."""
+    """Return a state dict with changed weights; what is tied to one changes with it."""
 
     def memory(value: Any) -> object:
         return (value.data_ptr(), value.shape, value.stride()) if isinstance(value, torch.Tensor) else id(value)

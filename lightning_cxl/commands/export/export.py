@@ -114,15 +114,24 @@ def export_checkpoint(
 
 def _base_of(found: Checkpoint) -> Path | None:
     """Return the folder of the base model that an adapter names, where that is a folder."""
-    if found.adapter is None:
+    config = _adapter_config(found, None)
+    if config is None:
         return None
-    name = load_adapter_config(found.adapter).get("base_model_name_or_path")
+    name = config.get("base_model_name_or_path")
     if not name or not Path(name).is_dir():
         raise ConfigError(
-            f"the adapter in `{found.adapter}` was trained on {name!r}, which is no folder here: give the folder of "
+            f"the adapter in `{found.path}` was trained on {name!r}, which is no folder here: give the folder of "
             "that model with --base"
         )
     return Path(name)
+
+
+def _adapter_config(found: Checkpoint, given: Path | None) -> dict[str, Any] | None:
+    """Return the config of an adapter: as given, of a folder of peft, or of a file of the main job; else None."""
+    if given is not None or found.adapter is not None:
+        return load_adapter_config(given or found.adapter)  # type: ignore[arg-type]  # one of them
+    text = found.files.get(ADAPTER_CONFIG)
+    return None if text is None else json_object(text, f"{ADAPTER_CONFIG} in `{found.path}`")
 
 
 def _export(found: Checkpoint, under: Checkpoint | None, options: _Options) -> Exported:
@@ -131,6 +140,7 @@ def _export(found: Checkpoint, under: Checkpoint | None, options: _Options) -> E
         raise ConfigError(f"`{found.path}` has no {CONFIG}: give the folder of the model that was trained with --base")
     config = json_object(files[CONFIG], CONFIG)
     config.pop("quantization_config", None)
+    files.pop(ADAPTER_CONFIG, None)
     state: list[WeightSource] = [Renamed(_unwrapped(tensor.name), tensor) for tensor in found.tensors]
     adapters = [tensor for tensor in state if is_adapters(tensor.name)]
     _check_adapter_options(found, bool(adapters), options)
@@ -143,8 +153,9 @@ def _export(found: Checkpoint, under: Checkpoint | None, options: _Options) -> E
     if found.adapter is not None:
         weights.merge(put_in_folder(weights.model, found.adapter))
     elif adapters:
-        assert options.adapter_config is not None  # checked above
-        adapted = put_in_state(weights.model, adapters, load_adapter_config(options.adapter_config))
+        adapter_config = _adapter_config(found, options.adapter_config)
+        assert adapter_config is not None  # checked above
+        adapted = put_in_state(weights.model, adapters, adapter_config)
         if options.only_adapter:
             return _save_adapter(adapted, files, options)
         weights.merge(adapted)
@@ -163,7 +174,7 @@ def _dtype_of(config: dict[str, Any]) -> torch.dtype:
 
 
 def _check_adapter_options(found: Checkpoint, has_adapters: bool, options: _Options) -> None:
-    if has_adapters and options.adapter_config is None:
+    if has_adapters and _adapter_config(found, options.adapter_config) is None:
         raise ConfigError(
             f"`{found.path}` has adapters, and does not say how they are scaled: give the {ADAPTER_CONFIG} that they "
             "were trained with, with --adapter-config (peft: model.peft_config['default'].save_pretrained(FOLDER))"
