@@ -1,4 +1,4 @@
-"""Config and tokenizer of a model, and config of its adapter, as texts: a checkpoint with them can be exported alone."""
+"""Config and tokenizer of a model, and config of its adapter, as texts: so a checkpoint can be exported alone."""
 
 import tempfile
 from pathlib import Path
