@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 from lightning_cxl.commands.export.layouts import FILES_KEY
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.loader import Batch, scored_tokens
-from lightning_cxl.finetune.lora import check_saved, quantization_fields, trained_names, with_adapters
 from lightning_cxl.finetune.own_files import own_files
+from lightning_cxl.finetune.saved_adapters import check_saved, trained_names
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
 from lightning_cxl.sequences.attention import packed_arguments, separate
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.weights.hf import from_pretrained
+from lightning_cxl.weights.qlora import quantization_fields, with_adapters
 
 _RNG_KEY = "causal_lm_rng"
 
@@ -82,7 +83,7 @@ class CausalLM(LightningModule):
         if lora is not None and name_or_path is None:
             raise ConfigError("lora needs a model to adapt: give name_or_path")
         if quantization is not None:
-            quantization_fields(quantization)  # refuses what it does not know
+            quantization_fields(quantization, torch.get_default_dtype())  # refuses what it does not know
             if name_or_path is None or not _has_safetensors(name_or_path):
                 raise ConfigError(
                     f"quantization needs a local folder with safetensors files as name_or_path, got {name_or_path!r}: "
@@ -308,7 +309,7 @@ class CausalLM(LightningModule):
     def _pretrained(self, name_or_path: str) -> PreTrainedModel:
         options: dict[str, Any] = {"attn_implementation": self.attn, "dtype": torch.get_default_dtype()}
         if self.quantization is not None:
-            options["quantization_config"] = quantization_fields(self.quantization)
+            options["quantization_config"] = quantization_fields(self.quantization, options["dtype"])
         must_be_ours = self.mapped or self.quantization is not None
         try:
             if _has_safetensors(name_or_path):

@@ -7,7 +7,7 @@ attribute. Companions that are the parameter's own data under another name (`Int
 others lie in the same piece of host memory and visit the device together with it. Kinds are known by the class name of
 the parameter, so that no library is imported; a kind that is not quantised yet stays where it is.
 
-Two things that layers of bitsandbytes do would go wrong in a run, which therefore prepares them (`prepare_layers`):
+Three things that layers of bitsandbytes do would go wrong in a run, which therefore prepares them (`prepare_layers`):
 
 * The backward of a 4-bit layer reads its weight through a tensor that the forward has left in the graph, not through
   autograd's saved tensors. By then other weights lie there: gradients would be wrong without an error. It gets the
@@ -15,6 +15,9 @@ Two things that layers of bitsandbytes do would go wrong in a run, which therefo
 * When the CPU evaluates and has AVX-512 BF16, a layer puts its 4-bit weight in another order, in memory of its own, and
   cannot train with it any more. It is kept from that: the bytes stay at home, training goes on after a validation, and
   evaluation computes as training does.
+* An 8-bit layer leaves its input in the graph, not as one of autograd's saved tensors, so that the inputs of all layers
+  of all units would stay on the device, although units are recomputed. Only the gradient of the weight would need it:
+  below frozen weights it is taken out.
 """
 
 import functools
@@ -106,6 +109,12 @@ def prepare_layers(model: nn.Module) -> Callable[[], None]:
         for parameter in module.parameters(recurse=False)
         if type(parameter).__name__ == "Params4bit"
     ]
+    hooks += [
+        module.register_forward_hook(_let_input_go)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if type(parameter).__name__ == "Int8Params" and not parameter.requires_grad
+    ]
     for module, _ in before:
         setattr(module, _MAY_REPACK, False)
 
@@ -136,6 +145,19 @@ def _let_backward_read(parameter: nn.Parameter, module: nn.Module, inputs: Any, 
         f"a layer of class {type(module).__name__} computes in a way that this version does not know, and its backward "
         "may read other weights than its own: set stream_weights=False, or take bitsandbytes 0.50"
     )
+
+
+def _let_input_go(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Take what only the gradient of an 8-bit weight would need out of the graph."""
+    node: Any = getattr(output, "grad_fn", None)
+    for _ in range(_MOST_STEPS):
+        if type(node).__name__ == "MatMul8bitLtBackward":
+            node.tensors = (None, None, None)
+            return
+        if type(node).__name__ == "MatMul8bitFpBackward":  # where the CPU trains
+            node.A = None
+            return
+        node = next((each for each, _ in getattr(node, "next_functions", ()) if each is not None), None)
 
 
 class _BytesOfThen:
