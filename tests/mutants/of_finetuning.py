@@ -13,6 +13,9 @@ T_DATA = ("tests/unit/finetune/test_data.py",)
 T_LOADER = ("tests/unit/finetune/test_loader.py",)
 
 _ADAPTERS = "lightning_cxl/commands/export/adapters.py"
+_MODEL = "lightning_cxl/finetune/model.py"
+_ADAPTERS_SAVED = "lightning_cxl/finetune/saved_adapters.py"
+T_RESUMED = ("tests/integration/test_main_job.py::test_a_checkpoint_has_adapters_alone_and_resumes_exactly",)
 _EXPORT = "lightning_cxl/commands/export/export.py"
 _MASTERS = "lightning_cxl/commands/export/masters.py"
 T_MASTERS = ("tests/integration/test_exported_masters.py",)
@@ -129,4 +132,42 @@ MUTANTS = (
     ),
     Mutant("a model that is there twice is refused", _SOURCES, "most[0][1] == most[1][1]", "False", T_REFUSED),
     Mutant("bytes without scales are refused", _STORED, "not _SCALES & (group or {}).keys()", "False", T_QUANTISED),
+    Mutant(
+        "a plain checkpoint has one master for tied weights",
+        "lightning_cxl/run/checkpoint.py",
+        "by_memory.get(memory(value), value)",
+        "changed.get(name, value)",
+        T_MASTERS,
+    ),
+    # -- adapters on quantised weights
+    Mutant(
+        "a checkpoint has adapters alone",
+        _MODEL,
+        "for name, value in state.items() if name in trained",
+        "for name, value in state.items()",
+        T_RESUMED,
+    ),
+    Mutant("adapters of another shape are refused", _ADAPTERS_SAVED, "if saved.keys() != own:", "if False:", T_RESUMED),
+    Mutant("adapters that scale otherwise are refused", _ADAPTERS_SAVED, "if other != mine:", "if False:", T_RESUMED),
+    Mutant(
+        "quantised weights are not trained",
+        _MODEL,
+        "self.quantization is not None and self.lora is None",
+        "False",
+        ("tests/integration/test_main_job.py::test_what_cannot_be_is_refused",),
+    ),
+    Mutant(
+        "an export of adapters is no export of the model",
+        "lightning_cxl/finetune/export.py",
+        "if module.lora is None:",
+        "if True:",
+        ("tests/integration/test_main_job.py::test_exports_of_a_run_are_the_adapter_and_the_merged_model",),
+    ),
+    Mutant(
+        "adapters are planned in the type that they train in",
+        "lightning_cxl/commands/plan/meta_model.py",
+        "parameter.data.to(model.dtype)",
+        "parameter.data",
+        ("tests/integration/test_planned_lora.py::test_planned_bytes_of_every_role_are_what_a_run_holds",),
+    ),
 )

@@ -65,7 +65,11 @@ def with_lora(model: Any, rank: int, quantize: str | None) -> Any:
         quantizer = Quantizer({**fields, "llm_int8_threshold": 0.0}, None)
         quantizer.replace_layers(model)
         quantizer.fill_on_meta(model)
-    return with_adapters(model, {"r": rank, "target_modules": "all-linear"}).train()
+    adapted = with_adapters(model, {"r": rank, "target_modules": "all-linear"})
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # which peft has made float32: the Trainer converts them when it begins
+            parameter.data = parameter.data.to(model.dtype)
+    return adapted.train()
 
 
 def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
