@@ -43,7 +43,7 @@ _PRODUCTS = frozenset(
     }
 )  # fmt: skip
 _QUANTISED_PRODUCTS = frozenset(
-    f"bitsandbytes::{name}" for name in ("gemm_4bit", "gemv_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
+    f"bitsandbytes.{name}" for name in ("gemm_4bit", "gemv_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
 )
 """Activations times weights, which their kernels read quantised."""
 
@@ -177,7 +177,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(each, torch.Tensor) and each.is_meta and _key(each) not in known | self._seen:
                 self._count(each.untyped_storage())
         count = flop_registry.get(func.overloadpacket)
-        if func._schema.name in _QUANTISED_PRODUCTS:
+        if str(func.overloadpacket) in _QUANTISED_PRODUCTS:
             self.flops += 2.0 * result.numel() * args[0].shape[-1]
         elif count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)

@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "quantised products are counted",
         "lightning_cxl/inventory/dry_run.py",
-        "if func._schema.name in _QUANTISED_PRODUCTS:",
+        "if str(func.overloadpacket) in _QUANTISED_PRODUCTS:",
         "if False:",
         T_PLANNED,
     ),
