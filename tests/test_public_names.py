@@ -70,6 +70,8 @@ ARGUMENTS = {
         "intermediate_size": 1408,
         "attn": "sdpa",
         "mapped": False,
+        "lora": None,
+        "quantization": None,
         "lr": 0.001,
         "weight_decay": 0.1,
         "warmup_steps": 10,
@@ -102,7 +104,7 @@ KEYS_OF_FILES = {
 }
 COMMANDS = {
     "plan": "model tiers ssd ssd-budget ssd-checkpoint batch seq precision state master accumulate "
-    "accumulate-grad-batches activation-offload stream-weights overlap policy loss plot json",
+    "accumulate-grad-batches activation-offload stream-weights overlap policy loss lora quantize plot json",
     "calibrate": "output ssd quick json",
     "export": "base adapter-config only-adapter dtype max-shard-bytes",
 }

@@ -120,6 +120,16 @@ class _Answer(NamedTuple):
     opened: str
     """`before`, and the header with which the model is asked for an answer."""
     after: str
+    other: str | None
+    """`after` with another answer; None where that cannot be shown, or `opened` says enough."""
+
+    @property
+    def start(self) -> int:
+        """Where the answer itself begins in `after`."""
+        # a template may open an answer with more than it shows later, such as "<think>"; what such an opening has in
+        # common with the answer's own first letters is the answer's
+        found = [_shared(text, self.after) for text in (self.opened, self.other) if text]
+        return max(len(self.before), min(found, default=0))
 
 
 class _Rendered:
@@ -142,7 +152,18 @@ class _Rendered:
     def answers(self) -> Iterator[_Answer]:
         for index, message in enumerate(self._conversation.messages):
             if message["role"] == "assistant":
-                yield _Answer(self.text(index), self.text(index, opened=True), self.text(index + 1))
+                opened, after = self.text(index, opened=True), self.text(index + 1)
+                other = None if opened and after.startswith(opened) else self._with_another_answer(index)
+                yield _Answer(self.text(index), opened, after, other)
+
+    def _with_another_answer(self, index: int) -> str | None:
+        """Return the messages up to an answer, which is replaced by one that begins with another letter."""
+        answer = self._conversation.messages[index]
+        if not isinstance(answer.get("content"), str):
+            return None
+        letter = "a" if answer["content"].lstrip().startswith("b") else "b"
+        messages = [*self._conversation.messages[:index], {**answer, "content": letter}]
+        return _Rendered(self._conversation._replace(messages=messages), self._tokenizer).text()
 
 
 def _span(text: str, answer: _Answer) -> tuple[int, int]:
@@ -152,9 +173,7 @@ def _span(text: str, answer: _Answer) -> tuple[int, int]:
             "the chat template changes earlier messages when an answer follows, so the answer is not found in its "
             "text: mark it in the template with {% generation %}, or train on all (data.train_on)"
         )
-    # a template may open an answer with more than it shows later, such as "<think>"
-    start = max(len(answer.before), _shared(answer.opened, answer.after))
-    return start, len(answer.after)
+    return answer.start, len(answer.after)
 
 
 def _shared(one: str, other: str) -> int:

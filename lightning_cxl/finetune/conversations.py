@@ -1,5 +1,6 @@
 """Lines of a JSONL file: which form they have, and conversations of roles and contents from them."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,9 +153,26 @@ def _messages(line: str, messages: Any) -> list[dict[str, Any]]:
             raise LineError(line, f"the `content` of {where} must be a string, and is {content}")
         if message.get("weight", 1) != 1:
             raise LineError(line, f"{where} has a `weight`, which is not supported: take it out")
+        if calls:
+            message["tool_calls"] = _with_read_arguments(calls)
     if not any(message["role"] == "assistant" for message in messages):
         raise LineError(line, "no message has the role assistant, so there is no answer to learn")
     return messages
+
+
+def _with_read_arguments(calls: Any) -> Any:
+    """Return tool calls with their arguments as objects, which templates expect; OpenAI has them as text with JSON."""
+    if isinstance(calls, list):
+        return [_with_read_arguments(call) for call in calls]
+    if not isinstance(calls, dict):
+        return calls
+    read = dict(calls)
+    if isinstance(calls.get("function"), dict):
+        read["function"] = _with_read_arguments(calls["function"])
+    if isinstance(calls.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            read["arguments"] = json.loads(calls["arguments"])
+    return read
 
 
 def _string(line: str, row: dict[str, Any], key: str) -> str:

@@ -201,7 +201,7 @@ def _cut(sample: Mapping[str, Tensor]) -> HeldOut:
     ids, labels = sample["input_ids"], sample.get("labels")
     if labels is None or bool((labels == ids).all()):
         return HeldOut(ids[:_PROMPT_TOKENS], ids[_PROMPT_TOKENS:])
-    start = int((labels != IGNORED).nonzero()[0])
+    start = max(1, int((labels != IGNORED).nonzero()[0]))  # nothing can be generated from no token
     after = (labels[start:] == IGNORED).nonzero()
     return HeldOut(ids[:start], ids[start : start + int(after[0]) if len(after) else None])
 

@@ -11,6 +11,8 @@ from lightning_cxl.weights.hf import save_pretrained
 def export_pretrained(module: CausalLM, folder: str | Path) -> Path:
     """Write `folder` for ``AutoModelForCausalLM.from_pretrained`` (safetensors) and ``AutoTokenizer``.
 
+    Of a module that trains adapters (`lora`) these alone are written, for ``PeftModel.from_pretrained``.
+
     Raises:
         ConfigError: the module has no model yet.
         CheckpointError: the file system refused.
@@ -18,7 +20,10 @@ def export_pretrained(module: CausalLM, folder: str | Path) -> Path:
     if module.model is None:
         raise ConfigError("nothing to export: the module has no model yet (call configure_model, or load a checkpoint)")
     folder = Path(folder)
-    save_pretrained(module.model, folder)
+    if module.lora is None:
+        save_pretrained(module.model, folder)
+    else:
+        module.model.save_pretrained(str(folder), save_embedding_layers=False)  # else it asks the hub about them
     if module.tokenizer is not None:
         module.tokenizer.save_pretrained(folder)
     return folder

@@ -5,7 +5,7 @@ import functools
 import math
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from lightning_cxl.commands.export.layouts import FILES_KEY
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.loader import Batch, scored_tokens
 from lightning_cxl.finetune.own_files import own_files
+from lightning_cxl.finetune.saved_adapters import check_saved, trained_names
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
 from lightning_cxl.sequences.attention import packed_arguments, separate
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.weights.hf import from_pretrained
+from lightning_cxl.weights.qlora import quantization_fields, with_adapters
 
 _RNG_KEY = "causal_lm_rng"
 
@@ -43,6 +45,8 @@ class CausalLM(LightningModule):
         intermediate_size: int = 1408,
         attn: str = "sdpa",
         mapped: bool = False,
+        lora: dict[str, Any] | None = None,
+        quantization: Literal["4bit", "8bit"] | dict[str, Any] | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 10,
@@ -59,6 +63,10 @@ class CausalLM(LightningModule):
             attn: Attention implementation as `transformers` names it: "sdpa", "eager", "flash_attention_2".
             mapped: Leave the weights of `name_or_path` in their files until the run moves them to their tiers; for a
                 model that is larger than memory.
+            lora: Train adapters alone: fields of ``peft.LoraConfig``, such as ``{"r": 16, "lora_alpha": 32,
+                "target_modules": "all-linear"}``. Checkpoints hold the adapters alone.
+            quantization: Quantise the weights of `name_or_path` while they are read: "4bit" (NF4), "8bit", or fields of
+                ``BitsAndBytesConfig``. Training needs `lora` then.
             lr: Highest learning rate, reached after the warm-up.
             weight_decay: AdamW's, for matrices alone (not for norms and biases).
             warmup_steps: Optimizer steps of linear warm-up, before a cosine to a tenth of `lr`.
@@ -72,6 +80,15 @@ class CausalLM(LightningModule):
             raise ConfigError(
                 f"mapped=True needs a local folder with safetensors files as name_or_path, got {name_or_path!r}"
             )
+        if lora is not None and name_or_path is None:
+            raise ConfigError("lora needs a model to adapt: give name_or_path")
+        if quantization is not None:
+            quantization_fields(quantization, torch.get_default_dtype())  # refuses what it does not know
+            if name_or_path is None or not _has_safetensors(name_or_path):
+                raise ConfigError(
+                    f"quantization needs a local folder with safetensors files as name_or_path, got {name_or_path!r}: "
+                    "download a model first (hf download NAME --local-dir FOLDER)"
+                )
         counts = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,
@@ -92,6 +109,9 @@ class CausalLM(LightningModule):
         self.name_or_path = name_or_path
         self.attn = attn
         self.mapped = mapped
+        self.lora = None if lora is None else dict(lora)
+        self.quantization = quantization
+        self.strict_loading = lora is None  # checkpoints have adapters alone, see `on_load_checkpoint`
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
@@ -102,14 +122,20 @@ class CausalLM(LightningModule):
             "num_attention_heads": num_heads,
             "intermediate_size": intermediate_size,
         }
-        self.model: PreTrainedModel | None = None
+        self.model: PreTrainedModel | Any = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._seq_len = 0
         self._batch_began = 0.0
         self._rng_states: dict[str, Tensor] | None = None
 
     def setup(self, stage: str) -> None:
-        """Take the tokenizer and the block length from the data module, when it has them."""
+        """Take the tokenizer and the block length from the data module, when it has them.
+
+        Raises:
+            ConfigError: quantised weights are to be trained.
+        """
+        if stage == "fit" and self.quantization is not None and self.lora is None:
+            raise ConfigError("quantised weights cannot be trained: give model.lora, such as {r: 16}")
         data = getattr(self.trainer, "datamodule", None)
         self.tokenizer = getattr(data, "tokenizer", None)
         self._seq_len = getattr(data, "seq_len", 0)
@@ -124,7 +150,7 @@ class CausalLM(LightningModule):
             return
         model = self._new_llama() if self.name_or_path is None else self._pretrained(self.name_or_path)
         _check_fit(model.config, self.tokenizer, self._seq_len)
-        self.model = model.train()
+        self.model = (model if self.lora is None else with_adapters(model, self.lora)).train()
 
     def forward(self, input_ids: Tensor, **arguments: Any) -> Tensor:
         """Return logits ``(batch, seq, vocab)`` for token ids ``(batch, seq)``; `arguments` are for the model."""
@@ -198,7 +224,16 @@ class CausalLM(LightningModule):
         """Return what `generate_text` does as tokens: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``."""
         model = self._built()
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "pad_token_id": eos, "eos_token_id": eos}
+        # chat models have a token of their own for the end of an answer, which their tokenizer may not know
+        own = model.generation_config.eos_token_id
+        ends = {eos, *(own if isinstance(own, list) else [own])} - {None}
+        options = {
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_k": 20,
+            "pad_token_id": eos,
+            "eos_token_id": sorted(ends) or None,
+        }
         modes = {module: module.training for module in model.modules()}
         devices = [] if self.device.type == "cpu" else [self.device]
         ids = prompt[None].to(model.device)
@@ -217,12 +252,23 @@ class CausalLM(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the random states, so that dropout continues exactly after a resume, and what an export needs."""
         checkpoint[FILES_KEY] = own_files(self._built(), self.tokenizer)
+        if self.lora is not None:
+            trained, state = trained_names(self), checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
         checkpoint[_RNG_KEY] = {"cpu": torch.get_rng_state()}
         if self.device.type != "cpu":
             checkpoint[_RNG_KEY][self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the random states until training starts."""
+        """Keep the random states until training starts.
+
+        Raises:
+            CheckpointError: its adapters are not those of this module.
+        """
+        if self.lora is not None:
+            self.configure_model()  # done before, but for `load_from_checkpoint`
+            given = checkpoint.get("hyper_parameters", {}).get("lora")
+            check_saved(checkpoint["state_dict"], trained_names(self), given, self.lora)
         self._rng_states = checkpoint.get(_RNG_KEY)
 
     def on_train_start(self) -> None:
@@ -262,10 +308,13 @@ class CausalLM(LightningModule):
 
     def _pretrained(self, name_or_path: str) -> PreTrainedModel:
         options: dict[str, Any] = {"attn_implementation": self.attn, "dtype": torch.get_default_dtype()}
+        if self.quantization is not None:
+            options["quantization_config"] = quantization_fields(self.quantization, options["dtype"])
+        must_be_ours = self.mapped or self.quantization is not None
         try:
             if _has_safetensors(name_or_path):
                 # quantized, or experts that must be merged
-                with contextlib.nullcontext() if self.mapped else contextlib.suppress(UnsupportedError):
+                with contextlib.nullcontext() if must_be_ours else contextlib.suppress(UnsupportedError):
                     return from_pretrained(AutoModelForCausalLM, name_or_path, mapped=self.mapped, **options)
             return AutoModelForCausalLM.from_pretrained(name_or_path, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Config and tokenizer of a model as texts, which a checkpoint carries so that it can be exported by itself."""
+"""Config and tokenizer of a model, and config of its adapter, as texts: so a checkpoint can be exported alone."""
 
 import tempfile
 from pathlib import Path
@@ -8,11 +8,13 @@ from transformers import PreTrainedTokenizerBase
 
 
 def own_files(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
-    """Return the files that transformers writes beside weights, by name; not those that are no text."""
+    """Return the files that transformers, and peft, write beside weights, by name; not those that are no text."""
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
+        if (adapters := getattr(model, "peft_config", None)) is not None:
+            next(iter(adapters.values())).save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         texts = {}

@@ -17,21 +17,23 @@ from lightning_cxl.sequences.packing import fit_rows
 
 _SPLIT_SEED = 0  # one split for all runs, so that their validation losses compare
 _DOCUMENTS_PER_PACK = 512
-_CHAT_RECIPE = "chat1"  # part of the cache key: change it when samples of the same lines change
+_TEXT_RECIPE = "text2"  # part of the cache key: change it when blocks of the same documents change
+_CHAT_RECIPE = "chat2"  # the same, for samples of the same lines
 
 
 def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Dataset:
     """Return the documents, shuffled, as blocks; cached by `datasets`.
 
-    Blocks are cut from the documents one behind the other, so all of them are full, and a document may go on in the
-    next block, as a sequence of its own. What does not fill a block at the end of each 512 documents is dropped.
+    A document is what the tokenizer makes of it, with the token that some begin texts with, and the end-of-text token
+    behind it. Blocks are cut from the documents one behind the other, so all of them are full, and a document may go on
+    in the next block, as a sequence of its own. What does not fill a block at the end of each 512 documents is dropped.
 
     Returns:
         Rows ``{"input_ids", "position_ids": int64 (seq_len,)}``. See [Note: Packed rows].
     """
     blocks = documents.shuffle(seed=_SPLIT_SEED).map(
         _pack_batch,
-        fn_kwargs={"tokenizer": tokenizer, "seq_len": seq_len},
+        fn_kwargs={"tokenizer": tokenizer, "seq_len": seq_len, "recipe": _TEXT_RECIPE},
         batched=True,
         batch_size=_DOCUMENTS_PER_PACK,
         remove_columns=["text"],
@@ -41,16 +43,24 @@ def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -
     return blocks.with_format("torch")
 
 
-def _pack_batch(batch: dict[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> dict[str, Any]:
-    encoded = tokenizer(list(batch["text"]), add_special_tokens=False, verbose=False)["input_ids"]
-    stream = [token for document in encoded for token in (*document, tokenizer.eos_token_id)]
-    places = [place for document in encoded for place in range(len(document) + 1)]
+def _pack_batch(
+    batch: dict[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase, seq_len: int, recipe: str
+) -> dict[str, Any]:
+    encoded = tokenizer(list(batch["text"]), verbose=False)["input_ids"]
+    documents = [_ended(document, tokenizer.eos_token_id) for document in encoded]
+    stream = [token for document in documents for token in document]
+    places = [place for document in documents for place in range(len(document))]
     usable = len(stream) - len(stream) % seq_len
     starts = range(0, usable, seq_len)
     return {
         "input_ids": [stream[start : start + seq_len] for start in starts],
         "position_ids": [_from_zero(places[start : start + seq_len]) for start in starts],
     }
+
+
+def _ended(document: list[int], end_of_text: int) -> list[int]:
+    """Return the tokens of a document with the end-of-text token behind them, which some tokenizers put there."""
+    return document if document[-1:] == [end_of_text] else [*document, end_of_text]
 
 
 def _from_zero(places: list[int]) -> list[int]:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.quantised import prepare_layers
 from lightning_cxl.streaming.units import NamedUnits
 from lightning_cxl.torch_private import TorchDispatchMode, run_backward, storage_key, tree_leaves, without_dispatch
 from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer
@@ -41,6 +42,10 @@ _PRODUCTS = frozenset(
         torch.addmm, torch.baddbmm, torch.einsum, functional.conv1d, functional.conv2d, functional.conv3d,
     }
 )  # fmt: skip
+_QUANTISED_PRODUCTS = frozenset(
+    f"bitsandbytes.{name}" for name in ("gemm_4bit", "gemv_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
+)
+"""Activations times weights, which their kernels read quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ def dry_run(
 
     offload = ActivationOffload(_NoCopies(computes_on_host), allocate, min_bytes=min_bytes)
     with ExitStack() as stack:
+        stack.callback(prepare_layers(model))
         offload.attach(units, model)
         stack.callback(offload.detach)
         stack.enter_context(_gradients_leave(model))
@@ -171,7 +177,9 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(each, torch.Tensor) and each.is_meta and _key(each) not in known | self._seen:
                 self._count(each.untyped_storage())
         count = flop_registry.get(func.overloadpacket)
-        if count is not None:
+        if str(func.overloadpacket) in _QUANTISED_PRODUCTS:
+            self.flops += 2.0 * result.numel() * args[0].shape[-1]
+        elif count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
         return result
 

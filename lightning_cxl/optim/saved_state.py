@@ -224,4 +224,4 @@ def without_remainder(entry: dict[str, Any]) -> tuple[dict[str, Any], torch.Tens
 def joined(weights: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """Return float32 master weights from compute weights, in any precision, and what they lack of them."""
     upper = weights if weights.dtype is torch.bfloat16 else split(weights.float().contiguous())[0]
-    return join(upper.contiguous(), remainder.contiguous())
+    return join(upper.contiguous(), remainder.to(upper.device).contiguous())

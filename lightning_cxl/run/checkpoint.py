@@ -224,8 +224,8 @@ def plain_checkpoint(checkpoint: Mapping[str, Any], *, key: str | None = None) -
         StorageError: a drive cannot read that state, or has damaged it.
     """
     own = own_entry(checkpoint)
-    weights = {**checkpoint["state_dict"]}
-    weights.update((name, value) for name, value in (own.get("master_weights") or {}).items() if name in weights)
+    saved = checkpoint["state_dict"]
+    weights = {name: value for name, value in (own.get("master_weights") or {}).items() if name in saved}
     states = checkpoint.get("optimizer_states", [])
     if SSD in own:
         states = ssd_checkpoint.whole(states, own[SSD], key)
@@ -233,19 +233,35 @@ def plain_checkpoint(checkpoint: Mapping[str, Any], *, key: str | None = None) -
     plain_states = []
     for state, names in zip(states, all_names, strict=True):
         entries = {}
-        name_of = _names_by_key(state, names)
+        name_of = names_by_key(state, names)
         for key, entry in state["state"].items():
             name = name_of.get(key)
             plain, remainder = without_remainder(decoded(entry, f"`{name or key}`"))
             entries[key] = {k: _widened(v) for k, v in plain.items()}
-            if remainder is not None and name in weights:
-                weights[name] = joined(weights[name], remainder)
+            if remainder is not None and name in saved:
+                weights[name] = joined(saved[name], remainder)
         plain_states.append({**state, "state": entries})
     rest = {key: value for key, value in checkpoint.items() if key != KEY}
-    return {**rest, "state_dict": weights, **({"optimizer_states": plain_states} if states else {})}
+    return {**rest, "state_dict": _with_tied(saved, weights), **({"optimizer_states": plain_states} if states else {})}
 
 
-def _names_by_key(state: Mapping[str, Any], names: list[list[str]] | None) -> dict[Any, str]:
+def _with_tied(saved: Mapping[str, Any], changed: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a state dict with changed weights; what is tied to one changes with it."""
+
+    def memory(value: Any) -> object:
+        return (value.data_ptr(), value.shape, value.stride()) if isinstance(value, torch.Tensor) else id(value)
+
+    by_memory = {memory(saved[name]): value for name, value in changed.items()}
+    return {name: by_memory.get(memory(value), value) for name, value in saved.items()}
+
+
+def names_by_key(state: Mapping[str, Any], names: list[list[str]] | None) -> dict[Any, str]:
+    """Return the parameters' names by the keys that an optimizer's state dict has for them.
+
+    Args:
+        state: torch's format.
+        names: by group, as our entry has them; None where they are not known.
+    """
     groups = zip(state["param_groups"], names or [], strict=names is not None)
     return {key: name for group, own in groups for key, name in zip(group["params"], own, strict=True)}
 

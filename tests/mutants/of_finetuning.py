@@ -13,6 +13,12 @@ T_DATA = ("tests/unit/finetune/test_data.py",)
 T_LOADER = ("tests/unit/finetune/test_loader.py",)
 
 _ADAPTERS = "lightning_cxl/commands/export/adapters.py"
+_MODEL = "lightning_cxl/finetune/model.py"
+_ADAPTERS_SAVED = "lightning_cxl/finetune/saved_adapters.py"
+T_RESUMED = ("tests/integration/test_main_job.py::test_a_checkpoint_has_adapters_alone_and_resumes_exactly",)
+_EXPORT = "lightning_cxl/commands/export/export.py"
+_MASTERS = "lightning_cxl/commands/export/masters.py"
+T_MASTERS = ("tests/integration/test_exported_masters.py",)
 _SOURCES = "lightning_cxl/commands/export/model_sources.py"
 _STORED = "lightning_cxl/commands/export/stored.py"
 T_EXPORT = ("tests/unit/commands/export/test_export.py",)
@@ -42,6 +48,21 @@ MUTANTS = (
         "",
         T_CHAT,
     ),
+    Mutant(
+        "letters that an answer shares with its opening are the answer's",
+        _CHAT,
+        "None if opened and after.startswith(opened) else self._with_another_answer(index)",
+        "None",
+        T_CHAT,
+    ),
+    Mutant(
+        "arguments of calls are not put into quotes twice",
+        _CONVERSATIONS,
+        "        if calls:\n",
+        "        if False:\n",
+        T_CONVERSATIONS,
+    ),
+    Mutant("a document ends once", _SAMPLES, "document if document[-1:] == [end_of_text] else ", "", T_DATA),
     Mutant("marks of a template are used", _CHAT, "if _MARKS.search(", "if None and _MARKS.search(", T_CHAT),
     Mutant("someone must answer", _CONVERSATIONS, 'message["role"] == "assistant" for', "True for", T_CONVERSATIONS),
     Mutant(
@@ -57,7 +78,33 @@ MUTANTS = (
     ),
     Mutant("samples without an answer are left out", _SAMPLES, "samples.select(kept)", "samples", T_DATA),
     Mutant("an error in a line says where", _DATA, "raise error.located(files) from error", "raise", T_DATA),
+    Mutant(
+        "a sample goes on from a token",
+        _DATA,
+        "max(1, int((labels != IGNORED).nonzero()[0]))",
+        "int((labels != IGNORED).nonzero()[0])",
+        ("tests/unit/finetune/test_evaluation_samples.py",),
+    ),
     # -- exports
+    Mutant("float32 is written from masters", _EXPORT, "masters=dtype in _NEED_MASTERS", "masters=False", T_MASTERS),
+    Mutant("split masters have their remainder", _MASTERS, "joined(weights, remainder)", "weights.float()", T_MASTERS),
+    Mutant(
+        "tied weights have one master",
+        _MASTERS,
+        "    if not isinstance(inner, StoredTensor):\n",
+        "    if True:\n",
+        T_MASTERS,
+    ),
+    Mutant("masters on SSD are not passed over", _MASTERS, "if is_reference(remainder):", "if False:", T_MASTERS),
+    Mutant("masters of other names are not passed over", _MASTERS, "if masters and not count:", "if False:", T_MASTERS),
+    Mutant("an adapter and a model in one folder are refused", _EXPORT, "if found is not None:", "if False:", T_EXPORT),
+    Mutant(
+        "files of another tokenizer do not stay",
+        _EXPORT,
+        "            (folder / name).unlink(missing_ok=True)\n",
+        "            pass\n",
+        T_EXPORT,
+    ),
     Mutant(
         "a merged weight is let go of",
         _ADAPTERS,
@@ -85,4 +132,42 @@ MUTANTS = (
     ),
     Mutant("a model that is there twice is refused", _SOURCES, "most[0][1] == most[1][1]", "False", T_REFUSED),
     Mutant("bytes without scales are refused", _STORED, "not _SCALES & (group or {}).keys()", "False", T_QUANTISED),
+    Mutant(
+        "a plain checkpoint has one master for tied weights",
+        "lightning_cxl/run/checkpoint.py",
+        "by_memory.get(memory(value), value)",
+        "changed.get(name, value)",
+        T_MASTERS,
+    ),
+    # -- adapters on quantised weights
+    Mutant(
+        "a checkpoint has adapters alone",
+        _MODEL,
+        "for name, value in state.items() if name in trained",
+        "for name, value in state.items()",
+        T_RESUMED,
+    ),
+    Mutant("adapters of another shape are refused", _ADAPTERS_SAVED, "if saved.keys() != own:", "if False:", T_RESUMED),
+    Mutant("adapters that scale otherwise are refused", _ADAPTERS_SAVED, "if other != mine:", "if False:", T_RESUMED),
+    Mutant(
+        "quantised weights are not trained",
+        _MODEL,
+        "self.quantization is not None and self.lora is None",
+        "False",
+        ("tests/integration/test_main_job.py::test_what_cannot_be_is_refused",),
+    ),
+    Mutant(
+        "an export of adapters is no export of the model",
+        "lightning_cxl/finetune/export.py",
+        "if module.lora is None:",
+        "if True:",
+        ("tests/integration/test_main_job.py::test_exports_of_a_run_are_the_adapter_and_the_merged_model",),
+    ),
+    Mutant(
+        "adapters are planned in the type that they train in",
+        "lightning_cxl/commands/plan/meta_model.py",
+        "parameter.data.to(model.dtype)",
+        "parameter.data",
+        ("tests/integration/test_planned_lora.py::test_planned_bytes_of_every_role_are_what_a_run_holds",),
+    ),
 )

@@ -32,6 +32,7 @@ T_SETTINGS = (f"{_LOAD}::test_settings_that_are_refused",)
 T_MISSING = (f"{_LOAD}::test_a_weight_that_no_file_holds_cannot_be_quantised",)
 T_WAYS = (f"{_LOAD}::test_the_model_is_the_one_that_transformers_quantises",)
 T_SAVED = (f"{_LOAD}::test_what_is_quantised_is_saved_and_loads",)
+T_PLANNED = ("tests/integration/test_planned_lora.py::test_quantised_products_count_and_their_inputs_do_not_stay",)
 
 MUTANTS = (
     Mutant(
@@ -118,4 +119,32 @@ MUTANTS = (
     ),
     Mutant("old layouts are refused", _SAVED, "int(self._small(_FORMAT, staging)) != 0", "int(0) != 0", T_DAMAGED),
     Mutant("codes are saved as they are", _SAVE, "is_floating_point() and not parts", "is_floating_point()", T_SAVED),
+    Mutant(
+        "an 8-bit layer lets its input go",
+        _STREAMED,
+        "            node.tensors = (None, None, None)\n",
+        "            pass\n",
+        ("tests/integration/test_quantised.py::test_an_8_bit_layer_lets_its_input_go",),
+    ),
+    Mutant(
+        "an 8-bit layer lets its input go where the CPU trains",
+        _STREAMED,
+        "            node.A = None\n",
+        "            pass\n",
+        ("tests/integration/test_quantised.py::test_an_8_bit_layer_lets_its_input_go",),
+    ),
+    Mutant(
+        "a dry run prepares quantised layers as a run does",
+        "lightning_cxl/inventory/dry_run.py",
+        "        stack.callback(prepare_layers(model))\n",
+        "",
+        T_PLANNED,
+    ),
+    Mutant(
+        "quantised products are counted",
+        "lightning_cxl/inventory/dry_run.py",
+        "if str(func.overloadpacket) in _QUANTISED_PRODUCTS:",
+        "if False:",
+        T_PLANNED,
+    ),
 )

@@ -33,22 +33,28 @@ def main(arguments: Sequence[str]) -> None:
         "--adapter-config", type=Path, metavar="FILE", help="peft's adapter_config.json, for adapters in a state dict"
     )
     parser.add_argument("--only-adapter", action="store_true", help="write the adapter alone, for peft")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: the one they have")
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="of the weights; float32 and float16 are made from "
+        "float32 master weights where CKPT has them; default: the weights that the model computes with",
+    )
     parser.add_argument("--max-shard-bytes", default="5GiB", metavar="BYTES", help="of one file (default: 5GiB)")
     args = parser.parse_args(arguments)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
     exported = export_checkpoint(
         args.checkpoint,
         args.folder,
         base=args.base,
         adapter_config=args.adapter_config,
         only_adapter=args.only_adapter,
-        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        dtype=dtype,
         max_shard_bytes=args.max_shard_bytes,
     )
-    print(_described(exported))
+    print(_described(exported, dtype))
 
 
-def _described(exported: Exported) -> str:
+def _described(exported: Exported, dtype: torch.dtype | None) -> str:
     size = format_bytes(sum(path.stat().st_size for path in exported.files))
     count = f"{len(exported.files)} file" + ("s" if len(exported.files) > 1 else "")
     lines = [f"exported {exported.num_tensors} tensors, {size} in {count}, to {exported.folder}"]
@@ -59,6 +65,10 @@ def _described(exported: Exported) -> str:
             f"dequantised {exported.num_dequantised} weights of bitsandbytes: they have the numbers that training "
             "computed with, in plain form"
         )
+    if exported.num_masters:
+        lines.append(f"{exported.num_masters} weights are the float32 master weights of the optimizer")
+    elif dtype is torch.float32:
+        lines.append("the checkpoint has no float32 master weights beside its weights")
     if exported.left_out:
         lines.append(f"left out {exported.left_out} tensors of other modules")
     if not (exported.folder / "tokenizer_config.json").is_file():

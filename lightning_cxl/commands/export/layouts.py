@@ -11,13 +11,14 @@
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from lightning_cxl.commands.export.masters import masters_in, with_masters
 from lightning_cxl.commands.export.stored import StoredTensor
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.run.checkpoint_file import load_file
@@ -30,7 +31,8 @@ CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLES = "pytorch_model*.bin"
-_TOKENIZER = (
+_OPTIMIZERS = ("optimizer*.bin", "optimizer.pt")
+TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("chat_template.jinja", "chat_template.json"),
@@ -47,24 +49,46 @@ class Checkpoint(NamedTuple):
     """Config and tokenizer, by file name."""
     adapter: Path | None = None
     """The folder, where it is one of peft."""
+    num_masters: int = 0
+    """Of the tensors, those that are float32 master weights."""
 
 
 @contextmanager
-def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
+def open_checkpoint(path: Path, *, masters: bool = False) -> Iterator[Checkpoint]:
     """Open a checkpoint.
+
+    Args:
+        path: of a file or folder.
+        masters: its float32 master weights take the place of 16-bit weights.
 
     Raises:
         CheckpointError: it is damaged, or none of the layouts that are known.
-        ConfigError: there is nothing at `path`.
+        ConfigError: there is nothing at `path`; or it has no master weights of its own, but refers to them.
     """
+    with _opened(path) as (found, loaded):
+        if not masters:
+            yield found
+            return
+        tensors, count = with_masters(found.tensors, {k: v for each in loaded() for k, v in masters_in(each).items()})
+        yield found._replace(tensors=tensors, num_masters=count)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], list[dict[str, Any]]]]]:
+    """Open a checkpoint; yields it, and what loads the files in which state of optimizers is."""
     if not path.exists():
         raise ConfigError(f"there is no checkpoint `{path}`")
     if not path.is_dir():
-        yield _of_file(path, _load(path))
+        loaded = _load(path)
+        yield _of_file(path, loaded), lambda: [loaded]
         return
-    files = {name: (path / name).read_bytes() for name in (*MODEL_FILES, *_TOKENIZER) if (path / name).is_file()}
+
+    def optimizers() -> list[dict[str, Any]]:
+        return [_load(each) for pattern in _OPTIMIZERS for each in sorted(path.glob(pattern))]
+
+    files = {name: (path / name).read_bytes() for name in (*MODEL_FILES, *TOKENIZER_FILES) if (path / name).is_file()}
     if (path / ADAPTER_CONFIG).is_file():
-        yield Checkpoint(path, [], files, adapter=path)
+        yield Checkpoint(path, [], files, adapter=path), list
     elif (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
         if (path / "model_1.safetensors").is_file() and CONFIG not in files:
             raise CheckpointError(
@@ -72,11 +96,12 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
                 "own and export that"
             )
         with open_weights(path) as opened:
-            yield Checkpoint(path, tensors_of(opened), files)
+            yield Checkpoint(path, tensors_of(opened), files), optimizers
     elif pickles := sorted(path.glob(_PICKLES)):
-        yield Checkpoint(path, [tensor for each in pickles for tensor in _of_tensors(_load(each))], files)
+        tensors = [tensor for each in pickles for tensor in _of_tensors(_load(each))]
+        yield Checkpoint(path, tensors, files), optimizers
     elif CONFIG in files:  # enough for a base
-        yield Checkpoint(path, [], files)
+        yield Checkpoint(path, [], files), list
     else:
         found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
         raise CheckpointError(

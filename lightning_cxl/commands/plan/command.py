@@ -56,6 +56,8 @@ def main(arguments: Sequence[str]) -> int:
         activation_offload=options.activation_offload,
         stream_weights=options.stream_weights,
         loss=options.loss,
+        lora=options.lora,
+        quantize=options.quantize,
     )
     ssd = _ssd(options)
     machine = _this_machine(ssd) if options.tiers is None else load_machine(options.tiers)
@@ -164,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
         default=default.loss,
         help="chunked: under lightning_cxl.chunked_loss, as the main job computes it (%(default)s)",
     )
+    add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers, not the weights")
+    add("--quantize", choices=["4bit", "8bit"], help="weights below adapters (needs --lora)")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--plot", type=Path, metavar="FILE.png", help="draw tiers and predicted times")
     return parser

@@ -13,8 +13,10 @@ from lightning_cxl.commands.measuring.timing import reason
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.hf_quantizer import Quantizer
 from lightning_cxl.weights.model_names import is_cached, require_model
 from lightning_cxl.weights.published import SHAPES, published
+from lightning_cxl.weights.qlora import quantization_fields, with_adapters
 
 PlannedPrecision = Literal["32-true", "bf16-true", "bf16-mixed"]
 """The Trainer's precisions that can be planned."""
@@ -43,6 +45,31 @@ def model_on_meta(name: str) -> Any:
 def set_precision(model: torch.nn.Module, precision: PlannedPrecision) -> None:
     """Give a model on the meta device the types it has under a precision of the Trainer."""
     model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+
+def with_lora(model: Any, rank: int, quantize: str | None) -> Any:
+    """Return the model that trains adapters on all linear layers of its blocks, as the main job makes it.
+
+    Args:
+        model: on the meta device, in the types that it trains in. INOUT.
+        rank: of the adapters.
+        quantize: what the weights below are quantised to: "4bit", "8bit"; None: they stay as they are.
+
+    Raises:
+        ConfigError: peft finds no such layers.
+        UnsupportedError: peft or bitsandbytes is not installed.
+    """
+    if quantize is not None:
+        fields = quantization_fields(quantize, model.dtype)
+        # numbers above the threshold are kept apart; how many there are, nobody knows without values
+        quantizer = Quantizer({**fields, "llm_int8_threshold": 0.0}, None)
+        quantizer.replace_layers(model)
+        quantizer.fill_on_meta(model)
+    adapted = with_adapters(model, {"r": rank, "target_modules": "all-linear"})
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # which peft has made float32: the Trainer converts them when it begins
+            parameter.data = parameter.data.to(model.dtype)
+    return adapted.train()
 
 
 def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
@@ -85,7 +112,7 @@ def _config(name: str) -> Any:
         raise ConfigError(f"{where} cannot be used: {reason(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"the weights of {name!r} are quantised, and `plan` plans training of all weights: name the model that "
-            "they were made from. A run of quantised weights plans itself when it begins: see `print(strategy)`"
+            f"the weights of {name!r} are quantised, and `plan` quantises itself (--lora R --quantize 4bit): name the "
+            "model that they were made from. A run plans itself when it begins, too: see `print(strategy)`"
         )
     return config

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_cxl.commands.plan.meta_model import loss_on_meta, model_on_meta, set_precision
+from lightning_cxl.commands.plan.meta_model import loss_on_meta, model_on_meta, set_precision, with_lora
 from lightning_cxl.commands.plan.settings import Settings
 from lightning_cxl.inventory.activations import Measured, measure
 from lightning_cxl.inventory.inventory import list_tensors
@@ -24,6 +24,7 @@ class PlannedModel:
     def __init__(self, name: str) -> None:
         self.name = name
         self._model = model_on_meta(name)
+        self._with_lora: dict[Any, Any] = {}
         self._measured: dict[Any, Measured] = {}
 
     def job(self, settings: Settings, machine: Machine) -> ModelJob:
@@ -32,7 +33,7 @@ class PlannedModel:
         Raises:
             ConfigError: settings that do not go together.
         """
-        set_precision(self._model, settings.precision)
+        model = self._model_of(settings)
         config, load = settings.config(machine), settings.workload(machine)
         key = (
             settings.precision,
@@ -41,11 +42,13 @@ class PlannedModel:
             config.activation_offload,
             load.computes_on_host,
             settings.loss,
+            settings.lora,
+            settings.quantize,
         )
         if key not in self._measured:
-            compute_loss = loss_on_meta(self._model, load.batch, load.sequence, chunked=settings.loss == "chunked")
-            self._measured[key] = measure(self._model, config, load, compute_loss)
-        inventory = list_tensors(self._model, None, config, load, measured=self._measured[key])
+            compute_loss = loss_on_meta(model, load.batch, load.sequence, chunked=settings.loss == "chunked")
+            self._measured[key] = measure(model, config, load, compute_loss)
+        inventory = list_tensors(model, None, config, load, measured=self._measured[key])
         planned = model_job(self.name, inventory)
         if machine.ssd is None:
             return planned
@@ -53,3 +56,15 @@ class PlannedModel:
         free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes)
         ssd = SsdRoom(machine.ssd.capacity_bytes, machine.ssd.versions, machine.ssd.num_drives, MEMORY_LEFT_FREE)
         return model_job(self.name, settle_state(inventory, free.usable_bytes, ssd, "spill"))
+
+    def _model_of(self, settings: Settings) -> Any:
+        """Return the model in the types of some settings, with adapters where they have them."""
+        if settings.lora is None:
+            set_precision(self._model, settings.precision)
+            return self._model
+        key = (settings.precision, settings.lora, settings.quantize)
+        if key not in self._with_lora:
+            model = model_on_meta(self.name)
+            set_precision(model, settings.precision)
+            self._with_lora[key] = with_lora(model, settings.lora, settings.quantize)
+        return self._with_lora[key]

@@ -28,11 +28,19 @@ class Settings:
     loss: Literal["full", "chunked"] = "full"
     """``"chunked"``: the model computes its loss under `lightning_cxl.chunked_loss`, as the main job does."""
 
+    lora: int | None = None
+    """Rank of adapters on all linear layers of the blocks, which alone are trained; None: all weights are."""
+    quantize: Literal["4bit", "8bit"] | None = None
+    """What the weights below adapters are quantised to, as ``quantization`` of the main job."""
+
     def __post_init__(self) -> None:
-        """Refuse counts below one."""
-        for name in ("batch", "sequence", "accumulate_grad_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        """Refuse counts below one, and quantised weights that would be trained."""
+        for name in ("batch", "sequence", "accumulate_grad_batches", "lora"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.quantize is not None and self.lora is None:
+            raise ConfigError("quantised weights cannot be trained: give adapters too, such as --lora 16")
 
     def config(self, machine: Machine) -> OffloadConfig:
         """Return the strategy's options."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from lightning_cxl.commands.plan.findings import Findings
+from lightning_cxl.commands.plan.settings import Settings
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.compare import PolicyPlan, fits_device
@@ -32,14 +33,22 @@ def _head(found: Findings) -> list[str]:
     flops = f", {machine.device.flops / 1e12:.3g} TFLOP/s in training" if machine.has_speeds else ""
     return [
         *wrapped(
-            f"Plan: {found.model}, {job.num_parameters:,} parameters in {job.num_units} units; {chosen.precision}, "
-            f"{chosen.state} state, {chosen.master} masters; {chosen.batch} x {chosen.sequence} tokens{steps}{devices}"
+            f"Plan: {found.model}, {job.num_parameters:,} parameters in {job.num_units} units; {_adapters(chosen)}"
+            f"{chosen.precision}, {chosen.state} state, {chosen.master} masters; "
+            f"{chosen.batch} x {chosen.sequence} tokens{steps}{devices}"
         ),
         *wrapped(
             f"Machine: {machine.name}: {tiers}{_together(machine)}{_drives(machine)}; {machine.device.name}{flops}"
         ),
         *(wrapped(f"  speeds: {machine.source}") if machine.source else []),
     ]
+
+
+def _adapters(chosen: Settings) -> str:
+    if chosen.lora is None:
+        return ""
+    below = "frozen" if chosen.quantize is None else chosen.quantize.replace("bit", "-bit")
+    return f"adapters of rank {chosen.lora} on {below} weights, "
 
 
 def _drives(machine: Machine) -> str:

@@ -184,7 +184,7 @@ def test_unknown_names(plan, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="cannot be used"):
         plan(model=str(tmp_path / "bad"))
     (tmp_path / "bad" / "config.json").write_text('{"model_type": "llama", "quantization_config": {"bits": 4}}')
-    with pytest.raises(ConfigError, match=r"the weights of .* are quantised, and `plan` plans training of all weights"):
+    with pytest.raises(ConfigError, match=r"the weights of .* are quantised, and `plan` quantises itself"):
         plan(model=str(tmp_path / "bad"))
     with pytest.raises(ConfigError, match="no policy 'fastest'"):
         plan("--policy", "fastest")

@@ -65,6 +65,28 @@ def test_an_answer_that_looks_like_the_question_is_told_from_it():
     assert found == [by_hand(tokenizer, question("Hi"), OPENED, ("Hi<|im_end|>\n",))]
 
 
+def test_an_answer_keeps_the_letters_that_it_shares_with_what_the_template_opens():
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<b>Hello</b>"}]
+    tokenizer, found = learned(OPENS_WITH_THOUGHT, messages)
+    assert found == [by_hand(tokenizer, question("Hi"), OPENED, ("<b>Hello</b><|im_end|>\n",))]
+    messages[1]["content"] = "<think>\nhm</think>Hello"
+    tokenizer, found = learned(OPENS_WITH_THOUGHT, messages)
+    assert found == [by_hand(tokenizer, question("Hi"), OPENED, "<think>\n", ("hm</think>Hello<|im_end|>\n",))]
+
+
+@pytest.mark.parametrize("content", ["Hello", "b"])
+def test_the_header_of_an_answer_that_nothing_comes_before_is_not_learned(content):
+    messages = [{"role": "assistant", "content": content}, *TWO_TURNS[3:]]
+    tokenizer, found = learned(CHATML, messages)
+    assert found == [
+        by_hand(
+            tokenizer,
+            *(OPENED, (f"{content}<|im_end|>\n",)),
+            *(question("Bye"), OPENED, ("See you<|im_end|>\n",)),
+        )
+    ]
+
+
 def test_what_follows_the_last_answer_is_not_learned():
     tokenizer, found = learned(CHATML, TWO_TURNS[1:4])
     assert found == [by_hand(tokenizer, question("Hi"), OPENED, ("Hello<|im_end|>\n",), question("Bye"))]

@@ -1,16 +1,20 @@
 """The command line, in this process: what a user types, with a tiny model."""
 
 import csv
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.__main__ import main
+from tests.unit.finetune.chats import CHATML, byte_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "configs" / "finetune_stdlib.yaml"
+QLORA = EXAMPLE.with_name("finetune_qlora.yaml")
 TINY = {
     "--model.hidden_size": 16,
     "--model.num_layers": 2,
@@ -79,6 +83,43 @@ def test_the_example_trains_logs_exports_resumes_and_reports(command, tmp_path, 
     assert "validation loss: before " in capsys.readouterr().out
 
 
+@pytest.fixture
+def base(tmp_path):
+    """The folder of a pretrained model, whose layers are as wide as a block of 4-bit weights."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=262, **shape)).save_pretrained(tmp_path / "base")
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning")
+def test_the_example_of_adapters_trains_resumes_and_exports(command, base, tmp_path, write_lines, capsys):
+    pytest.importorskip("bitsandbytes")
+    path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40)))
+    example = yaml.safe_load(QLORA.read_text())
+    example["trainer"]["callbacks"][1]["init_args"]["every_n_train_steps"] = 2
+    example["trainer"]["callbacks"][3]["init_args"] = {"max_new_tokens": 3}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(example))
+    options = {"model.name_or_path": base, "data.text_files": path, "data.seq_len": 64, "trainer.max_steps": 2}
+    options |= {"trainer.val_check_interval": 2, "trainer.accelerator": "cpu"}
+    command("fit", "--config", tmp_path / "short.yaml", tiny=False, **options)
+    shown = capsys.readouterr().out
+    assert "held-out sample 2" in shown and "validation loss: before " in shown
+    version = tmp_path / "runs" / "finetune_qlora" / "tensorboard" / "version_0"
+    config = json.loads((version / "export" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (16, 32, str(base))
+    last = version / "checkpoints" / "last.ckpt"
+    with pytest.warns(UserWarning, match="dirpath has changed"):
+        more = options | {"ckpt_path": last, "trainer.max_steps": 4}
+        command("fit", "--config", tmp_path / "short.yaml", tiny=False, **more)
+    assert len(logged(tmp_path / "runs" / "finetune_qlora" / "csv" / "version_1", "train_loss")) == 2
+    command("export", last, tmp_path / "merged", tiny=False)
+    assert "merged an adapter into 14 layers" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == 262
+
+
 def test_name_or_path_also_chooses_the_tokenizer(command, tmp_path, capsys):
     command("fit", "--config", EXAMPLE, **{"trainer.max_steps": 1, "data.vocab_size": 290})
     export = tmp_path / "runs/finetune_stdlib/tensorboard/version_0/export"
@@ -108,6 +149,8 @@ def test_name_or_path_also_chooses_the_tokenizer(command, tmp_path, capsys):
         ({"trainer.accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches must be larger than 0"),
         ({"trainer.precision": "16-mixed", "trainer.devices": 0}, "devices"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
+        ({"model.lora": "{r: 4}"}, "lora needs a model to adapt"),
+        ({"model.quantization": "4bit"}, "quantization needs a local folder"),
     ],
 )
 def test_what_cannot_be_done_ends_in_one_message(command, changed, message, hub_is_off):

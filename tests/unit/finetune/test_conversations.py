@@ -39,6 +39,17 @@ def test_tools_and_calls_are_kept_for_the_template():
     assert read_conversation(json.dumps(row)) == Conversation(row["messages"], tools)
 
 
+def test_arguments_of_calls_as_text_are_read():
+    """OpenAI has them so; a template would put them into quotes once more."""
+
+    def row(arguments):
+        call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "now", "arguments": arguments}}]}
+        return json.dumps({"messages": [*MESSAGES[:1], call]})
+
+    assert read_conversation(row('{"zone": "UTC"}')) == read_conversation(row({"zone": "UTC"}))
+    assert read_conversation(row("UTC")).messages[1]["tool_calls"][0]["function"]["arguments"] == "UTC"
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import processors
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.finetune import data as module
@@ -21,6 +22,17 @@ def test_packing_keeps_every_token_between_end_of_text_tokens():
     decoded = tokenizer.decode(torch.cat(list(packed["input_ids"][:]))).split("<|endoftext|>")
     assert set(decoded[:-1]) <= set(texts)
     assert len(decoded) >= 8  # all but what filled no block
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_document_has_the_special_tokens_of_its_tokenizer_and_one_end(ends):
+    tokenizer = byte_tokenizer(bos_token="<|im_start|>")
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"<|im_start|> $A{' <|endoftext|>' if ends else ''}",
+        special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|im_start|>", "<|endoftext|>")],
+    )
+    packed = pack(Dataset.from_dict({"text": ["ab"] * 8}), tokenizer, 4)
+    assert tokenizer.batch_decode(packed["input_ids"][:]) == ["<|im_start|>ab<|endoftext|>"] * 8
 
 
 def test_split_is_disjoint_stable_and_as_large_as_asked(data, text_folder):

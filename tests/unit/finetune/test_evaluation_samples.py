@@ -10,6 +10,8 @@ from lightning_cxl.integrations.lightning.lightning_api import LightningModule
 from tests.unit.finetune.chats import MARKED, byte_tokenizer
 from tests.unit.finetune.conftest import SHAPE
 
+QUESTION = [{"role": "user", "content": "?"}]
+
 
 @pytest.fixture
 def chats(write_lines, tmp_path):
@@ -37,6 +39,24 @@ def test_held_out_blocks_are_cut_after_their_first_tokens(text_folder):
     data.setup()
     (sample,) = data.held_out(1)
     assert (len(sample.prompt), len(sample.expected)) == (16, 8)
+
+
+def test_a_sample_that_begins_with_its_answer_has_a_token_to_go_on_from(chats, write_lines, make_trainer):
+    bare = "{% for message in messages %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
+    byte_tokenizer(bare).save_pretrained(chats.tokenizer_name_or_path)
+    rows = [{"messages": [{"role": "assistant", "content": f"It is {n}."}, *QUESTION]} for n in range(10)]
+    chats.text_files = str(write_lines(*rows))
+    summary = FitSummary(max_new_tokens=5)
+    make_trainer(max_steps=1, callbacks=[summary]).fit(CausalLM(**SHAPE), chats)
+    assert summary.sample.startswith("I")
+
+
+def test_a_sample_ends_where_the_models_own_settings_end_an_answer(tiny_model):
+    tiny_model.configure_model()
+    prompt = torch.tensor([7])
+    free = tiny_model.generate_tokens(prompt, max_new_tokens=4)
+    tiny_model.model.generation_config.eos_token_id = [299, int(free[2])]
+    assert tiny_model.generate_tokens(prompt, max_new_tokens=4).tolist() == free[:3].tolist()
 
 
 def test_each_evaluation_shows_samples_and_training_goes_on_as_without_them(chats, make_trainer, capsys):

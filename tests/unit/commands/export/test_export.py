@@ -238,6 +238,31 @@ def test_weights_are_in_memory_one_at_a_time(base, tmp_path, monkeypatch):
     assert most <= 2
 
 
+def test_an_adapter_and_a_model_in_one_folder_are_refused(base, tmp_path):
+    """transformers would put the adapter on the model."""
+    model = adapted(AutoModelForCausalLM.from_pretrained(base))
+    model.peft_config["default"].save_pretrained(tmp_path)
+    trained, plain = fabric_file(tmp_path / "lora.pt", model), fabric_file(tmp_path / "plain.pt", llama())
+    alone = {"base": base, "adapter_config": tmp_path, "only_adapter": True}
+    export_checkpoint(trained, tmp_path / "adapter", **alone)
+    with pytest.raises(LightningCXLError, match=r"has `adapter_config\.json` of an adapter"):
+        export_checkpoint(plain, tmp_path / "adapter", base=base)
+    export_checkpoint(plain, tmp_path / "model", base=base)
+    with pytest.raises(LightningCXLError, match=r"has `config\.json` of a model"):
+        export_checkpoint(trained, tmp_path / "model", **alone)
+
+
+def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
+    path = plain_file(tmp_path / "plain.pt", llama(seed=1))
+    export_checkpoint(path, tmp_path / "out", base=base, max_shard_bytes=20_000)
+    (base / "chat_template.jinja").unlink()
+    export_checkpoint(path, tmp_path / "out", base=base)
+    export_checkpoint(path, tmp_path / "new", base=base)
+    contents = [{each.name: each.read_bytes() for each in (tmp_path / name).iterdir()} for name in ("out", "new")]
+    assert contents[0] == contents[1]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None
+
+
 # -- the command, and what it refuses
 
 

@@ -1,0 +1,90 @@
+"""`plan --lora R --quantize ...` against what runs of the main job with these options hold."""
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.utils.data import DataLoader
+
+from lightning_cxl.commands.plan.meta_model import loss_on_meta, model_on_meta, with_lora
+from lightning_cxl.commands.plan.planned_model import PlannedModel
+from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.inventory.dry_run import dry_run
+from lightning_cxl.machine.speeds import machine_without_speeds
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.streaming.units import find_units
+from tests.integration.llama import tiny_llama
+from tests.integration.training import make_trainer, offload
+
+pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning")
+SHAPE = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024}
+ROWS, TOKENS, RANK = 4, 32, 2  # inputs of units are large enough to leave the device
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library():
+    """Its kernels without a GPU are compiled by torch, which takes long."""
+    with torch._dynamo.config.patch(disable=True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base")
+    tiny_llama(4, **SHAPE).save_pretrained(path)
+    return path
+
+
+class Batches(CausalLM):
+    def train_dataloader(self):
+        rows = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
+        return DataLoader([{"input_ids": rows, "labels": rows}] * 2, batch_size=None)
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize(
+    ("quantize", "precision", "stream"),
+    [
+        (None, "bf16-true", False),
+        ("4bit", "32-true", False),
+        ("4bit", "bf16-true", True),
+        ("8bit", "bf16-true", True),
+        ("8bit", "32-true", False),
+    ],
+)
+def test_planned_bytes_of_every_role_are_what_a_run_holds(folder, quantize, precision, stream):
+    machine = machine_without_speeds(Topology.detect(), "cpu")
+    settings = Settings(
+        batch=ROWS, sequence=TOKENS, precision=precision, lora=RANK, quantize=quantize, stream_weights=stream
+    )
+    planned = {role.value: n for role, n in PlannedModel(str(folder)).job(settings, machine).job.bytes_of().items()}
+    strategy = offload(stream_weights=stream)
+    lora = {"r": RANK, "target_modules": "all-linear"}
+    seed_everything(1, verbose=False)
+    module = Batches(str(folder), lora=lora, quantization=quantize)
+    make_trainer(strategy, max_steps=2, precision=precision).fit(module)
+    report = strategy.report()
+    held = {role: sum(tiers.values()) for role, tiers in report["peak_roles"].items() if sum(tiers.values())}
+    unit = report["streamed"]["host_bytes"] / 4 if stream else 0  # is there twice while it moves
+    held["compute_weights"] -= unit
+    assert {"compute_weights", "momentum", "variance"} <= planned.keys()
+    assert planned == pytest.approx(held, rel=0.03)
+    full = sum(p.numel() for p in tiny_llama(4, **SHAPE).parameters()) * (4 if precision == "32-true" else 2)
+    assert (planned["compute_weights"] < 0.7 * full) == (quantize is not None)
+
+
+def planned_flops_and_peak(folder, quantize):
+    model = with_lora(model_on_meta(str(folder)).bfloat16(), RANK, quantize)
+    run = dry_run(model, find_units(model, "auto"), loss_on_meta(model, ROWS, TOKENS), min_bytes=1)
+    return run.forward_flops, run.backward_flops, run.device_peak_bytes
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("quantize", ["4bit", "8bit"])
+def test_quantised_products_count_and_their_inputs_do_not_stay(folder, quantize):
+    """As without quantisation; a weight that is dequantised for its product may be there beside the rest."""
+    forward, backward, peak = planned_flops_and_peak(folder, quantize)
+    expected_forward, expected_backward, expected_peak = planned_flops_and_peak(folder, None)
+    assert (forward, backward) == (expected_forward, expected_backward)
+    assert peak <= expected_peak + 512 * 1024 * 2
