@@ -1,12 +1,9 @@
 """Quantised frozen weights of bitsandbytes with adapters on top: their bytes and what belongs to them stream."""
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.streaming.quantised import prepare_layers
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from tests import training_device
 from tests.integration.llama import LlamaTask, tiny_llama
@@ -123,28 +120,3 @@ def test_bytes_of_a_quantised_model_on_the_host():
     full = sum(p.nbytes for p in tiny_llama(hidden_size=128).parameters())
     assert weights < full / 3
     assert "compute_grads" in strategy.report()["planned_roles"]
-
-
-@pytest.mark.on_cpu
-@pytest.mark.parametrize("training", [True, False])  # bitsandbytes has a product of its own for CPUs that train
-def test_an_8_bit_layer_lets_its_input_go(training):
-    layer = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=6.0)
-    layer = layer.to("cpu").requires_grad_(False).train(training)
-    leaf = torch.randn(4, 64, requires_grad=True)
-
-    def run():
-        given = leaf * 2
-        output, kept = layer(given), weakref.ref(given)
-        del given
-        return output, kept
-
-    output, kept = run()
-    assert kept() is not None, "bitsandbytes keeps it"
-    (expected,) = torch.autograd.grad(output.sum(), leaf)
-    undo = prepare_layers(layer)
-    output, kept = run()
-    assert kept() is None
-    assert torch.equal(torch.autograd.grad(output.sum(), leaf)[0], expected)
-    undo()
-    output, kept = run()
-    assert kept() is not None
