@@ -204,6 +204,10 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 for _name in _BACKWARD_HOOKS:
     if not hasattr(nn.Module(), _name):
         find("torch", f"nn.Module.{_name}", "know whether a module's backward is hooked")
+_hooks_of_all_backwards = tuple(
+    find("torch.nn.modules.module", f"_global{name}", "know whether the backward of all modules is hooked")
+    for name in _BACKWARD_HOOKS
+)
 
 
 def wrapper_tensor(cls: type[_T], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _T:
@@ -214,7 +218,7 @@ def wrapper_tensor(cls: type[_T], shape: tuple[int, ...], dtype: torch.dtype, de
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether somebody looks at gradients that pass through the module."""
-    return any(getattr(module, name) for name in _BACKWARD_HOOKS)
+    return any(getattr(module, name) for name in _BACKWARD_HOOKS) or any(_hooks_of_all_backwards)
 
 
 # --- optimizers, their schedulers and loss scalers
@@ -293,3 +297,13 @@ def compiled_module(module: nn.Module) -> nn.Module:
     """Return the module inside a wrapper of ``torch.compile``; any other module as it is."""
     inner = module._modules.get("_orig_mod")
     return module if inner is None or type(module).__name__ != "OptimizedModule" else inner
+
+
+_COMPILED_CALL = "_compiled_call_impl"
+if not hasattr(nn.Module(), _COMPILED_CALL):
+    find("torch", f"nn.Module.{_COMPILED_CALL}", "know whether a module is compiled")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether this module is compiled by itself: wrapped, or by ``module.compile()``."""
+    return getattr(module, _COMPILED_CALL) is not None or compiled_module(module) is not module

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from lightning_cxl.devices.device_type import register_device_type
+from lightning_cxl.run.unclosed import close_garbage
 from tests import apart
 from tests.apart_accelerator import ApartAccelerator, ApartDevices
 
@@ -110,6 +111,7 @@ def _left(before: dict[str, int]) -> dict[str, int]:
     for _ in range(3):  # what has a finaliser of its own goes one round later
         if held() != before:
             gc.collect()
+            close_garbage()
     return {name: now - before[name] for name, now in held().items() if now > before[name]}
 
 

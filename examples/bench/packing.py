@@ -1,25 +1,31 @@
 """Packed rows against padded ones: how many tokens of real documents a model learns in a second.
 
 Documents are the source files of the running interpreter's standard library, as tokens of a BPE that is trained on
-them; those longer than a row are cut into pieces of a row. A Llama with random weights learns the same documents in two
-ways, forward and backward on the CPU:
+them; those longer than a row are cut into pieces of a row. A Llama with random weights learns the same documents in
+three ways, forward and backward on the CPU, with sdpa attention:
 
 * padded: each document has a row, padded to the longest of its batch;
-* packed: documents share rows, with positions that begin anew with each ([Note: Packed rows] in the package).
+* packed, one mask: documents share rows, with positions that begin anew with each; transformers makes a mask of all
+  pairs of tokens;
+* packed: the same with what `packed_arguments` gives besides ([Note: Attention document by document] in the package).
 
-A batch has as many rows both times. Only tokens of documents count. Rounds alternate; before them, a batch of each
+A batch has as many rows each time. Only tokens of documents count. Rounds alternate; before them, a batch of each
 warms up. CPU seconds of the process are shown, too: they count where others use the cores. That no token attends to
-another document is checked first: losses of both ways must agree.
+another document is checked first: losses of all ways must agree. *Grown* is what a process of its own grew by at the
+peak of one batch (`RssAnon`, looked at every 2 ms), gradients included.
 
-    python examples/bench/packing.py [--row 1024] [--documents 96] [--rounds 5] [--json FILE]
+    python examples/bench/packing.py [--row 1024] [--batch 4] [--longest N] [--documents 96] [--rounds 5] [--json FILE]
 """
 
 import argparse
+import subprocess
+import sys
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
+from own_memory import Growth
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,7 +34,7 @@ from lightning_cxl.commands.measuring.results import Results, machine, print_col
 from lightning_cxl.finetune.corpus import stdlib_files
 from lightning_cxl.finetune.tokenizer import train_tokenizer
 
-VOCABULARY, BATCH = 8192, 4
+VOCABULARY = 8192
 Batch = dict[str, torch.Tensor]
 
 
@@ -39,9 +45,9 @@ def documents(count: int, row: int) -> list[list[int]]:
     return [ids[start : start + row] for ids in encoded for start in range(0, len(ids), row)]
 
 
-def padded(pieces: list[list[int]]) -> list[Batch]:
+def padded(pieces: list[list[int]], batch: int) -> list[Batch]:
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist()
-    return [rows([pieces[i] for i in order[start : start + BATCH]]) for start in range(0, len(order), BATCH)]
+    return [rows([pieces[i] for i in order[start : start + batch]]) for start in range(0, len(order), batch)]
 
 
 def rows(ids: list[list[int]]) -> Batch:
@@ -50,30 +56,34 @@ def rows(ids: list[list[int]]) -> Batch:
     return {"input_ids": pad_sequence(found, batch_first=True), "labels": labels}
 
 
-def packed(pieces: list[list[int]], row: int) -> list[Batch]:
+def packed(pieces: list[list[int]], row: int, batch: int) -> list[Batch]:
     found = pack_sequences(pieces, row)
     padding = {"input_ids": 0, "labels": -100, "position_ids": 0}
     return [
         {
             name: pad_sequence(
-                [torch.tensor(each) for each in found[name][start : start + BATCH]],
+                [torch.tensor(each) for each in found[name][start : start + batch]],
                 batch_first=True,
                 padding_value=value,
             )
             for name, value in padding.items()
         }
-        for start in range(0, len(found["input_ids"]), BATCH)
+        for start in range(0, len(found["input_ids"]), batch)
     ]
 
 
-def learn(model: LlamaForCausalLM, batches: list[Batch], backward: bool = True) -> tuple[float, float, float, int]:
+def learn(
+    model: LlamaForCausalLM, way: str, batches: list[Batch], backward: bool = True
+) -> tuple[float, float, float, int]:
     """Return the sum of all losses, seconds, CPU seconds, and how many tokens were given, with padding."""
     total, given, began, cpu_began = 0.0, 0, time.perf_counter(), time.process_time()
     for batch in batches:
         arguments = {}
         if "position_ids" in batch:
             arguments = packed_arguments(model, batch["position_ids"])
-            assert arguments is not None
+            assert arguments is not None and "attention_mask" in arguments
+            if way == "packed, one mask":
+                del arguments["attention_mask"]
         with chunked_loss(model), torch.set_grad_enabled(backward):
             loss = model(
                 input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False, num_items_in_batch=1, **arguments
@@ -85,50 +95,83 @@ def learn(model: LlamaForCausalLM, batches: list[Batch], backward: bool = True) 
     return total, time.perf_counter() - began, time.process_time() - cpu_began, given
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", type=int, default=1024)
-    parser.add_argument("--documents", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    pieces = documents(options.documents, options.row)
-    ways = {"padded": padded(pieces), "packed": packed(pieces, options.row)}
+def made(options: argparse.Namespace) -> tuple[list[list[int]], dict[str, list[Batch]], LlamaForCausalLM]:
+    """Return documents, batches of each way, and the model."""
+    pieces = documents(options.documents, min(options.longest or options.row, options.row))
+    side_by_side = packed(pieces, options.row, options.batch)
+    ways = {"padded": padded(pieces, options.batch), "packed, one mask": side_by_side, "packed": side_by_side}
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
         max_position_embeddings=options.row,
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
+    return pieces, ways, model
+
+
+def child(way: str, options: argparse.Namespace) -> float:
+    """Return the MiB that this process grows by while it learns a batch."""
+    _, ways, model = made(options)
+    batch = ways[way][0]
+    learn(model, way, [{name: values[:, :300] for name, values in batch.items()}])  # what libraries take at first
+    model.zero_grad()
+    growth = Growth()
+    growth.start()
+    learn(model, way, [batch])
+    return growth.stop() / 2**20
+
+
+def measured(way: str) -> float:
+    command = [sys.executable, *sys.argv, "--child", way]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command} ended with status {done.returncode}:\n{done.stderr}")
+    return float(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=4, help="rows")
+    parser.add_argument("--longest", type=int, help="tokens of a document, at most; default: a row")
+    parser.add_argument("--documents", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        print(child(options.child, options))
+        return
+    pieces, ways, model = made(options)
     tokens = sum(map(len, pieces))
-    losses = {name: learn(model, batches, backward=False)[0] for name, batches in ways.items()}
-    assert abs(losses["packed"] / losses["padded"] - 1) < 1e-5, losses
-    for batches in ways.values():
-        learn(model, batches[:1])
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    cpu: dict[str, list[float]] = {name: [] for name in ways}
+    losses = {way: learn(model, way, batches, backward=False)[0] for way, batches in ways.items()}
+    assert max(losses.values()) / min(losses.values()) - 1 < 1e-5, losses
+    for way, batches in ways.items():
+        learn(model, way, batches[:1])
+    grown = {way: measured(way) for way in ways}
+    speeds: dict[str, list[float]] = {way: [] for way in ways}
+    cpu: dict[str, list[float]] = {way: [] for way in ways}
     given = {}
     for round_ in range(options.rounds):
-        for name in list(ways)[:: 1 if round_ % 2 else -1]:
+        for way in list(ways)[:: 1 if round_ % 2 else -1]:
             model.zero_grad()
-            _, seconds, cpu_seconds, given[name] = learn(model, ways[name])
-            speeds[name].append(tokens / seconds)
-            cpu[name].append(tokens / cpu_seconds)
+            _, seconds, cpu_seconds, given[way] = learn(model, way, ways[way])
+            speeds[way].append(tokens / seconds)
+            cpu[way].append(tokens / cpu_seconds)
     print(f"{len(pieces)} pieces, {tokens:,} tokens, rows of {options.row}")
-    table = [("", "rows", "padding", "tokens/s", "spread", "tokens per CPU s")]
-    for name, batches in ways.items():
-        spread = (max(speeds[name]) - min(speeds[name])) / median(speeds[name])
-        count = sum(len(batch["input_ids"]) for batch in batches)
-        middle = f"{median(speeds[name]):,.0f}"
-        table.append(
-            (name, f"{count}", f"{1 - tokens / given[name]:.1%}", middle, f"{spread:.0%}", f"{median(cpu[name]):,.0f}")
-        )
+    table = [("", "rows", "padding", "tokens/s", "spread", "tokens per CPU s", "grown, MiB")]
+    for way, batches in ways.items():
+        spread = f"{(max(speeds[way]) - min(speeds[way])) / median(speeds[way]):.0%}"
+        count, padding = f"{sum(len(batch['input_ids']) for batch in batches)}", f"{1 - tokens / given[way]:.1%}"
+        middles = [f"{median(each[way]):,.0f}" for each in (speeds, cpu)]
+        table.append((way, count, padding, middles[0], spread, middles[1], f"{grown[way]:,.0f}"))
     print_columns(table)
     results = Results(machine(torch.get_num_threads()))
-    ratio = median(one / other for one, other in zip(speeds["packed"], speeds["padded"], strict=True))
-    results.add("tokens per second, packed", ratio, "of padded")
-    cpu_ratio = median(one / other for one, other in zip(cpu["packed"], cpu["padded"], strict=True))
-    results.add("tokens per CPU second, packed", cpu_ratio, "of padded")
+    for other in list(ways)[:-1]:
+        for unit, found in (("second", speeds), ("CPU second", cpu)):
+            ratio = median(one / another for one, another in zip(found["packed"], found[other], strict=True))
+            results.add(f"tokens per {unit}, packed", ratio, f"of {other}")
+        results.add("grown, packed", grown["packed"] / grown[other], f"of {other}")
     print(f"\n{results.summary()}")
     if options.json is not None:
         results.write(options.json)

@@ -67,7 +67,8 @@ def holding(address: int) -> Scope:
 
 def _active() -> list[Scope]:
     pid = os.getpid()
-    return [scope for scope in reversed(_ACTIVE.get()) if scope.pid == pid]
+    # a scope that was left in another thread is still among those of this one
+    return [scope for scope in reversed(_ACTIVE.get()) if scope.pid == pid and not scope.memory.is_closed]
 
 
 @functools.cache

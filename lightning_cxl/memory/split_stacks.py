@@ -125,8 +125,8 @@ class SplitStacks:
         source = self._sources[kind == "inherited"]
         if kind == "activations":
             # it grows by whole stripes: a stripe cut in two would be two entries of the kernel's table
-            step = -(-STEP_BYTES // self._stripe_bytes) * self._stripe_bytes
-            return ArenaResource(source, max(1, self._limit_bytes), step_bytes=step)
+            step, least = (-(-n // self._stripe_bytes) * self._stripe_bytes for n in (STEP_BYTES, HUGE_PAGE_BYTES))
+            return ArenaResource(source, max(1, self._limit_bytes), step_bytes=step, least_bytes=least)
         return PoolResource(source)
 
 

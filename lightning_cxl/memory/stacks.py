@@ -74,7 +74,8 @@ class HostMemory:
         self._leaf = leaf or partial(make_leaf, topology=topology, stripe_bytes=self._stripe_bytes)
         self._pinner = pinner or make_pinner(topology)
         self._warned: set[tuple[TensorRole, str]] = set()
-        self._closed = False
+        self.is_closed = False
+        """Whether `close` has been called."""
         self._start()
 
     def allocate(self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64) -> Buffer:
@@ -87,7 +88,7 @@ class HostMemory:
         """
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
-        if self._closed:
+        if self.is_closed:
             raise LightningCXLError("this HostMemory is closed: allocate from the one of a running strategy")
         if self._pid != os.getpid():
             self._start()
@@ -140,7 +141,7 @@ class HostMemory:
         it asks for page-locked memory, nor where the tier has a budget.
         """
         wanted = self._split(placement)
-        if len(wanted) != 1 or self._closed or self._pid != os.getpid() or (placement.pinned and self._pin):
+        if len(wanted) != 1 or self.is_closed or self._pid != os.getpid() or (placement.pinned and self._pin):
             return False
         tier = self.topology.tier(wanted[0][0])
         nodes = {node for each in self.topology.tiers for node in each.node_ids}
@@ -207,7 +208,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Serve nothing any more and give everything back: now, or when its last user dies. May be called again."""
-        self._closed = True
+        self.is_closed = True
         for stacks in self._all_stacks():
             stacks.close()
 

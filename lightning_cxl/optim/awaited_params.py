@@ -16,11 +16,15 @@ class AwaitedParams(list[torch.Tensor]):
     Args:
         parameters: of the group.
         wait: returns when no update runs and gradients are complete.
+        complete: returns when gradients are complete.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], wait: Callable[[], None]) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], wait: Callable[[], None], complete: Callable[[], None]
+    ) -> None:
         super().__init__(parameters)
         self._wait = wait
+        self.complete = complete
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Wait, then iterate."""
@@ -40,3 +44,11 @@ class AwaitedParams(list[torch.Tensor]):
 def plain(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters of a group without waiting."""
     return list(list.__iter__(parameters)) if isinstance(parameters, AwaitedParams) else list(parameters)
+
+
+def drop_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Drop the gradients of a group. An update that runs is not waited for: it has its own references to them."""
+    if isinstance(parameters, AwaitedParams):
+        parameters.complete()
+    for parameter in plain(parameters):
+        parameter.grad = None

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.native import _cpu
 from lightning_cxl.optim.adam_step import AdamStep, written_by
+from lightning_cxl.optim.awaited_params import drop_gradients
 from lightning_cxl.optim.clipping import GradScale, Meter, ReadingMeter
 from lightning_cxl.optim.hyperparameters import check_options, check_ranges
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
@@ -163,10 +164,16 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.plain_state = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; a `grad_scale` that was for them goes, too."""
-        if not set_to_none:
+        """Clear the gradients; a `grad_scale` that was for them goes, too.
+
+        With `set_to_none` updates that run behind are not waited for, so they go on behind the next forward.
+        """
+        if set_to_none:
+            for group in self.param_groups:
+                drop_gradients(group["params"])
+        else:
             self.wait()  # updates that run behind read these gradients
-        super().zero_grad(set_to_none)
+            super().zero_grad(set_to_none)
         self.grad_scale = 1.0
 
     @property

@@ -14,6 +14,7 @@ from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.memory.file_pages import pages_of_file
 from lightning_cxl.run import straight_copy
 from lightning_cxl.run.partial_file import open_partial, remove_left
+from lightning_cxl.storage.system import sync_folder
 from lightning_cxl.torch_private import mapping_files_with
 
 
@@ -39,7 +40,7 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
             os.replace(partial, target)  # while it is locked
         for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
-            _sync_folder(folder)
+            sync_folder(folder)
     except StorageError:  # a drive from which state is copied
         raise
     except OSError as error:
@@ -50,14 +51,6 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
         if partial is not None:
             with contextlib.suppress(OSError):  # users need the first error; the next save here removes the file
                 partial.unlink(missing_ok=True)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ optimizer ignores it, so these files load without us; and files that plain torch
 The model's weights must be loaded before the optimizer: master weights that no file has are made from them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,18 +19,28 @@ from lightning_cxl.run.run import Run
 from lightning_cxl.run.saved_generation import KEY
 
 
-class StateDictMethod(ReplacedMethod):
-    """`state_dict` of one adopted optimizer. See [Note: Optimizer files].
+class _FileMethod(ReplacedMethod):
+    """A method of one adopted optimizer that finds it, and its run, as they are after the last step.
 
     Args:
+        plain: the optimizer's own method.
         optimizer: of `run`.
         run: that has adopted it.
     """
 
-    def __init__(self, optimizer: Optimizer, run: Run) -> None:
-        super().__init__(optimizer.state_dict)
+    def __init__(self, plain: Callable[..., Any], optimizer: Optimizer, run: Run) -> None:
+        super().__init__(plain)
         self._optimizer = optimizer
         self._run = run
+
+    def _settled_run(self) -> Run:
+        self._run.wait_for_updates()
+        self._run.adopt_joined()
+        return self._run
+
+
+class _StateDict(_FileMethod):
+    """`state_dict`. See [Note: Optimizer files]."""
 
     def __call__(self) -> dict[str, Any]:
         """Return torch's state dict with our entry in it; its tensors are those of the optimizer, not copies.
@@ -38,9 +48,7 @@ class StateDictMethod(ReplacedMethod):
         Raises:
             StorageError: state on SSD could not be written, so that nobody can read it.
         """
-        run = self._run
-        run.wait_for_updates()
-        run.adopt_joined()
+        run = self._settled_run()
         if run.on_ssd is not None:
             run.on_ssd.check_weights()
             run.on_ssd.visits.check()
@@ -50,18 +58,8 @@ class StateDictMethod(ReplacedMethod):
         return {**self._plain(), KEY: {**own, "master_weights": masters}}
 
 
-class LoadStateDictMethod(ReplacedMethod):
-    """`load_state_dict` of one adopted optimizer. See [Note: Optimizer files].
-
-    Args:
-        optimizer: of `run`.
-        run: that has adopted it.
-    """
-
-    def __init__(self, optimizer: Optimizer, run: Run) -> None:
-        super().__init__(optimizer.load_state_dict)
-        self._optimizer = optimizer
-        self._run = run
+class _LoadStateDict(_FileMethod):
+    """`load_state_dict`. See [Note: Optimizer files]."""
 
     def __call__(self, state_dict: Mapping[str, Any]) -> None:
         """Load into the memory that the state has already, by parameter name where names are known.
@@ -69,9 +67,7 @@ class LoadStateDictMethod(ReplacedMethod):
         Raises:
             CheckpointError: it is of other parameters, or refers to state on SSD, which only Lightning's strategy does.
         """
-        run, own = self._run, own_entry(state_dict)
-        run.wait_for_updates()
-        run.adopt_joined()
+        run, own = self._settled_run(), own_entry(state_dict)
         plain = {key: value for key, value in state_dict.items() if key != KEY}
         with self._set_aside():
             load_optimizers([self._optimizer], [plain], own, run.masters.name_of, run.on_ssd)
@@ -92,8 +88,8 @@ class LoadStateDictMethod(ReplacedMethod):
 def attach_files(optimizer: Optimizer, run: Run) -> None:
     """Let the file of an adopted optimizer hold all that its run needs, until `detach_files`."""
     optimizer.state_dict, optimizer.load_state_dict = (  # type: ignore[method-assign]
-        StateDictMethod(optimizer, run),
-        LoadStateDictMethod(optimizer, run),
+        _StateDict(optimizer.state_dict, optimizer, run),
+        _LoadStateDict(optimizer.load_state_dict, optimizer, run),
     )
 
 

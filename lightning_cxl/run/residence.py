@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Literal
 
 import torch
@@ -16,11 +17,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.inventory.tensors import StreamedUnit
+from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.run.host_weights import place_weights
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.quantised import numel, prepare_layers
+from lightning_cxl.streaming.quantised import has_quantised, numel, prepare_layers
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -44,8 +46,11 @@ class Residence:
         self._engine = engine
         self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
         """Ids of the parameters that stream."""
-        self._undo_preparation = prepare_layers(model)
         on_host = engine.device.type == "cpu"
+        self._undo = ExitStack()
+        self._undo.callback(prepare_layers(model, self.streamed_ids))
+        if on_host and has_quantised(model):
+            self._undo.enter_context(large_blocks_apart())
         self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
@@ -91,7 +96,7 @@ class Residence:
 
     def close(self) -> None:
         """Stop streaming. The weights stay where they are. Idempotent."""
-        self._undo_preparation()
+        self._undo.close()
         if self._streamer is not None:
             self._streamer.detach()
 

@@ -234,6 +234,10 @@ class Run:
         self._host.memory.end_step()
         if self._placed.on_ssd is not None:
             self._placed.on_ssd.note_pace(self.guard.num_steps // max(1, len(self.optimizers)))
+        self.code_has_run()
+
+    def code_has_run(self) -> None:
+        """Note that code of the user's has run, which may have written weights in a way that leaves no trace."""
         if self._loop.writes_unseen:
             self.forget_copies()
 

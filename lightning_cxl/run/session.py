@@ -18,6 +18,7 @@ from lightning_cxl.planning.policies.registry import check_policy
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report, merged
 from lightning_cxl.run.run import FinishedRun, Run
+from lightning_cxl.run.unclosed import close_garbage
 from lightning_cxl.weights.empty import refuse_unready
 
 
@@ -69,6 +70,7 @@ class Session:
             TierFullError: it does not fit.
         """
         assert self.host is not None, "opened before"
+        close_garbage()  # its memory is needed
         refuse_unready(model)
         if optimizers:
             self._finished = None  # its masters are of other optimizers; they make room

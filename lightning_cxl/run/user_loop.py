@@ -8,9 +8,9 @@ a step is not known, so nothing is left to a later moment that it could see: ``.
 clipping and unscaling change it in place.
 """
 
-import atexit
+import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
+from lightning_cxl.run.unclosed import close_garbage, note_garbage, note_open
+from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.torch_private import UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
 
 
@@ -36,6 +38,10 @@ class _Prepared:
     run: Run
     undo: ExitStack
     """Takes away what is on the model and its optimizers."""
+
+
+_LOOP_OF: "weakref.WeakKeyDictionary[nn.Module, Callable[[], UserLoop | None]]" = weakref.WeakKeyDictionary()
+"""The loop that has prepared a model last, and may still have it."""
 
 
 class UserLoop:
@@ -59,15 +65,18 @@ class UserLoop:
         self.session = session
         self.device = device
         self.loop = loop
+        self.pid = os.getpid()
+        """The process that it belongs to."""
         self._prepared: dict[int, _Prepared] = {}  # by id of the model
-        atexit.register(_close, weakref.ref(self))
+        note_open(self)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> list[Optimizer]:
         """Place a model, and adopt the optimizers of its parameters. See [Note: Adoption].
 
-        A model that was prepared without optimizers, and comes again with some, is placed anew.
+        A model that was prepared without optimizers, and comes again with some, is placed anew. So is one that another
+        loop has prepared, whose run of it ends; without optimizers it stays with that loop.
 
         Args:
             model: as the user made it; its weights move, its units are wrapped.
@@ -79,23 +88,29 @@ class UserLoop:
         Raises:
             ConfigError: the model has no values, or an optimizer has parameters that are not in it.
             TierFullError: it does not fit.
-            UnsupportedError: the model has optimizers already.
+            UnsupportedError: the model has optimizers already, or shares parameters with another one.
         """
-        before = self._prepared.get(id(model))
-        if before is not None and not optimizers:
-            return []
+        before, other = self._prepared.get(id(model)), self._other_loop_of(model)
+        if not optimizers and (before is not None or other is not None):
+            return []  # it computes already
         if before is not None and before.run.optimizers:
             raise UnsupportedError(
-                f"{type(model).__name__} has optimizers already: prepare a model together with all its optimizers"
+                f"{type(model).__name__} has optimizers already: prepare a model together with all its optimizers. To "
+                "train it with new ones, end this training first: `accelerator.free_memory()`, or "
+                "`fabric.strategy.teardown()`"
             )
         _check_owner(model, optimizers)
+        self._check_apart(model)
         if before is not None:
             self._end(model)
+        if other is not None:
+            other._let_go(model)
         if self.session.host is None:
             self.session.open(self.device)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         run, undo = self.session.start(model, optimizers, self.loop), ExitStack()
         self._prepared[id(model)] = _Prepared(model, run, undo)
+        _LOOP_OF[model] = weakref.ref(self)
         try:
             _follow(model, names, optimizers)  # some modules make new parameters when they move
             adopted = run.adopt(optimizers)
@@ -108,6 +123,29 @@ class UserLoop:
             self._end(model, after_error=True)
             raise
         return adopted
+
+    def _check_apart(self, model: nn.Module) -> None:
+        """Refuse a model that shares parameters with another one: only one run can say where they are."""
+        own = {id(p): name for name, p in model.named_parameters()}
+        for other in (each.model for each in self._prepared.values() if each.model is not model):
+            shared = [own[id(p)] for p in peek(other) if id(p) in own]
+            if shared:
+                raise UnsupportedError(
+                    f"{type(model).__name__} shares {len(shared)} parameters, such as `{shared[0]}`, with "
+                    f"{type(other).__name__}, which is prepared already: make one module that has both as its parts, "
+                    "and prepare that with all optimizers"
+                )
+
+    def _other_loop_of(self, model: nn.Module) -> "UserLoop | None":
+        loop = _LOOP_OF.get(model, lambda: None)()
+        return loop if loop is not None and loop is not self and loop.knows(model) else None
+
+    def _let_go(self, model: nn.Module) -> None:
+        """End the run of a model that another loop trains from now on."""
+        if len(self._prepared) > 1:
+            self._end(model)
+        else:
+            self.close()
 
     def knows(self, model: nn.Module) -> bool:
         """Return whether a model has been prepared, and not been let go of since."""
@@ -200,8 +238,8 @@ class UserLoop:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def __del__(self) -> None:
-        if "_prepared" in self.__dict__:  # else the constructor has refused
-            self.close(after_error=True)
+        if self.__dict__.get("_prepared"):  # else it is closed, or the constructor has refused
+            note_garbage(self)
 
     def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
         """Copy and pickle without the runs that are going on: they belong to this process."""
@@ -217,10 +255,19 @@ class UserLoop:
 
     def close(self, *, after_error: bool = False) -> None:
         """Free everything but weights and optimizer state, which belong to the user and are on the host. Idempotent."""
+        close_garbage()
+        with ExitStack() as cleanup:
+            for each in self._prepared.values():
+                cleanup.callback(each.model.cpu)
+            cleanup.callback(self._close, after_error)
+
+    def abandon(self) -> None:
+        """Free everything; models stay where they are, since nobody will use them. See `close_garbage`."""
+        self._close(after_error=False)
+
+    def _close(self, after_error: bool) -> None:
         prepared, self._prepared = self._prepared, {}
         with ExitStack() as cleanup:
-            for each in prepared.values():
-                cleanup.callback(each.model.cpu)
             cleanup.callback(self.session.drop_finished)
             cleanup.callback(self.session.close, after_error=after_error)
             for each in prepared.values():
@@ -232,7 +279,7 @@ class _Forward:
 
     def __init__(self, run: Run, loop: UserLoop) -> None:
         self._run = run
-        self._num_steps = 0
+        self._num_steps = self._num_received = 0
         self._loop = loop  # lives as long as a model that it has placed
         leave_to_python(_Forward.__call__, "a step of lightning_cxl begins before the model's forward")
 
@@ -244,10 +291,13 @@ class _Forward:
             set_compiler(compiler)
 
     def _begin(self) -> None:
-        num_steps = self._run.guard.num_steps
+        close_garbage()
+        num_steps, num_received = self._run.guard.num_steps, self._run.num_received
         if num_steps != self._num_steps:
-            self._num_steps = num_steps
             self._run.end_step()
+        elif num_received == self._num_received:  # an evaluation; else copies last from one micro-batch to the next
+            self._run.code_has_run()
+        self._num_steps, self._num_received = num_steps, num_received
         self._run.adopt_joined()
 
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
@@ -290,9 +340,3 @@ def _follow(model: nn.Module, names: dict[int, str], optimizers: Iterable[Optimi
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [now[names[id(p)]] if id(p) in names else p for p in group["params"]]
-
-
-def _close(reference: "weakref.ref[UserLoop]") -> None:
-    loop = reference()
-    if loop is not None:
-        loop.close()

@@ -5,6 +5,8 @@ Models of transformers keep packed sequences apart in their own ways, which depe
 
 * eager, sdpa and flex attention: the model makes a block-diagonal mask where positions begin anew, for each row of a
   batch. It looks for that only where it is given no ``attention_mask`` and no cache.
+* sdpa attention needs no such mask where the model takes a `PackedMask`, see [Note: Attention document by document].
+  Models that are compiled, or whose routers have a loss, which reads the mask, are not given one.
 * flash attention: the kernel is told where sequences begin. The model finds that out from positions for a batch of one
   row only; in larger batches sequences would attend to each other. So it is told, for all rows together.
 
@@ -14,6 +16,7 @@ when it reaches the first block. What the block would be given must keep them ap
 """
 
 import inspect
+import itertools
 import logging
 import weakref
 from typing import Any
@@ -23,12 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_cxl.sequences.cross_entropy import IGNORED
+from lightning_cxl.sequences.packed_mask import PackedMask
 from lightning_cxl.sequences.packing import lengths_of
 from lightning_cxl.streaming.units import find_units
-from lightning_cxl.torch_private import tree_leaves
+from lightning_cxl.torch_private import is_compiled, tree_leaves
 
 log = logging.getLogger("lightning_cxl")
-_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_KINDS = frozenset({"full_attention", "sliding_attention"})
 _QUESTION = (0, 1, 2, 0, 1, 2, 3)
 """Positions of the row that a model is asked about."""
 _BEGINS = 3
@@ -36,6 +40,7 @@ _BEGINS = 3
 _FORBIDDEN = -1e4
 _told: set[str] = set()
 _answers: weakref.WeakKeyDictionary[nn.Module, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
+_windows_of: weakref.WeakKeyDictionary[nn.Module, tuple[Any, "Windows | None"]] = weakref.WeakKeyDictionary()
 
 
 def why_not_apart(model: nn.Module) -> str | None:
@@ -51,7 +56,10 @@ def why_not_apart(model: nn.Module) -> str | None:
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(each.name == "position_ids" or each.kind is each.VAR_KEYWORD for each in parameters):
         return "it takes no position_ids"
-    if getattr(model, "_is_stateful", False) or not set(getattr(config, "layer_types", None) or ()) <= _KINDS:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "chunked_attention" in kinds:
+        return "the chunks of its attention are counted from the beginning of the row"
+    if getattr(model, "_is_stateful", False) or not kinds <= _KINDS:
         return "it has layers with a state that runs over the whole row"
     asked_for, answer = _answers.get(model, (None, None))
     if asked_for != config._attn_implementation:
@@ -69,30 +77,49 @@ class _ReachedError(Exception):
 
 
 def _ask(model: nn.Module, implementation: str) -> str | None:
-    """Let the model's forward run as far as its first block; see whether that would keep sequences apart."""
-    units = find_units(model)
-    if not units:
+    """See whether what the model's first block is given would keep sequences apart."""
+    if not find_units(model):
         return "it has no repeated blocks, whose mask could be looked at"
+    try:
+        reached = first_block(model, torch.tensor([_QUESTION]), implementation)
+    except Exception as error:  # whatever a model needs besides
+        return f"it cannot be asked with tokens and positions alone ({type(error).__name__}: {error})"
+    if reached is None:
+        return "its forward does not call its blocks"
+    if _is_flash(implementation):
+        is_told = reached[1].get("cu_seq_lens_q") is not None
+        return None if is_told else "its blocks are not told where sequences begin"
+    return None if any(map(_is_cut, tree_leaves(reached))) else "its mask lets them attend to each other"
+
+
+def first_block(
+    model: nn.Module, position_ids: Tensor, implementation: str, **arguments: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return what the first block of `model` is given for a packed row; None where its forward calls none.
+
+    Args:
+        model: of transformers. No weight of a block is touched.
+        position_ids: ``(1, tokens)``.
+        implementation: of its attention.
+        arguments: for its forward, besides those of packed rows.
+    """
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _ReachedError(args, kwargs)
 
     device = model.get_input_embeddings().weight.device  # type: ignore[operator]
-    positions = torch.tensor([_QUESTION], device=device)
+    positions = position_ids.to(device)
     others = [] if device.type == "cpu" else [device]
-    handle = units[0][1].register_forward_pre_hook(stop, with_kwargs=True)
+    handle = find_units(model)[0][1].register_forward_pre_hook(stop, with_kwargs=True)
+    arguments |= _arguments(implementation, positions)
     try:
         with torch.no_grad(), torch.random.fork_rng(others, device_type=device.type):  # embeddings may drop some
-            model(input_ids=torch.zeros_like(positions), use_cache=False, **_arguments(implementation, positions))
+            model(input_ids=torch.zeros_like(positions), use_cache=False, **arguments)
     except _ReachedError as reached:
-        given = tree_leaves(reached.arguments)
-        if _is_flash(implementation):
-            is_told = reached.arguments[1].get("cu_seq_lens_q") is not None
-            return None if is_told else "its blocks are not told where sequences begin"
-        return None if any(map(_is_cut, given)) else "its mask lets them attend to each other"
+        return reached.arguments
     finally:
         handle.remove()
-    return "its forward does not call its blocks"
+    return None
 
 
 def _is_cut(given: Any) -> bool:
@@ -122,6 +149,9 @@ def packed_arguments(model: nn.Module, position_ids: Tensor) -> dict[str, Any] |
 
     Returns:
         Keyword arguments. None where `model` would let sequences attend to each other; a line in the log says why.
+
+    Raises:
+        ConfigError: positions do not begin at 0 with each row and sequence, or do not count up by one.
     """
     why = why_not_apart(model)
     if why is not None:
@@ -131,7 +161,74 @@ def packed_arguments(model: nn.Module, position_ids: Tensor) -> dict[str, Any] |
             log.info(text)
         return None
     config: Any = model.config
-    return _arguments(config.get_text_config()._attn_implementation, position_ids)
+    config = config.get_text_config()
+    arguments = _arguments(config._attn_implementation, position_ids)
+    if config._attn_implementation == "sdpa":
+        windows = _windows(model, config, position_ids.shape[1])
+        if windows is not None:
+            arguments["attention_mask"] = _packed_masks(windows, position_ids)
+    return arguments
+
+
+Windows = dict[str | None, int | None]
+"""Tokens that a token sees at most, None for all, by the kind of layer; None for all layers of a model."""
+
+
+def _windows(model: nn.Module, config: Any, tokens: int) -> Windows | None:
+    """Return the windows of a model that can be given `PackedMask`s for rows of `tokens`; None for any other model."""
+    window = getattr(config, "sliding_window", None)
+    window = window if isinstance(window, int) and 0 < window < tokens else None  # some say 0 for none
+    # the loss of routers reads the mask, of two dimensions; a compiler would make a graph for each mask
+    if getattr(config, "output_router_logits", False) or any(map(is_compiled, model.modules())):
+        return None
+    if model not in _windows_of or _windows_of[model][0] != window:
+        try:
+            found = next((each for each in _candidates(config, window) if _takes(model, each, window or 0)), None)
+        except Exception:  # whatever a model does with a mask of a class of its own
+            found = None
+        _windows_of[model] = window, found
+    return _windows_of[model][1]
+
+
+def _candidates(config: Any, window: int | None) -> list[Windows]:
+    """Return windows that a model may have, as far as its config says."""
+    kinds: set[str | None] = set(getattr(config, "layer_types", None) or ())
+    if len(kinds) > 1:
+        return [{kind: window if kind == "sliding_attention" else None for kind in kinds}]
+    return [{None: None}, {None: window}] if window else [{None: None}]
+
+
+def _takes(model: nn.Module, windows: Windows, longest: int) -> bool:
+    """Return whether the first block has these windows, and is given the mask that the model is given.
+
+    Args:
+        model: to ask.
+        windows: that it may have.
+        longest: the longest window that it may have, which must show.
+    """
+    from transformers import PreTrainedModel
+
+    owner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    if owner is None or not type(owner).__module__.startswith("transformers.models."):
+        return False
+    positions = torch.tensor([[*range(longest + 2), *_QUESTION]])
+    reached = first_block(model, positions, "sdpa")
+    wanted = [each for each in tree_leaves(reached) if isinstance(each, Tensor) and each.dim() == 4]
+    masks = _packed_masks(windows, positions.to(wanted[0].device))
+    reached = first_block(model, positions, "sdpa", attention_mask=masks)
+    given = [each for each in tree_leaves(reached) if isinstance(each, PackedMask)]
+    return len(given) == 1 and any(torch.equal(given[0].whole(), each) for each in wanted)
+
+
+def _packed_masks(windows: Windows, position_ids: Tensor) -> Any:
+    rows, tokens = position_ids.shape
+    flat, lengths = lengths_of(position_ids).tolist(), []
+    for _ in range(rows):
+        ends = list(itertools.takewhile(lambda end: end <= tokens, itertools.accumulate(flat)))
+        lengths.append(flat[: len(ends)])
+        flat = flat[len(ends) :]
+    masks = {kind: PackedMask(lengths, position_ids.device, window=window) for kind, window in windows.items()}
+    return masks.get(None, masks)
 
 
 def _arguments(implementation: str, position_ids: Tensor) -> dict[str, Any]:

@@ -62,15 +62,15 @@ def _find(model: nn.Module) -> tuple[tuple[Any, nn.Module] | None, str]:
     """Return the model of transformers and its output layer; or None and why there is none."""
     from transformers import PreTrainedModel
 
+    why = ""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             head: Any = module.get_output_embeddings()
-            if head is None:
-                return None, "it has no output embeddings"
-            if not isinstance(getattr(head, "out_features", None), int):
-                return None, f"its output layer, {type(head).__name__}, is no linear one"
-            return (module, head), ""
-    return None, "it holds no model of transformers"
+            if isinstance(getattr(head, "out_features", None), int):
+                return (module, head), ""
+            kind = f"its output layer, {type(head).__name__}, is no linear one"
+            why = why or ("it has no output embeddings" if head is None else kind)
+    return None, why or "it holds no model of transformers"
 
 
 def _tell(text: str) -> None:
@@ -81,6 +81,8 @@ def _tell(text: str) -> None:
 
 class _DeferringHead(StandIn):
     """Stands in for the forward of the output layer, and makes no logits yet."""
+
+    stays_outside = True  # a layer that is streamed must be there when its logits are made, not when they are deferred
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Defer the layer; what is compiled as a whole, or hooked in its backward, computes as ever."""
@@ -115,7 +117,8 @@ class _ChunkedLoss:
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         is_known = self._original is ForCausalLMLoss and ignore_index == IGNORED and vocab_size == logits.shape[-1]
-        if not isinstance(logits, DeferredLogits) or not is_known:
+        fits = (labels if shift_labels is None else shift_labels).numel() == logits.shape[:-1].numel()
+        if not isinstance(logits, DeferredLogits) or logits.all_logits is not None or not is_known or not fits:
             options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             if shift_labels is not None:
                 options["shift_labels"] = shift_labels
@@ -123,15 +126,16 @@ class _ChunkedLoss:
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         hidden = logits.hidden.flatten(0, -2)
-        return chunked_cross_entropy(
-            logits.forward_of_layer,
-            logits.layer,
-            logits.scored if logits.steps else None,
-            hidden,
-            shift_labels.flatten().to(hidden.device, torch.long),
-            num_items_in_batch,
-            self._tokens or chunk_tokens(hidden.shape[-1]),
-        )
+        with logits.as_deferred():
+            return chunked_cross_entropy(
+                logits.forward_of_layer,
+                logits.layer,
+                logits.scored if logits.steps else None,
+                hidden,
+                shift_labels.flatten().to(hidden.device, torch.long),
+                num_items_in_batch,
+                self._tokens or chunk_tokens(hidden.shape[-1]),
+            )
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         """Copy and pickle as the model's own function."""

@@ -16,7 +16,7 @@ Tokens without a label take no part: their logits are not made.
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +66,7 @@ def chunked_cross_entropy(
     count = len(trained) if num_items is None else num_items
     if isinstance(count, Tensor):
         count = count.to(hidden.device)
-    is_plain = getattr(forward, "__func__", None) is nn.Linear.forward
-    if is_plain and isinstance(layer, nn.Linear) and torch.float16 not in (_compute_type(hidden), layer.weight.dtype):
+    if _is_plain(forward, layer) and torch.float16 not in (compute_type(hidden), layer.weight.dtype):
         differentiate = torch.is_grad_enabled()
         plain: Any = _PlainLayer.apply
         loss: Tensor = plain(hidden, layer.weight, layer.bias, labels, trained, scores, count, tokens, differentiate)
@@ -79,18 +78,27 @@ def chunked_cross_entropy(
     return total / count
 
 
+def _is_plain(forward: Callable[[Tensor], Tensor], layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether this is torch's own linear layer, with a weight that is no tensor of another class."""
+    is_own = getattr(forward, "__func__", None) is nn.Linear.forward
+    return is_own and isinstance(layer, nn.Linear) and type(layer.weight.detach()) is Tensor
+
+
 def _sum_of(forward: Callable[[Tensor], Tensor], scores: Scores | None, hidden: Tensor, labels: Tensor) -> Tensor:
     logits = forward(hidden)
     return functional.cross_entropy((scores(logits) if scores else logits).float(), labels, reduction="sum")
 
 
-def _compute_type(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if _is_autocast(kind) else hidden.dtype
-
-
-def _is_autocast(kind: str) -> bool:
+def is_autocast(kind: str) -> bool:
+    """Return whether torch chooses types on devices of this kind."""
     return kind != "meta" and torch.is_autocast_enabled(kind)  # torch has none for that device
+
+
+def compute_type(hidden: Tensor) -> torch.dtype:
+    """Return the type that a linear layer computes `hidden` in."""
+    kind = hidden.device.type
+    chosen = is_autocast(kind) and hidden.dtype != torch.float64  # which autocast leaves alone
+    return torch.get_autocast_dtype(kind) if chosen else hidden.dtype
 
 
 class _PlainLayer(torch.autograd.Function):
@@ -110,15 +118,15 @@ class _PlainLayer(torch.autograd.Function):
         differentiate: bool,
     ) -> Tensor:
         wanted = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
-        compute, kind = _compute_type(hidden), hidden.device.type
-        is_autocast = _is_autocast(kind)
+        compute, kind = compute_type(hidden), hidden.device.type
+        casts = is_autocast(kind)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for_hidden = torch.zeros_like(hidden) if wanted[0] else None
         for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
-        with torch.autocast(kind, enabled=False) if is_autocast else contextlib.nullcontext():
+        with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
             # one cast here, as autocast keeps one; its own would be without a gradient, for others to find
-            matrix = weight.to(compute) if is_autocast else weight
+            matrix = weight.to(compute) if casts else weight
             offset = None if bias is None else bias.to(matrix.dtype)
             for rows in torch.split(trained, tokens):
                 part = hidden[rows].to(compute)
@@ -143,8 +151,11 @@ class _PlainLayer(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():  # torch's own check would not see this: `gradient` may be a constant
+            raise RuntimeError(
+                "the gradients of a chunked loss cannot be differentiated (create_graph=True): leave chunked_loss out"
+            )
         gradients, ctx.gradients = ctx.gradients, None  # handed over: the engine may keep them without a copy
         if gradients is None:
             raise RuntimeError(

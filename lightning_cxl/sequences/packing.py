@@ -101,7 +101,17 @@ def without_first(labels: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def lengths_of(position_ids: Tensor) -> Tensor:
-    """Return the tokens of each sequence in packed rows ``(rows, tokens)``, one row after the other: int64."""
+    """Return the tokens of each sequence in packed rows ``(rows, tokens)``, one row after the other: int64.
+
+    Raises:
+        ConfigError: positions do not begin at 0 with each row and sequence, or do not count up by one.
+    """
+    steps = torch.diff(position_ids, prepend=torch.full_like(position_ids[:, :1], -1), dim=1)
+    if not bool(((position_ids == 0) | (steps == 1)).all()):
+        raise ConfigError(
+            "positions of packed rows begin at 0 with each row and each sequence, and count up by one, as those of "
+            "pack_sequences do. What is cut must be counted anew"
+        )
     flat = position_ids.flatten()
     starts = (flat == 0).nonzero()[:, 0]
     return torch.diff(starts, append=starts.new_tensor([len(flat)]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.storage.drive import storage_error
-from lightning_cxl.storage.system import System
+from lightning_cxl.storage.system import System, sync_folder
 
 MANIFEST = "lightning_cxl-manifest.json"
 PART = "lightning_cxl-part.json"
@@ -41,7 +41,7 @@ class Folder:
         try:
             with contextlib.suppress(FileExistsError):
                 system.make_folder(path)
-                self._sync(path.parent)
+                sync_folder(path.parent, system)
             self._lock_fd = system.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise storage_error("use folder", path, error) from None
@@ -157,16 +157,9 @@ class Folder:
             StorageError: they may not.
         """
         try:
-            self._sync(self.path)
+            sync_folder(self.path, self._system)
         except OSError as error:
             raise storage_error("sync folder", self.path, error) from None
-
-    def _sync(self, path: Path) -> None:
-        fd = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._system.sync(fd)
-        finally:
-            self._system.close(fd)
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there.

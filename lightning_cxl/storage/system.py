@@ -91,3 +91,13 @@ class System:
     def unlock(self, fd: int) -> None:
         """Let go of the lock, also where a forked child still has the file open."""
         fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def sync_folder(folder: Path, system: System | None = None) -> None:
+    """Wait until the names in a folder lie on the disk."""
+    kernel = system or System()
+    fd = kernel.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        kernel.sync(fd)
+    finally:
+        kernel.close(fd)

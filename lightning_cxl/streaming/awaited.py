@@ -103,11 +103,15 @@ def guard(module: nn.Module, settle: Callable[[], None]) -> None:
 
 
 def peek(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of `module` and its children; only for what an update leaves alone, such as versions."""
+    """Yield the parameters of `module` and its children once each; only for what an update leaves alone."""
+    seen: set[nn.Parameter] = set()  # tied ones
     for each in module.modules():
         parameters = each.__dict__["_parameters"]
         plain = parameters.plain if isinstance(parameters, AwaitedParameters) else parameters
-        yield from (parameter for parameter in plain.values() if parameter is not None)
+        for parameter in plain.values():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                yield parameter
 
 
 def unguard(module: nn.Module) -> None:

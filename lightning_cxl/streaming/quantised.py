@@ -9,9 +9,13 @@ the parameter, so that no library is imported; a kind that is not quantised yet 
 
 Three things that layers of bitsandbytes do would go wrong in a run, which therefore prepares them (`prepare_layers`):
 
-* The backward of a 4-bit layer reads its weight through a tensor that the forward has left in the graph, not through
-  autograd's saved tensors. By then other weights lie there: gradients would be wrong without an error. It gets the
-  parameter's bytes of that moment instead.
+* Their backward reads the weight through tensors that the forward has left in the graph or in a state object, not
+  through autograd's saved tensors. By then other weights lie there, or those at home: it gets what the parameter shows
+  at that moment. And nothing would make torch compute the unit again before: where the last layer of a unit has no
+  adapter, its backward is the first of the unit and reads no saved tensor. So each layer saves one, without elements,
+  which is asked for before the layer's backward. Only layers whose weights stream need this.
+* An 8-bit layer keeps its input in the graph, past the hooks of a checkpoint, although only the gradient of its weight
+  needs it, which is never asked for. Recomputed units would free nothing. It is dropped.
 * When the CPU evaluates and has AVX-512 BF16, a layer puts its 4-bit weight in another order, in memory of its own, and
   cannot train with it any more. It is kept from that: the bytes stay at home, training goes on after a validation, and
   evaluation computes as training does.
@@ -21,7 +25,7 @@ Three things that layers of bitsandbytes do would go wrong in a run, which there
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -86,11 +90,12 @@ def numel(parameter: torch.Tensor) -> int:
     return parameter.numel() if shape is None else prod(shape)
 
 
-def prepare_layers(model: nn.Module) -> Callable[[], None]:
-    """Make quantised layers fit for weights that move; returns what undoes it. See [Note: Quantised parameters].
+def prepare_layers(model: nn.Module, streamed: Collection[int]) -> Callable[[], None]:
+    """Make quantised layers fit for a run; returns what undoes it. See [Note: Quantised parameters].
 
     Args:
         model: INOUT.
+        streamed: ids of the parameters that stream.
 
     Raises:
         UnsupportedError: a layer has put its weight in another order already.
@@ -104,10 +109,10 @@ def prepare_layers(model: nn.Module) -> Callable[[], None]:
             )
     before = [(module, getattr(module, _MAY_REPACK)) for _, module in layers]
     hooks = [
-        module.register_forward_hook(functools.partial(_let_backward_read, parameter))
+        module.register_forward_hook(functools.partial(_prepare_backward, parameter, id(parameter) in streamed))
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
-        if type(parameter).__name__ == "Params4bit"
+        if type(parameter).__name__ in _KINDS
     ]
     hooks += [
         module.register_forward_hook(_let_input_go)
@@ -127,24 +132,57 @@ def prepare_layers(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _let_backward_read(parameter: nn.Parameter, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Let the backward of a 4-bit layer read the parameter as it is then.
+def has_quantised(model: nn.Module) -> bool:
+    """Return whether a model has quantised parameters."""
+    return any(type(parameter).__name__ in _KINDS for parameter in model.parameters())
+
+
+def _prepare_backward(parameter: nn.Parameter, streams: bool, module: nn.Module, inputs: Any, output: Any) -> None:
+    """Let the backward of a layer that has just run read the weight of then, and keep nothing that it does not read.
 
     Raises:
         UnsupportedError: the layer's node is not in the graph, so that its gradients could be wrong.
     """
     if torch.compiler.is_compiling() or not isinstance(output, torch.Tensor) or output.grad_fn is None:
         return  # torch.compile saves what a backward reads as every other tensor
-    node: Any = output.grad_fn
+    node = _product_before(output.grad_fn)
+    if node is not None and not parameter.requires_grad:
+        for attribute, value in _UNREAD[type(node).__name__].items():
+            setattr(node, attribute, value)
+    if not streams:
+        return
+    if node is None:
+        raise UnsupportedError(
+            f"a layer of class {type(module).__name__} computes in a way that this version does not know, and its "
+            "backward may read other weights than its own: set stream_weights=False, or take bitsandbytes 0.50"
+        )
+    if type(node).__name__ == "MatMul4BitBackward":
+        node.tensors = _BytesOfThen(parameter)
+    saved: Any = _SavesATensor.apply(torch.empty(0, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
+    node.register_prehook(functools.partial(_compute_again, saved.grad_fn))
+
+
+def _product_before(node: Any) -> Any:
+    """Return the node of a quantised product, up to a few steps from that of its layer's output; None if not there."""
     for _ in range(_MOST_STEPS):
-        if type(node).__name__ == "MatMul4BitBackward":
-            node.tensors = _BytesOfThen(parameter)
-            return
+        if node is None or type(node).__name__ in _UNREAD:
+            return node
         node = next((each for each, _ in node.next_functions if each is not None), None)
-    raise UnsupportedError(
-        f"a layer of class {type(module).__name__} computes in a way that this version does not know, and its backward "
-        "may read other weights than its own: set stream_weights=False, or take bitsandbytes 0.50"
-    )
+    return None
+
+
+class _SavesATensor(torch.autograd.Function):
+    """Has a saved tensor, which a checkpoint around it can only give back when it has computed its function again."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(anchor)
+        return anchor.clone()
+
+
+def _compute_again(node: Any, gradients: Any) -> None:
+    """Ask for the saved tensor of a node."""
+    _ = node.saved_tensors
 
 
 def _let_input_go(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -188,3 +226,9 @@ _KINDS: dict[str, Callable[[nn.Module, Any], Iterator[Companion]]] = {
     "Params4bit": _of_bitsandbytes_4bit,
     "Int8Params": _of_bitsandbytes_8bit,
 }
+_UNREAD: dict[str, dict[str, Any]] = {
+    "MatMul4BitBackward": {},
+    "MatMul8bitFpBackward": {"A": None},
+    "MatMul8bitLtBackward": {"tensors": (None, None, None), "tensor_states": (None, None)},
+}
+"""Nodes of quantised products, with what they keep for the gradient of the weight alone."""

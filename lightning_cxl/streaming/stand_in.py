@@ -38,14 +38,23 @@ class StandIn:
         module: its ``forward`` is replaced.
     """
 
+    stays_outside = False
+    """Whether later stand-ins of the module come under this one."""
+
     def __init__(self, module: nn.Module) -> None:
         leave_to_python(StandIn.__call__, _REASON)
         self.module = module
-        self.original: Callable[..., Any] = module.forward
         self._had_own = module.__dict__.get("forward")
         self._is_removed = False
+        self._outer: StandIn | None = None
+        if isinstance(self._had_own, StandIn) and self._had_own.stays_outside:
+            self._outer = self._had_own
+            self.original: Callable[..., Any] = self._outer.original
+            self._had_own, self._outer.original, self._outer._had_own = self._outer._had_own, self, self
+        else:
+            self.original = module.forward
+            module.__dict__["forward"] = self
         functools.update_wrapper(self, self.original, updated=())  # name, docstring, signature
-        module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `run` with the active compiler set aside. See [Note: Compiled units]."""
@@ -64,6 +73,8 @@ class StandIn:
     def remove(self) -> None:
         """Undo the wrapping; where someone has wrapped this object meanwhile, stay in place and pass calls through."""
         self._is_removed = True
+        if self._outer is not None and self._outer.original is self:
+            self._outer.original, self._outer._had_own = self.original, self._had_own
         if self.module.__dict__.get("forward") is not self:
             return
         if self._had_own is None:

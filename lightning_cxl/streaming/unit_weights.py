@@ -42,6 +42,17 @@ class Placed(NamedTuple):
     offsets: dict[str, int]
     homes: dict[str, torch.Tensor]
 
+    def put_back(self, slot: torch.Tensor) -> None:
+        """Put the parameter back where its module has got another one with the same bytes, which would stay there.
+
+        Where the CPU computes, peft's DoRA replaces the parameter of a layer by ``weight.to("cpu")`` in every forward.
+        """
+        for name, shown in self.module._parameters.items():
+            if shown is None or shown is self.parameter:
+                continue
+            if shown.data_ptr() == slot.data_ptr() + self.offsets[DATA]:
+                self.module._parameters[name] = self.parameter
+
 
 class Piece(NamedTuple):
     """Parameters that belong on the same tier: what one transfer moves."""
@@ -216,7 +227,8 @@ class UnitWeights:
                 raise UnsupportedError(
                     f"a parameter of unit `{self.name}` was {tuple(home.shape)} {home.dtype} on the host and is now "
                     f"{tuple(data.shape)} {data.dtype} on `{data.device}`: where weights stream, convert the model "
-                    "before the run, or set `stream_weights=False`"
+                    "before the run, or set `stream_weights=False`. A model that something else is to train must be "
+                    "let go of before (`trainer.end()`, `accelerator.free_memory()`)"
                 )
             self.wait_for_readers()  # one may have been fetched ahead, which is old now
             self.settle()
@@ -261,6 +273,9 @@ class UnitWeights:
                 on the device, because no optimizer has its parameter.
         """
         slot, self._slot = self._slot, None
+        if slot is not None:
+            for each in self._quantised:
+                each.put_back(slot)
         replaced = [
             each.parameter
             for each in self._quantised

@@ -30,8 +30,8 @@ from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.optim.visits import Visits
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.updates.bitsandbytes_overrides import follow_overrides
 from lightning_cxl.updates.host_step import HostStep, StateMemory, evaluates_first
+from lightning_cxl.updates.mode_method import attach_modes, detach_modes
 from lightning_cxl.updates.torch_names import class_in_place_of
 from lightning_cxl.updates.whole_updates import WholeUpdates
 
@@ -90,6 +90,7 @@ class Adoption:
         current.step = HostStep(  # type: ignore[method-assign]
             current, self._grads, self._guard, self._updates, self._masters, self._memory
         )
+        attach_modes(current, self._updates)
         adopt_group = partial(self._adopt_group, current)
         current.add_param_group = _AddParamGroup(current, adopt_group)  # type: ignore[method-assign]
         if current is not optimizer:
@@ -114,7 +115,7 @@ class Adoption:
             return  # it has, or may have, a reference of its own to the list
         for group in optimizer.param_groups:
             if not isinstance(group["params"], AwaitedParams):
-                group["params"] = AwaitedParams(group["params"], self._settle)
+                group["params"] = AwaitedParams(group["params"], self._settle, self._grads.someone_looks)
 
     def _settle(self) -> None:
         self._updates.wait()
@@ -133,7 +134,6 @@ class Adoption:
             pairs += own
         for pair in pairs:
             _rekey(optimizer, pair.compute, pair.master)
-        follow_overrides(optimizer, pairs)
         self._grads.watch(pairs)
 
     def _pairs_of(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> list[WeightPair]:
@@ -159,6 +159,7 @@ class Adoption:
             if isinstance(step, HostStep):
                 step.remove()
             current.__dict__.pop("add_param_group", None)
+            detach_modes(current)
             for group in current.param_groups:
                 own = [self._give_back(current, p) for p in group["params"]]
                 if isinstance(group["params"], AwaitedParams):
@@ -182,7 +183,6 @@ class Adoption:
         entries: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
         pairs = self._pairs_of(optimizer, parameters)
-        follow_overrides(optimizer, pairs)
         self._grads.watch(pairs)
         masters = [
             (entry[0], pair.master) if isinstance(entry, tuple) else pair.master  # (name, parameter) stays a tuple

@@ -8,6 +8,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.memory.new_weight import new_weight
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.folder import open_weights
@@ -79,8 +81,26 @@ def from_pretrained(
     config = _config(model_class, path, config_overrides)
     saved = _take_quantisation(config)
     quantizer = None if quantization_config is None and saved is None else Quantizer(quantization_config, saved)
+    with large_blocks_apart() if quantizer is not None else nullcontext():  # also while modules are made
+        model = _load(model_class, config, dtype or _dtype(config, path), path, quantizer, strict=strict, mapped=mapped)
+    if model.can_generate() and (path / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(path)
+    return model.eval()
+
+
+def _load(
+    model_class: Any,
+    config: Any,
+    dtype: torch.dtype,
+    path: Path,
+    quantizer: Quantizer | None,
+    *,
+    strict: bool,
+    mapped: bool,
+) -> Any:
+    """Return the model with its weights, tied."""
     with empty_weights():
-        model = build_model(model_class, config, dtype or _dtype(config, path))
+        model = build_model(model_class, config, dtype)
     if quantizer is not None:
         quantizer.replace_layers(model)
     _keep_wide(model)
@@ -92,9 +112,7 @@ def from_pretrained(
         quantizer.complete(model, report)
     _complete(model, report)
     model.tie_weights()
-    if model.can_generate() and (path / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(path)
-    return model.eval()
+    return model
 
 
 def save_pretrained(

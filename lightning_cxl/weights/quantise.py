@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.memory.new_weight import new_weight
 from lightning_cxl.placement.decorators import TierSpec
@@ -41,9 +41,8 @@ def quantised(source: WeightSource, meta: nn.Parameter, dtype: torch.dtype, spec
         CheckpointError: the file could not be read.
         TierFullError: it fits nowhere.
     """
-    result = _KINDS[type(meta).__name__](source, meta, dtype, spec)
-    HeapTrimmer().trim_now()  # what the kernels took for chunks
-    return result
+    with large_blocks_apart():  # what the kernels take for chunks
+        return _KINDS[type(meta).__name__](source, meta, dtype, spec)
 
 
 def quantised_on_meta(meta: Any) -> nn.Parameter:

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.memory.hook import ordinary_memory
+from lightning_cxl.storage.system import sync_folder
 from lightning_cxl.units import format_bytes, parse_bytes
 from lightning_cxl.weights.folder import INDEX_FILE, SINGLE_FILE
 from lightning_cxl.weights.saved_quantised import weight_beside
@@ -241,7 +242,7 @@ def _rename(files: Sequence[_File], index: Mapping[str, Any] | None, folder: Pat
             for stale in (INDEX_FILE, SINGLE_FILE):
                 if stale not in keep:
                     (folder / stale).unlink(missing_ok=True)
-            _sync(folder)
+            sync_folder(folder)
         for file in files:
             os.replace(file.partial, file.final)
         if index is not None:
@@ -250,15 +251,6 @@ def _rename(files: Sequence[_File], index: Mapping[str, Any] | None, folder: Pat
             for old in folder.iterdir():
                 if _SHARD.fullmatch(old.name) and old.name not in keep:
                     old.unlink()
-        _sync(folder)
+        sync_folder(folder)
     finally:
         partial_index.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

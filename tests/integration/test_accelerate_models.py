@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from lightning_cxl.accelerate import CXLAccelerator
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.scope import active
+from lightning_cxl.run.unclosed import close_garbage
 from tests import training_device
 from tests.integration.accelerate_loop import (
     EXACT,
@@ -27,6 +28,7 @@ from tests.integration.accelerate_loop import (
     weights_of,
 )
 from tests.integration.llama import tiny_llama
+from tests.integration.test_unclosed import collect
 from tests.models import TinyTransformer, token_data
 
 pytestmark = [
@@ -166,15 +168,19 @@ def test_nothing_is_left_after_free_memory():
 
 
 def test_nothing_is_left_where_nobody_frees():
+    before = training_device.held()
     accelerator = make_accelerator({})
     parts = prepared(accelerator, data=lambda: token_data(2))
     list(steps(accelerator, *parts))
     model = weakref.ref(parts[0])
     del accelerator, parts
     forget_accelerators()
+    collect()
+    close_garbage()
     gc.collect()
     assert model() is None
     assert active() is None
+    assert training_device.held() == before
 
 
 def test_what_is_trained_is_plain_after_free_memory():

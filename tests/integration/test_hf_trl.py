@@ -37,6 +37,17 @@ class CXLDPOTrainer(CXLTrainerMixin, trl.DPOTrainer):
     pass
 
 
+class CXLGRPOTrainer(CXLTrainerMixin, trl.GRPOTrainer):
+    pass
+
+
+TRAINERS = {
+    "sft": (trl.SFTTrainer, CXLSFTTrainer),
+    "dpo": (trl.DPOTrainer, CXLDPOTrainer),
+    "grpo": (trl.GRPOTrainer, CXLGRPOTrainer),
+}
+
+
 def tokenizer():
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -51,7 +62,7 @@ def texts(num_rows):
 
 
 def made(trainer, options, **parts):
-    cls, ours = {"sft": (trl.SFTTrainer, CXLSFTTrainer), "dpo": (trl.DPOTrainer, CXLDPOTrainer)}[trainer]
+    cls, ours = TRAINERS[trainer]
     return cls(**parts) if options == PLAIN else ours(**parts, offload=options)
 
 
@@ -65,6 +76,33 @@ def sft(folder, options=PLAIN, *, lora=False, **given):
         train_dataset=Dataset.from_dict({"text": texts(16)}),
         processing_class=tokenizer(),
         peft_config=LoraConfig(**LORA) if lora else None,
+    )
+
+
+def grpo(folder, options=PLAIN, **given):
+    """Made from a folder: TRL loads the reference from there."""
+    path = folder.parent / "model"
+    if not path.exists():
+        tiny_llama().save_pretrained(path)
+        tokenizer().save_pretrained(path)
+    args = arguments(
+        folder,
+        cls=trl.GRPOConfig,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=3,
+        model_init_kwargs={"dtype": "float32"},
+        **given,
+    )
+    return made(
+        "grpo",
+        options,
+        model=str(path),
+        args=args,
+        reward_funcs=[lambda completions, **_: [float(len(set(each.split()))) for each in completions]],
+        train_dataset=Dataset.from_dict({"prompt": texts(8)}),
+        processing_class=tokenizer(),
     )
 
 
@@ -99,6 +137,7 @@ CASES = {
     "DPO, two models": (dpo, {}),
     "DPO, reference that follows": (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "DPO, LoRA without a reference": (dpo, {"lora": True, "reference": False}),
+    "GRPO, which generates, with a reference": (grpo, {"beta": 0.1, "num_iterations": 2}),
 }
 
 

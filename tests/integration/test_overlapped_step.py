@@ -14,6 +14,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.optim.adam_step import AdamStep
 from lightning_cxl.updates import unit_updates as updates
 from tests import training_device
+from tests.integration.gate import Gate
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -199,23 +200,6 @@ def test_validation_and_checkpoints_in_the_middle(tmp_path):
 
 
 # -- really behind -----------------------------------------------------------------------------------------------------
-
-
-class Gate:
-    """Holds every update on the worker until it is opened."""
-
-    def __init__(self, monkeypatch):
-        self.is_open = threading.Event()
-        self.num_waiting = 0
-        apply = AdamStep.apply
-
-        def gated(step, work, scale):
-            if threading.current_thread() is not threading.main_thread():
-                self.num_waiting += 1
-                assert self.is_open.wait(30), "nobody opened the gate: the step waits for its updates"
-            apply(step, work, scale)
-
-        monkeypatch.setattr(AdamStep, "apply", gated)
 
 
 def test_a_step_returns_while_its_updates_run(monkeypatch):

@@ -297,6 +297,7 @@ def test_a_layer_whose_backward_is_not_known_is_refused(folder, monkeypatch):
     monkeypatch.setattr(bnb.autograd._functions, "MatMul4Bit", Another)
     with pytest.raises(UnsupportedError, match="a layer of class Linear4bit computes in a way"):
         under_us(folder, "nf4")
+    under_us(folder, "nf4", stream_weights=False)  # as the message says
 
 
 def test_weights_on_ssd_are_read_and_never_written(folder, tmp_path, monkeypatch):

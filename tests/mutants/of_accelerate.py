@@ -8,6 +8,7 @@ _RUN = "tests/integration/test_accelerate.py"
 _LOOPS = "tests/integration/test_accelerate_loops.py"
 _MODELS = "tests/integration/test_accelerate_models.py"
 _FILES = "tests/integration/test_accelerate_files.py"
+_UNCLOSED = "tests/integration/test_unclosed.py"
 
 MUTANTS = (
     Mutant(
@@ -83,9 +84,51 @@ MUTANTS = (
     Mutant(
         "who forgets free_memory leaves nothing",
         _LOOP,
-        "            self.close(after_error=True)\n\n    def __reduce__",
-        "            pass\n\n    def __reduce__",
+        "            note_garbage(self)\n",
+        "            pass\n",
         (f"{_MODELS}::test_nothing_is_left_where_nobody_frees",),
+    ),
+    Mutant(
+        "a finaliser closes nothing",
+        _LOOP,
+        "            note_garbage(self)\n",
+        "            self.close()\n",
+        (_UNCLOSED,),
+    ),
+    Mutant(
+        "what is garbage is closed before memory is taken",
+        "lightning_cxl/run/session.py",
+        "        close_garbage()  # its memory is needed\n",
+        "",
+        (_UNCLOSED,),
+    ),
+    Mutant(
+        "what is garbage is closed when a model computes",
+        _LOOP,
+        "        close_garbage()\n        num_steps",
+        "        num_steps",
+        (_UNCLOSED,),
+    ),
+    Mutant(
+        "a forked child ends nothing of its parent's",
+        "lightning_cxl/run/unclosed.py",
+        "            if loop.pid == os.getpid():\n                cleanup",
+        "            if True:\n                cleanup",
+        (_UNCLOSED,),
+    ),
+    Mutant(
+        "errors of a loop that is garbage are logged",
+        "lightning_cxl/run/unclosed.py",
+        "        except Exception as error:\n",
+        "        except KeyError as error:\n",
+        (_UNCLOSED,),
+    ),
+    Mutant(
+        "memory that is closed is in use nowhere",
+        "lightning_cxl/memory/scope.py",
+        " and not scope.memory.is_closed]",
+        "]",
+        (_UNCLOSED,),
     ),
     Mutant(
         "a copy of an accelerator has no run",

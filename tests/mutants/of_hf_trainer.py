@@ -7,6 +7,8 @@ _ACCELERATOR = "lightning_cxl/integrations/transformers/trainer_accelerator.py"
 _LOOP = "lightning_cxl/integrations/transformers/trainer_loop.py"
 _USER_LOOP = "lightning_cxl/run/user_loop.py"
 _HABITS = "tests/integration/test_hf_trainer_habits.py"
+_ARGUMENTS = "tests/integration/test_hf_trainer_arguments.py"
+_LIFE = "tests/integration/test_hf_trainer_life.py"
 T_PARITY = ("tests/integration/test_hf_trainer.py",)
 
 MUTANTS = (
@@ -114,5 +116,82 @@ MUTANTS = (
         "            setattr(optimizer, name, value.cpu())\n",
         "            pass\n",
         (f"{T_PARITY[0]}::test_a_loss_scaler",),
+    ),
+    Mutant(
+        "tied weights count once for the norm",
+        "lightning_cxl/streaming/awaited.py",
+        "parameter is not None and parameter not in seen",
+        "parameter is not None",
+        (f"{_ARGUMENTS}::test_tied_weights_count_once_for_the_norm",),
+    ),
+    Mutant(
+        "a compiled model drops the gradients of its masters",
+        "lightning_cxl/integrations/accelerate/accelerator.py",
+        "        if prepared is not model:",
+        "        if False:",
+        (f"{_ARGUMENTS}::test_logs_what_the_plain_trainer_logs",),
+    ),
+    Mutant(
+        "an optimizer's other weights reach the model",
+        "lightning_cxl/updates/mode_method.py",
+        "        if written:\n",
+        "        if False:\n",
+        (f"{_ARGUMENTS}::test_optimizers_without_a_schedule_evaluate_with_other_weights",),
+    ),
+    Mutant(
+        "a model that is compiled already is prepared with its optimizer",
+        _ACCELERATOR,
+        "            models = [trainer.model]\n",
+        "            pass\n",
+        (f"{_LIFE}::test_train_again",),
+    ),
+    Mutant(
+        "a loss scaler finds gradients on the host after an error",
+        _ACCELERATOR,
+        "                self.offload.attach_scaler(self.scaler)\n",
+        "                pass\n",
+        (f"{_LIFE}::test_a_loss_scaler_after_an_error",),
+    ),
+    Mutant(
+        "a Trainer that was taken over keeps its options in a search",
+        _TRAINER,
+        "    trainer._offload_options = chosen\n",
+        "    trainer._offload_options = None\n",
+        (f"{_LIFE}::test_a_search_trains_with_the_same_options",),
+    ),
+    Mutant(
+        "a trial of a search lets go of the memory of the one before",
+        _TRAINER,
+        "            before.offload.close()\n",
+        "            pass\n",
+        (f"{_LIFE}::test_a_search_trains_with_the_same_options",),
+    ),
+    Mutant(
+        "a model has one run that trains it",
+        _USER_LOOP,
+        "            other._let_go(model)\n",
+        "            pass\n",
+        (f"{_LIFE}::test_the_next_trainer_takes_the_model_over",),
+    ),
+    Mutant(
+        "an evaluation leaves the run of a model alone",
+        _USER_LOOP,
+        "before is not None or other is not None",
+        "before is not None",
+        (f"{_LIFE}::test_a_second_trainer_evaluates_in_the_middle_of_a_training",),
+    ),
+    Mutant(
+        "a patched method may edit gradients",
+        _LOOP,
+        "_is_known(cls) and _is_known(method)",
+        "_is_known(cls)",
+        (f"{_LIFE}::test_a_patched_method_may_edit_gradients",),
+    ),
+    Mutant(
+        "trainers that generate count no operations",
+        _TRAINER,
+        " or name not in inputs:",
+        ":",
+        (f"{_ARGUMENTS}::test_inputs_in_a_list_count_no_operations",),
     ),
 )

@@ -9,6 +9,10 @@ _QUANTIZER = "lightning_cxl/weights/hf_quantizer.py"
 _SAVE = "lightning_cxl/weights/save.py"
 _INVENTORY = "lightning_cxl/inventory/inventory.py"
 _HOST_WEIGHTS = "lightning_cxl/run/host_weights.py"
+_UNIT_WEIGHTS = "lightning_cxl/streaming/unit_weights.py"
+_HEAP = "lightning_cxl/memory/heap.py"
+_MODELS = "tests/integration/test_qlora_models.py"
+_UNIT = "tests/unit/streaming/test_quantised.py"
 _RUN = "tests/integration/test_qlora.py"
 _LOAD = "tests/unit/weights/test_hf_quantised.py"
 T_RUN = (f"{_RUN}::test_is_the_run_without_us",)
@@ -16,6 +20,11 @@ T_CPU = (f"{_RUN}::test_is_the_run_without_us_on_the_cpu",)
 T_EVALUATED = (f"{_RUN}::test_evaluation_on_a_cpu_that_repacks_leaves_the_weights_alone",)
 T_REPACKED = (f"{_RUN}::test_weights_that_are_repacked_already_are_refused",)
 T_UNKNOWN = (f"{_RUN}::test_a_layer_whose_backward_is_not_known_is_refused",)
+T_LAST = (f"{_MODELS}::test_is_the_run_without_us",)
+T_DORA = (f"{_MODELS}::test_is_the_run_without_us_where_the_cpu_computes",)
+T_NO_INPUT = (f"{_UNIT}::test_an_8_bit_layer_keeps_no_input",)
+T_REPLACED = (f"{_UNIT}::test_a_parameter_that_its_module_has_replaced_by_its_like_is_put_back",)
+T_HEAP = ("tests/unit/memory/test_heap.py::test_large_blocks_have_pages_of_their_own_inside",)
 T_MOVED = (f"{_RUN}::test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes",)
 T_ROUNDED = (f"{_LOAD}::test_weights_are_rounded_to_the_models_type_first",)
 T_DAMAGED = (f"{_LOAD}::test_damaged_quantised_files_are_named",)
@@ -29,15 +38,40 @@ MUTANTS = (
     Mutant(
         "the backward of a 4-bit layer reads the weight of then",
         _STREAMED,
-        "            node.tensors = _BytesOfThen(parameter)\n",
-        "",
+        "        node.tensors = _BytesOfThen(parameter)\n",
+        "        pass\n",
         T_RUN,
     ),
     Mutant(
+        "a unit is computed again before the backward of its last layer",
+        _STREAMED,
+        "    node.register_prehook(functools.partial(_compute_again, saved.grad_fn))\n",
+        "",
+        T_LAST,
+    ),
+    Mutant("8-bit layers keep no input", _STREAMED, "setattr(node, attribute, value)", "pass", T_NO_INPUT),
+    Mutant("only layers that stream are refused", _STREAMED, "    if not streams:\n", "    if False:\n", T_UNKNOWN),
+    Mutant(
+        "a parameter that was replaced is put back",
+        _UNIT_WEIGHTS,
+        "self.module._parameters[name] = self.parameter",
+        "pass",
+        (*T_REPLACED, *T_DORA),
+    ),
+    Mutant("large blocks have pages of their own", _HEAP, "mallopt(_MMAP_THRESHOLD, limit)", "pass", T_HEAP),
+    Mutant(
+        "until the last has left",
+        _HEAP,
+        "_num_inside, _num_inside + change",
+        "_num_inside, max(0, change)",
+        T_HEAP,
+    ),
+    Mutant("the user's limit stays", _HEAP, "text in os.environ[name]", "False", T_HEAP),
+    Mutant(
         "a backward that is not known is refused",
         _STREAMED,
-        '    raise UnsupportedError(\n        f"a layer of class',
-        '    return\n    raise UnsupportedError(\n        f"a layer of class',
+        '        raise UnsupportedError(\n            f"a layer of class',
+        '        return\n        raise UnsupportedError(\n            f"a layer of class',
         T_UNKNOWN,
     ),
     Mutant(

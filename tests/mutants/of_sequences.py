@@ -7,11 +7,15 @@ _DEFERRED = "lightning_cxl/sequences/deferred_logits.py"
 _CHUNKED = "lightning_cxl/sequences/chunked_loss.py"
 _ATTENTION = "lightning_cxl/sequences/attention.py"
 _PACKING = "lightning_cxl/sequences/packing.py"
+_MASK = "lightning_cxl/sequences/packed_mask.py"
 _LOADER = "lightning_cxl/finetune/loader.py"
 _SAMPLES = "lightning_cxl/finetune/samples.py"
 _DATA = "lightning_cxl/finetune/data.py"
+_PRIVATE = "lightning_cxl/torch_private.py"
+_STAND_IN = "lightning_cxl/streaming/stand_in.py"
 T_LOSS = ("tests/unit/sequences/test_chunked_loss.py",)
 T_ATTENTION = ("tests/unit/sequences/test_attention.py",)
+T_MASK = ("tests/unit/sequences/test_packed_mask.py",)
 T_PACKING = ("tests/unit/sequences/test_packing.py",)
 T_DATA = ("tests/unit/finetune/test_data.py",)
 
@@ -19,7 +23,7 @@ MUTANTS = (
     Mutant(
         "float16 waits for the loss scale",
         _LOSS,
-        "and torch.float16 not in (_compute_type(hidden), layer.weight.dtype)",
+        "and torch.float16 not in (compute_type(hidden), layer.weight.dtype)",
         "",
         (f"{T_LOSS[0]}::test_small_gradients_in_float16_wait_for_the_loss_scale",),
     ),
@@ -53,6 +57,87 @@ MUTANTS = (
         _DEFERRED,
         "and _are_numbers(*args[1:], kwargs)",
         "",
+        T_LOSS,
+    ),
+    Mutant(
+        "made logits are kept",
+        _DEFERRED,
+        "self.all_logits = self.scored(self.forward_of_layer(self.hidden))\n        return self.all_logits",
+        "return self.scored(self.forward_of_layer(self.hidden))",
+        T_LOSS,
+    ),
+    Mutant(
+        "made logits are those of the loss",
+        _CHUNKED,
+        " or logits.all_logits is not None",
+        "",
+        T_LOSS,
+    ),
+    Mutant(
+        "made logits are not deferred again",
+        _DEFERRED,
+        " and args[0].all_logits is None else None",
+        " else None",
+        T_LOSS,
+    ),
+    Mutant(
+        "logits are made with the gradients of the forward",
+        _DEFERRED,
+        "torch.set_grad_enabled(self._has_grad), ",
+        "",
+        T_LOSS,
+    ),
+    Mutant(
+        "logits are made in the precision of the forward",
+        _DEFERRED,
+        "self._has_grad), self.as_deferred():",
+        "self._has_grad):",
+        T_LOSS,
+    ),
+    Mutant(
+        "logits of changed weights are refused",
+        _DEFERRED,
+        "for parameter in self.layer.parameters()] != self._versions",
+        "for parameter in self.layer.parameters()] is None",
+        T_LOSS,
+    ),
+    Mutant(
+        "logits know whether they carry a gradient",
+        _DEFERRED,
+        "return logits._carries_gradient()",
+        "return False",
+        T_LOSS,
+    ),
+    Mutant(
+        "a step that changes nothing is the same tensor",
+        _DEFERRED,
+        "function.__name__ in _MAY_CHANGE_NOTHING and",
+        "False and",
+        T_LOSS,
+    ),
+    Mutant(
+        "labels of another number are the model's affair",
+        _CHUNKED,
+        " or not fits",
+        "",
+        T_LOSS,
+    ),
+    Mutant("hooks of all backwards see logits", _PRIVATE, " or any(_hooks_of_all_backwards)", "", T_LOSS),
+    Mutant("gradients of gradients are refused", _LOSS, "if torch.is_grad_enabled():  #", "if False:  #", T_LOSS),
+    Mutant(
+        "weights of a class of their own are left to autograd",
+        _LOSS,
+        " and type(layer.weight.detach()) is Tensor",
+        "",
+        T_LOSS,
+    ),
+    Mutant("autocast leaves float64 alone", _LOSS, " and hidden.dtype != torch.float64", "", T_LOSS),
+    Mutant("a deferring layer stays outside", _CHUNKED, "stays_outside = True", "stays_outside = False", T_LOSS),
+    Mutant(
+        "a stand-in under a deferring one can go",
+        _STAND_IN,
+        "            self._outer.original, self._outer._had_own = self.original, self._had_own\n",
+        "            pass\n",
         T_LOSS,
     ),
     Mutant("hooks of the backward see logits", _CHUNKED, "or has_backward_hooks(self.module) ", "", T_LOSS),
@@ -103,6 +188,62 @@ MUTANTS = (
         ":",
         T_ATTENTION,
     ),
+    Mutant("documents are causal", _MASK, ".tril()", "", T_MASK),
+    Mutant("a window ends", _MASK, "visible.triu(1 - self._window)", "visible.triu(-self._window)", T_MASK),
+    Mutant("documents of a piece are apart", _MASK, "document[:, None] == document", "document[:, None] >= 0", T_MASK),
+    Mutant("masks of parts differ", _MASK, "self._kept((new, old)", "self._kept(0", T_MASK),
+    Mutant("a part has the part before", _MASK, "            before = key, value\n", "", T_MASK),
+    Mutant(
+        "a part is no shorter than the window",
+        _MASK,
+        "size = max(window, _GROUP_TOKENS)",
+        "size = _GROUP_TOKENS",
+        T_MASK,
+    ),
+    Mutant("pieces are short", _MASK, " and sum(group) + length > _GROUP_TOKENS", " and False", T_MASK),
+    Mutant(
+        "attention of other shapes is torch's", _MASK, "if is_alone and mask._fits", "if is_alone or mask._fits", T_MASK
+    ),
+    Mutant("what is written into a mask counts", _MASK, " and mask._all is None and", " and", T_MASK),
+    Mutant("a mask is held as it is", _MASK, '{"detach", "clone", "contiguous"}', "set()", T_MASK),
+    Mutant(
+        "a window that shows is asked for",
+        _ATTENTION,
+        "range(longest + 2)",
+        "range(2)",
+        T_ATTENTION,
+    ),
+    Mutant(
+        "rows longer than a window are asked for again",
+        _ATTENTION,
+        " or _windows_of[model][0] != window:",
+        ":",
+        T_ATTENTION,
+    ),
+    Mutant(
+        "classes of the user make their own mask",
+        _ATTENTION,
+        ' or not type(owner).__module__.startswith("transformers.models.")',
+        "",
+        T_ATTENTION,
+    ),
+    Mutant(
+        "routers with a loss read a mask",
+        _ATTENTION,
+        'getattr(config, "output_router_logits", False) or ',
+        "",
+        T_ATTENTION,
+    ),
+    Mutant("a compiler gets a mask", _ATTENTION, " or any(map(is_compiled, model.modules()))", "", T_ATTENTION),
+    Mutant("chunks of a row are refused", _ATTENTION, 'if "chunked_attention" in kinds:', "if False:", T_ATTENTION),
+    Mutant(
+        "positions say where sequences begin",
+        _PACKING,
+        "prepend=torch.full_like(position_ids[:, :1], -1)",
+        "prepend=position_ids[:, :1] - 1",
+        T_ATTENTION,
+    ),
+    Mutant("positions count up by one", _PACKING, "| (steps == 1)", "| (steps > 0)", T_ATTENTION),
     Mutant("a first token has no label", _PACKING, "(IGNORED, *labels[i][part][1:])", "labels[i][part]", T_PACKING),
     Mutant(
         "a batch's first tokens have no labels",

@@ -186,8 +186,8 @@ MUTANTS = (
     Mutant(
         "the name of a checkpoint lies on the disk before state is let go of",
         _FILE,
-        "        os.fsync(folder)",
-        "        pass",
+        "            sync_folder(folder)\n",
+        "            pass\n",
         T_KILLS,
     ),
     Mutant(

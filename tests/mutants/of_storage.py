@@ -152,7 +152,11 @@ MUTANTS = (
         T_POWER,
     ),
     Mutant(
-        "a new folder is synced into its parent", _FOLDER, "                self._sync(path.parent)\n", "", T_PLACES
+        "a new folder is synced into its parent",
+        _FOLDER,
+        "                sync_folder(path.parent, system)\n",
+        "",
+        T_PLACES,
     ),
     Mutant(
         "threads end after all transfers, also where the wait was interrupted",

@@ -6,6 +6,8 @@ _LOOP = "lightning_cxl/run/user_loop.py"
 _FILES = "lightning_cxl/run/optimizer_files.py"
 _FABRIC = "lightning_cxl/integrations/fabric/strategy.py"
 _RUN = "tests/integration/test_fabric.py"
+_HABITS = "tests/integration/test_loop_habits.py"
+_OVERLAP = "tests/integration/test_loops_overlap.py"
 T_FABRIC = (_RUN,)
 
 MUTANTS = (
@@ -40,7 +42,7 @@ MUTANTS = (
     Mutant(
         "models come back to the host",
         _LOOP,
-        "            for each in prepared.values():\n                cleanup.callback(each.model.cpu)\n",
+        "            for each in self._prepared.values():\n                cleanup.callback(each.model.cpu)\n",
         "",
         T_FABRIC,
     ),
@@ -68,9 +70,9 @@ MUTANTS = (
     Mutant(
         "a file waits for updates that run behind",
         _FILES,
-        "        run.wait_for_updates()\n        run.adopt_joined()\n        if run.on_ssd",
-        "        run.adopt_joined()\n        if run.on_ssd",
-        T_FABRIC,
+        "        self._run.wait_for_updates()\n",
+        "",
+        (_OVERLAP,),
     ),
     Mutant(
         "a file has the masters of its own optimizer only",
@@ -106,5 +108,33 @@ MUTANTS = (
         "register_forward_pre_hook(_WhenCalled(self))",
         "register_forward_pre_hook(_WhenCalled()); self._prepare(module)",
         T_FABRIC,
+    ),
+    Mutant(
+        "zero_grad waits for no update",
+        "lightning_cxl/optim/cpu_adam.py",
+        '                drop_gradients(group["params"])\n',
+        '                for parameter in group["params"]:\n                    parameter.grad = None\n',
+        (_OVERLAP,),
+    ),
+    Mutant(
+        "zero_grad waits for gradients that are on their way",
+        "lightning_cxl/optim/awaited_params.py",
+        "        parameters.complete()\n",
+        "        pass\n",
+        (_OVERLAP,),
+    ),
+    Mutant(
+        "weights are copied again for the next evaluation",
+        _LOOP,
+        "            self._run.code_has_run()\n",
+        "            pass\n",
+        (f"{_HABITS}::test_weights_changed_between_evaluations",),
+    ),
+    Mutant(
+        "models that share parameters are refused",
+        _LOOP,
+        "            if shared:\n",
+        "            if False:\n",
+        (f"{_HABITS}::test_models_that_share_parameters_are_refused",),
     ),
 )

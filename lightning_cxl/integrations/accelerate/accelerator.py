@@ -120,6 +120,8 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         """Prepare a model, which is placed on its tiers; see Accelerate's `prepare_model`."""
         self.offload.prepare(model)
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
+        if prepared is not model:  # a wrapper, of torch.compile: its own `zero_grad` knows no masters
+            prepared.__dict__["zero_grad"] = _ZeroGradOf(model)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
@@ -188,6 +190,16 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
     def report(self) -> dict[str, Any]:
         """Return bytes planned, used and at the peak, per tier and role; see `Session.report`."""
         return self.offload.session.report(self.offload.device)
+
+
+class _ZeroGradOf:
+    """`zero_grad` of a wrapper: that of the model in it, as it is when it is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._model.zero_grad(set_to_none)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

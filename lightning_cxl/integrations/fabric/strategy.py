@@ -18,6 +18,7 @@ from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, SingleDeviceStrategy
+from lightning_cxl.integrations.reporting import Reporting
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.straight_copy import copying_from
@@ -27,7 +28,7 @@ from lightning_cxl.updates.adoption import repoint_scheduler
 _UNKNOWN = Loop(writes_unseen=True)
 
 
-class CXLFabricStrategy(SingleDeviceStrategy):
+class CXLFabricStrategy(Reporting, SingleDeviceStrategy):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
@@ -189,18 +190,6 @@ class CXLFabricStrategy(SingleDeviceStrategy):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew."""
         self.__dict__.update(state, _loop=None, _moved=WeakKeyDictionary())
-
-    def report(self) -> dict[str, Any]:
-        """Return bytes planned, used and at the peak, per tier and role, JSON-able; see `Session.report`."""
-        return self._session.report(self.root_device)
-
-    def __str__(self) -> str:
-        """Return the report as one screen of text."""
-        return self._session.describe(type(self).__name__, self.root_device)
-
-    def __repr__(self) -> str:
-        """Return the class and the options that are not at their default."""
-        return self._session.describe_options(type(self).__name__)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

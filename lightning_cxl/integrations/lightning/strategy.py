@@ -29,6 +29,7 @@ from lightning_cxl.integrations.lightning.precision import (
     unwrap,
     watch_for_edits,
 )
+from lightning_cxl.integrations.reporting import Reporting
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
@@ -40,7 +41,7 @@ from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
 
 
-class CXLOffloadStrategy(OneProcessStrategy):
+class CXLOffloadStrategy(Reporting, OneProcessStrategy):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
@@ -257,20 +258,6 @@ class CXLOffloadStrategy(OneProcessStrategy):
             trainer = None if self.lightning_module is None else self.lightning_module._trainer
             cleanup.callback(self._session.close, after_error=trainer is not None and trainer.interrupted)
             cleanup.callback(self.checkpoint_io.teardown)  # it may still be writing
-
-    # -- what it did -------------------------------------------------------------------------------------------------
-
-    def report(self) -> dict[str, Any]:
-        """Return bytes planned, used and at the peak, per tier and role, JSON-able; see `Session.report`."""
-        return self._session.report(self.root_device)
-
-    def __str__(self) -> str:
-        """Return the report as one screen of text."""
-        return self._session.describe(type(self).__name__, self.root_device)
-
-    def __repr__(self) -> str:
-        """Return the class and the options that are not at their default."""
-        return self._session.describe_options(type(self).__name__)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

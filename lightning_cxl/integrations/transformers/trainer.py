@@ -61,7 +61,10 @@ class CXLTrainerMixin:
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the Trainer's accelerator, and make it ours."""
+        """Create the Trainer's accelerator, and make it ours; a search for hyper-parameters does so for each trial."""
+        before = getattr(self, "accelerator", None)
+        if before is not None:
+            before.offload.close()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         _take_over(self, self._offload_options)
 
@@ -101,13 +104,13 @@ class CXLTrainerMixin:
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of a forward and backward, without a walk over all parameters at every call."""
         plain = super().floating_point_ops  # type: ignore[misc]
-        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        if plain.__func__ is not Trainer.floating_point_ops or main_input is None:
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if plain.__func__ is not Trainer.floating_point_ops or name not in inputs:  # those of TRL may give a list
             return plain(inputs)  # type: ignore[no-any-return]
         if self._num_parameters is None:
             count = getattr(self.model, "num_parameters", None)
             self._num_parameters = 0 if count is None else count(exclude_embeddings=True)
-        return 6 * int(main_input.numel()) * self._num_parameters
+        return 6 * int(inputs[name].numel()) * self._num_parameters
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -158,8 +161,10 @@ def offload(trainer: Trainer, options: str | PathLike[str] | None = None, **fiel
     for model in (trainer.model, *trainer.accelerator._models):
         if not getattr(model, "quantization_method", None):
             model.to("cpu")
-    _take_over(trainer, fields if options is None else options)
+    chosen = fields if options is None else options
+    _take_over(trainer, chosen)
     trainer.__class__ = type(type(trainer).__name__, (CXLTrainerMixin, type(trainer)), {"__module__": __name__})
+    trainer._offload_options = chosen
     return trainer
 
 

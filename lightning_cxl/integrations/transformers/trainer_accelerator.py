@@ -1,9 +1,11 @@
 """`TrainerAccelerator`: the accelerator inside of a Trainer of transformers."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from transformers import Trainer
 
 from lightning_cxl.integrations.accelerate.accelerator import CXLAccelerator
@@ -49,6 +51,12 @@ class TrainerAccelerator(CXLAccelerator):
             self._others.append(model)
         return super().prepare_model(model, *args, **kwargs)
 
+    def _adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        trainer = self._trainer()
+        if optimizers and not models and trainer is not None:  # its model is compiled, and prepared once only
+            models = [trainer.model]
+        return super()._adopt(models, optimizers)
+
     def free_memory(self, *objects: Any) -> Any:
         """Let go of the model that the Trainer trains; others, which only compute, stay or are prepared anew."""
         trainer = self._trainer()
@@ -57,6 +65,8 @@ class TrainerAccelerator(CXLAccelerator):
             objects = super().free_memory(*objects)
         else:
             objects = super(CXLAccelerator, self).free_memory(*objects)  # keeps all runs
+            if self.scaler is not None:  # an error has ended the run before, or another Trainer has
+                self.offload.attach_scaler(self.scaler)
         for model in self._others:
             self.prepare_model(model, evaluation_mode=True)
         return objects

@@ -32,11 +32,15 @@ def loop_of(trainer: Trainer) -> Loop:
 
 
 def _overridden(trainer: Trainer, *names: str) -> Iterator[str]:
-    """Yield those methods that a class outside of known packages, or the user on the object, has replaced."""
-    owners = [cls for cls in type(trainer).__mro__ if cls.__module__.partition(".")[0] not in _KNOWN]
+    """Yield those methods that code outside of known packages has replaced: in a subclass, a patch, on the object."""
     for name in names:
-        if name in vars(trainer) or any(name in vars(cls) for cls in owners):
+        methods = [(cls, vars(cls)[name]) for cls in type(trainer).__mro__ if name in vars(cls)]
+        if name in vars(trainer) or not all(_is_known(cls) and _is_known(method) for cls, method in methods):
             yield name
+
+
+def _is_known(definition: Any) -> bool:
+    return definition.__module__.partition(".")[0] in _KNOWN
 
 
 def _listening(trainer: Trainer, *events: str) -> Iterator[Any]:

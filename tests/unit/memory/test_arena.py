@@ -24,8 +24,17 @@ def test_a_range_is_backed_only_as_far_as_it_was_used() -> None:
     assert budget.held_bytes == 0
 
     buffer = arena.allocate(3 * MIB)
-    assert budget.held_bytes == 8 * MIB
-    assert page_nodes(buffer.address, 12 * MIB) == {0: 8 * MIB, NOWHERE: 4 * MIB}
+    assert budget.held_bytes == 4 * MIB
+    assert page_nodes(buffer.address, 12 * MIB) == {0: 4 * MIB, NOWHERE: 8 * MIB}
+
+
+def test_a_range_grows_by_a_quarter_until_that_is_a_step() -> None:
+    arena, budget = make()
+    held, kept = [], []
+    for _ in range(44):
+        kept.append(arena.allocate(MIB))
+        held.append(budget.held_bytes // MIB)
+    assert sorted(set(held)) == [2, 4, 6, 8, 12, 16, 18, 24, 32, 40, 48]
 
 
 def test_growth_never_moves_a_tensor_and_the_lowest_gap_is_used_first() -> None:

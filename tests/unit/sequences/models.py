@@ -18,6 +18,7 @@ SHAPES = {
     "Mistral": {**_HEADS, "sliding_window": 3},
     "Mixtral": {**_HEADS, "num_local_experts": 2},
     "Qwen3": {**_HEADS, "head_dim": 16},
+    "Qwen2Moe": {**_HEADS, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
     "Phi": {**_WIDE, "resid_pdrop": 0.0, "embd_pdrop": 0.0},  # its output layer has a bias
     "GPT2": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "GPTNeoX": _WIDE,
@@ -25,6 +26,7 @@ SHAPES = {
     "Falcon": _SHAPE,
     "Bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 2},
     "Mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 2},
+    "Llama4Text": {**_HEADS, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 48},
     "Mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
 }
 

@@ -2,9 +2,11 @@ import logging
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 
-from lightning_cxl.sequences import attention
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.sequences import attention, packed_mask
 from lightning_cxl.sequences.attention import packed_arguments, separate, why_not_apart
 from tests.unit.sequences.models import VOCABULARY, tiny
 
@@ -27,6 +29,13 @@ def changed():
     return one, other, same
 
 
+@pytest.fixture(params=[4, 256], ids=["short pieces", "long pieces"])
+def pieces(request, monkeypatch):
+    """How many tokens of short documents are attended to together."""
+    monkeypatch.setattr(packed_mask, "_GROUP_TOKENS", request.param)
+
+
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", APART)
 def test_no_token_attends_to_another_sequence(family, implementation):
@@ -35,6 +44,7 @@ def test_no_token_attends_to_another_sequence(family, implementation):
     model = tiny(family, attention=implementation).eval()
     one, other, same = changed()
     arguments = packed_arguments(model, POSITIONS)
+    assert ("attention_mask" in arguments) == (implementation == "sdpa")
     with torch.no_grad():
         before, after = (model(input_ids=ids, use_cache=False, **arguments).logits for ids in (one, other))
         alone = model(input_ids=one[:1, 6:15], use_cache=False).logits[0]
@@ -43,11 +53,89 @@ def test_no_token_attends_to_another_sequence(family, implementation):
     torch.testing.assert_close(before[0, 6:15], alone, rtol=1e-4, atol=1e-4)
 
 
+BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "windows"),
+    [
+        ("Mistral", {}, [3]),
+        ("Mistral", {"sliding_window": 16}, [16]),
+        ("Mistral", {"sliding_window": 17}, [None]),  # no row is longer
+        ("Mistral", {"sliding_window": None}, [None]),
+        ("Qwen2Moe", {}, [None]),  # its config says 0
+        ("Gemma3Text", BOTH, [3, None]),
+        ("Qwen3", {"sliding_window": 3}, [None]),  # which it does not use
+    ],
+)
+def test_windows_are_those_of_the_model(family, options, windows, monkeypatch):
+    monkeypatch.setattr(packed_mask, "_GROUP_TOKENS", 4)
+    model = tiny(family, attention="sdpa", **options).eval()
+    arguments, ids = packed_arguments(model, POSITIONS), tokens(1)
+    mask = arguments["attention_mask"]
+    masks = [mask[kind] for kind in BOTH["layer_types"]] if isinstance(mask, dict) else [mask]
+    assert [each._window for each in masks] == windows
+    with torch.no_grad():
+        found = model(input_ids=ids, use_cache=False, **arguments).logits
+        expected = model(input_ids=ids, use_cache=False, position_ids=POSITIONS).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_of_longer_rows_is_asked_again():
+    model = tiny("Mistral", attention="sdpa", sliding_window=9)
+    short = POSITIONS[:, :6]
+    windows = [packed_arguments(model, each)["attention_mask"]._window for each in (short, POSITIONS, short)]
+    assert windows == [None, 9, None]
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """May do with its mask what it likes."""
+
+
+def of_the_user(model):
+    model.__class__ = OwnLlama
+
+
+def with_a_loss_of_routers(model):
+    model.config.output_router_logits = True
+
+
+def compiled(model):
+    model.model.layers[1].compile(backend="eager")
+
+
+def wrapped(model):
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+
+
+def that_fails(model):
+    def forward(attention_mask=None, **given):
+        assert attention_mask is None
+        return type(model).forward(model, attention_mask=attention_mask, **given)
+
+    model.forward = forward
+
+
+@pytest.mark.parametrize("change", [of_the_user, with_a_loss_of_routers, compiled, wrapped, that_fails])
+def test_models_that_make_a_mask_of_their_own(change):
+    model = tiny("Llama", attention="sdpa")
+    change(model)
+    assert list(packed_arguments(model, POSITIONS)) == ["position_ids"]
+
+
+def test_positions_that_do_not_say_where_sequences_begin_are_refused():
+    model = tiny("Llama", attention="sdpa")
+    for wrong in ([[3, 4, 5, 0, 1]], [[0, 1, 2], [3, 4, 5]], [[0, 1, 3, 4]]):
+        with pytest.raises(ConfigError, match="begin at 0 with each row"):
+            packed_arguments(model, torch.tensor(wrong))
+
+
 REFUSED = {
     "OPT": "its mask lets them attend",  # it makes a mask of ones, in which positions do not count
     "Falcon": "its mask lets them attend",
     "Bloom": "its mask lets them attend",
     "Mpt": "its mask lets them attend",  # its mask says what is not seen
+    "Llama4Text": "chunks of its attention are counted from the beginning of the row",
     "Mamba": "a state that runs over the whole row",
 }
 
@@ -85,6 +173,12 @@ def test_the_question_leaves_the_random_state_alone():
     model, before = tiny("GPT2", embd_pdrop=0.5), torch.get_rng_state()
     assert why_not_apart(model) is None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_needs_more_than_tokens_is_refused():
+    model = tiny("Llama")
+    model.forward = lambda input_ids, position_ids, token_type_ids, **others: None
+    assert "cannot be asked with tokens and positions alone (TypeError: " in why_not_apart(model)
 
 
 def test_anything_but_a_model_of_transformers_is_refused():

@@ -3,7 +3,9 @@ import logging
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.nn.modules.module import register_module_full_backward_hook
 
 from lightning_cxl import chunked_loss
 from lightning_cxl.commands.plan.meta_model import loss_on_meta
@@ -12,6 +14,7 @@ from lightning_cxl.inventory.dry_run import dry_run
 from lightning_cxl.sequences import chunked_loss as module
 from lightning_cxl.sequences import cross_entropy, deferred_logits
 from lightning_cxl.sequences.deferred_logits import DeferredLogits
+from lightning_cxl.streaming.stand_in import StandIn
 from tests.unit.sequences.models import VOCABULARY, tiny
 
 FAMILIES = ["Llama", "Gemma2", "Granite", "Cohere", "Mixtral", "Phi", "GPT2", "OPT", "Mamba"]
@@ -74,6 +77,23 @@ def test_loss_and_gradients_are_those_of_all_logits(family, precision, batch):
         pytest.skip("its own scan takes float32")
     batch = batch | ({} if family == "Mamba" else {"num_items_in_batch": torch.tensor(37)})
     assert_alike(tiny(family, dtype), batch, tolerance, autocast=autocast, factor=0.25)
+
+
+@pytest.mark.parametrize(
+    "family", ["Gemma3Text", "Qwen3", "GPTNeoX", "Falcon", "Bloom", "Llama4Text", "with router loss"]
+)
+def test_other_families_too(family, batch):
+    model = tiny("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5) if "loss" in family else tiny(family)
+    assert_alike(model, batch, 3e-6)
+
+
+def test_a_model_whose_language_model_is_inside(batch):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**shape, image_size=8, patch_size=4)
+    text = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY)
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=0)
+    assert_alike(transformers.LlavaForConditionalGeneration(config), batch, 3e-6)
 
 
 def test_a_sum_over_chunks_in_bfloat16_is_rounded_once():
@@ -164,6 +184,103 @@ def test_logits_that_somebody_needs_are_made_and_the_log_says_so_once(batch, lin
     assert lines() == ["All logits are made at once: `logsumexp` asks for them, which cannot be done in chunks."]
 
 
+def divided(module, args, output):
+    output.div_(5)
+
+
+def forbidden(module, args, output):
+    output[..., :30] = -1e4
+
+
+def capped(module, args, output):
+    alias = output.float()
+    alias.clamp_(max=1)
+
+
+@pytest.mark.parametrize("hook", [divided, forbidden, capped])
+def test_what_is_written_into_logits_counts(hook, batch):
+    model = tiny("Llama")
+    model.lm_head.register_forward_hook(hook)
+    losses = []
+    for each in nn.Identity(), model:
+        model.zero_grad()
+        with chunked_loss(each, tokens=16):
+            loss = model(**batch).loss
+        loss.backward()
+        losses.append((loss.item(), model.model.norm.weight.grad.norm().item()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_logits_are_what_they_were_in_the_forward(batch):
+    """Also when they are read later: the same numbers with the same gradients, in the precision of the forward."""
+    model = tiny("Llama")
+    with chunked_loss(model), torch.autocast("cpu", torch.bfloat16):
+        output = model(**batch)
+        with torch.no_grad():
+            evaluated = model(**batch).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**batch).logits
+    assert output.logits.requires_grad and not evaluated.requires_grad
+    seen = []
+    output.logits.register_hook(seen.append)
+    output.logits.float().sum().backward()
+    assert len(seen) == 1
+    assert torch.equal(output.logits, expected) and torch.equal(evaluated, expected)
+    assert evaluated.float().numpy().shape == (2, 50, VOCABULARY)
+    assert torch.mul(input=evaluated, other=2).shape == (2, 50, VOCABULARY)
+
+
+def test_logits_of_weights_that_have_changed_are_refused(batch):
+    model = tiny("Llama")
+    with chunked_loss(model):
+        output = model(**batch)
+    output.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="the weights of the output layer have changed"):
+        output.logits.sum()
+
+
+def test_labels_that_are_not_one_for_each_token_are_the_models_affair(batch):
+    """Labels of late tokens are missing, so those that are there would find a token."""
+    model = tiny("Llama")
+    batch["labels"][:, 5:] = -100
+    for each in (nn.Identity(), model):
+        with chunked_loss(each), pytest.raises(ValueError, match="batch_size"):
+            model(**batch, logits_to_keep=10)
+
+
+def test_a_module_without_logits_comes_before_the_model(batch):
+    model = tiny("Llama")
+    both = nn.ModuleList([tiny("Llama").model, model])
+    with chunked_loss(both):
+        assert isinstance(model(**batch).logits, DeferredLogits)
+
+
+def test_stand_ins_that_come_later_are_under_the_deferring_one(batch):
+    """A layer that is streamed must be there when its logits are made."""
+    model, calls = tiny("Llama"), []
+
+    class Counting(StandIn):
+        def run(self, compiler, args, kwargs):
+            calls.append(self)
+            return self.original(*args, **kwargs)
+
+    expected = model(**batch).loss.item()
+    context = chunked_loss(model, tokens=25)
+    with context:
+        first, second = Counting(model.lm_head), Counting(model.lm_head)
+        logits = model(**batch).logits
+        assert isinstance(logits, DeferredLogits)
+        assert calls == [second, first] * 4
+        second.remove()
+        model(**batch)
+        assert calls[8:] == [first] * 4
+    assert model(**batch).loss.item() == expected and calls[12:] == [first]
+    first.remove()
+    assert model(**batch).loss.item() == expected and len(calls) == 13
+    assert "forward" not in model.lm_head.__dict__
+
+
 def own_loss(model):
     """Give the model a loss function of its own."""
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().square().mean()
@@ -171,6 +288,18 @@ def own_loss(model):
 
 def hooked(model):
     model.lm_head.register_full_backward_hook(lambda *_: None)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning", "ignore:For backward hooks:UserWarning")
+def test_hooks_of_all_backwards_see_the_output_layer(batch):
+    model, seen = tiny("Llama"), []
+    handle = register_module_full_backward_hook(lambda module, *_: seen.append(module))
+    try:
+        with chunked_loss(model):
+            model(**batch).loss.backward()
+    finally:
+        handle.remove()
+    assert model.lm_head in seen
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
@@ -243,6 +372,41 @@ def test_a_second_backward_is_refused(batch):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="the gradients of a chunked loss are made once"):
         loss.backward()
+
+
+def test_gradients_that_are_to_be_differentiated_are_refused(batch):
+    model = tiny("Llama")
+    with chunked_loss(model):
+        loss = model(**batch).loss
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_weights_of_a_class_of_their_own_are_left_to_autograd(batch):
+    class Packed(torch.Tensor):
+        """As quantised weights are that keep the class of the layer."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            assert func is not torch.mm, "this layer can be called, and no more"
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    model = tiny("Llama")
+    expected = model(**batch).loss
+    weight = model.lm_head.weight.detach().as_subclass(Packed)
+    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    with chunked_loss(model, tokens=16):
+        loss = model(**batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_float64_is_left_alone_by_autocast(batch):
+    model = tiny("Llama", torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**batch).loss.item()
+        with chunked_loss(model):
+            assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_chunk_has_at_least_one_token():
