@@ -91,7 +91,7 @@ def dry_run(
 
     offload = ActivationOffload(_NoCopies(computes_on_host), allocate, min_bytes=min_bytes)
     with ExitStack() as stack:
-        stack.callback(prepare_layers(model))
+        stack.callback(prepare_layers(model, ()))
         offload.attach(units, model)
         stack.callback(offload.detach)
         stack.enter_context(_gradients_leave(model))

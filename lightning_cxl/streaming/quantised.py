@@ -19,9 +19,6 @@ Three things that layers of bitsandbytes do would go wrong in a run, which there
 * When the CPU evaluates and has AVX-512 BF16, a layer puts its 4-bit weight in another order, in memory of its own, and
   cannot train with it any more. It is kept from that: the bytes stay at home, training goes on after a validation, and
   evaluation computes as training does.
-* An 8-bit layer leaves its input in the graph, not as one of autograd's saved tensors, so that the inputs of all layers
-  of all units would stay on the device, although units are recomputed. Only the gradient of the weight would need it:
-  below frozen weights it is taken out.
 """
 
 import functools
@@ -114,12 +111,6 @@ def prepare_layers(model: nn.Module, streamed: Collection[int]) -> Callable[[], 
         for parameter in module.parameters(recurse=False)
         if type(parameter).__name__ in _KINDS
     ]
-    hooks += [
-        module.register_forward_hook(_let_input_go)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-        if type(parameter).__name__ == "Int8Params" and not parameter.requires_grad
-    ]
     for module, _ in before:
         setattr(module, _MAY_REPACK, False)
 
@@ -183,19 +174,6 @@ class _SavesATensor(torch.autograd.Function):
 def _compute_again(node: Any, gradients: Any) -> None:
     """Ask for the saved tensor of a node."""
     _ = node.saved_tensors
-
-
-def _let_input_go(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Take what only the gradient of an 8-bit weight would need out of the graph."""
-    node: Any = getattr(output, "grad_fn", None)
-    for _ in range(_MOST_STEPS):
-        if type(node).__name__ == "MatMul8bitLtBackward":
-            node.tensors = (None, None, None)
-            return
-        if type(node).__name__ == "MatMul8bitFpBackward":  # where the CPU trains
-            node.A = None
-            return
-        node = next((each for each, _ in getattr(node, "next_functions", ()) if each is not None), None)
 
 
 class _BytesOfThen:

@@ -141,7 +141,7 @@ def test_an_8_bit_layer_lets_its_input_go(training):
     output, kept = run()
     assert kept() is not None, "bitsandbytes keeps it"
     (expected,) = torch.autograd.grad(output.sum(), leaf)
-    undo = prepare_layers(layer)
+    undo = prepare_layers(layer, ())
     output, kept = run()
     assert kept() is None
     assert torch.equal(torch.autograd.grad(output.sum(), leaf)[0], expected)
