@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         "an answer's header is not learned",
         _CHAT,
-        "max(len(answer.before), _shared(answer.opened, answer.after))",
-        "len(answer.before)",
+        "max(len(self.before), min(found, default=0))",
+        "len(self.before)",
         T_CHAT,
     ),
     Mutant(
