@@ -54,12 +54,13 @@ def widened_gradients(tensors: Iterable[HostTensor]) -> list[HostTensor]:
 
 
 def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> Staged:
-    """Return what `LeavingGradients` lets land elsewhere: all but the first gradient of a step, unless it widens."""
-    if workload.computes_on_host:
-        return Staged([], 0)
+    """Return what `LeavingGradients` lets land elsewhere: all but the first gradient of a step, unless it widens.
+
+    Where the host computes, only gradients of units that stream leave.
+    """
     total, landing = 0, []
     for each in tensors:
-        if each.role in GRADIENTS:
+        if each.role in GRADIENTS and (each.unit or not workload.computes_on_host):
             is_first_kept = each.nbytes == each.parameter_nbytes or workload.num_micro_batches > 1
             num_landed = workload.num_micro_batches - is_first_kept
             total += num_landed * each.parameter_nbytes
