@@ -25,6 +25,7 @@ from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
+from lightning_cxl.run.over import refuse_gradients
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.unclosed import close_garbage, note_garbage, note_open
@@ -236,6 +237,11 @@ class UserLoop:
         raise ConfigError(f"this {type(optimizer).__name__} was not prepared: prepare it together with its model")
 
     # -- the end -----------------------------------------------------------------------------------------------------
+
+    def only_computes(self, model: nn.Module, message: str) -> None:
+        """Let a model compute as before, and every backward of it fail with a message."""
+        if self.knows(model):
+            self._prepared[id(model)].undo.callback(refuse_gradients(model, message))
 
     def __del__(self) -> None:
         if self.__dict__.get("_prepared"):  # else it is closed, or the constructor has refused

@@ -83,6 +83,22 @@ def test_a_plain_trainer_is_told_that_the_model_is_held(tmp_path):
     trainer.end()
 
 
+@pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
+def test_a_backward_after_the_training_is_told_so(tmp_path, options):
+    """Its gradients would be swallowed, and whoever steps with them would not learn."""
+    trainer = make_trainer(tmp_path, options, parts={"eval_dataset": rows(6, seed=5)})
+    trainer.train()
+    trainer.evaluate()
+    model, batch = trainer.model, torch.tensor([rows(1)[0]["input_ids"]])
+    with pytest.raises(UnsupportedError, match=r"trainer\.end\(\)"):
+        model(input_ids=batch.to(trainer.args.device), labels=batch.to(trainer.args.device)).loss.backward()
+    trainer.evaluate()
+    trainer.train()
+    trainer.end()
+    model(input_ids=batch, labels=batch).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 # -- a search for hyper-parameters -------------------------------------------------------------------------------------
 
 

@@ -194,4 +194,18 @@ MUTANTS = (
         ":",
         (f"{_ARGUMENTS}::test_inputs_in_a_list_count_no_operations",),
     ),
+    Mutant(
+        "a model whose training is over swallows no gradients",
+        "lightning_cxl/run/over.py",
+        "raise UnsupportedError(message)",
+        "pass",
+        (f"{_LIFE}::test_a_backward_after_the_training_is_told_so",),
+    ),
+    Mutant(
+        "a model that has been let go of may be trained by others",
+        "lightning_cxl/run/over.py",
+        "            handle.remove()\n",
+        "            pass\n",
+        (f"{_LIFE}::test_a_backward_after_the_training_is_told_so",),
+    ),
 )

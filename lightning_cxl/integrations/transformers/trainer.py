@@ -89,10 +89,16 @@ class CXLTrainerMixin:
         self.accelerator.offload.loop = loop_of(self)
         self._num_parameters = None
         try:
-            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+            result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             self.accelerator.offload.close(after_error=True)
             raise
+        self.accelerator.offload.only_computes(
+            self.model,
+            f"the training of {type(self.model).__name__} by {type(self).__name__} is over, and its gradients would go "
+            "to an optimizer that does not step any more: call `trainer.end()` before something else trains the model",
+        )
+        return result
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip without a look at the model's parameters, which would cost the copies of weights on the device."""
