@@ -1,4 +1,4 @@
-"""`refuse_gradients`: a model that only computes any more does not swallow the gradients of somebody else's training."""
+"""`refuse_gradients`: a model that only computes any more does not swallow the gradients of another training."""
 
 from collections.abc import Callable
 
