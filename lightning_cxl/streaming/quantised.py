@@ -149,7 +149,7 @@ def _prepare_backward(parameter: nn.Parameter, streams: bool, module: nn.Module,
         )
     if type(node).__name__ == "MatMul4BitBackward":
         node.tensors = _BytesOfThen(parameter)
-    saved: Any = _SavesATensor.apply(torch.empty(0, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
+    saved: Any = _SavesATensor.apply(torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
     node.register_prehook(functools.partial(_compute_again, saved.grad_fn))
 
 
