@@ -1,5 +1,7 @@
 """Loops of the user's own: updates run behind the next forward, with the calls that loops make between steps."""
 
+import time
+
 import pytest
 import torch
 from torch.optim.lr_scheduler import LinearLR
@@ -56,6 +58,9 @@ def test_a_loop_waits_for_no_update_before_the_next_forward(front_end, monkeypat
     begun = []
 
     def opens(*_):
+        deadline = time.monotonic() + 30
+        while not gate.num_waiting and time.monotonic() < deadline:
+            time.sleep(1e-3)
         begun.append(gate.num_waiting)
         gate.is_open.set()
 
