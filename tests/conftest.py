@@ -86,6 +86,14 @@ def _accelerate_begins_anew():
         state.GradientState._reset_state()
 
 
+@pytest.fixture(autouse=True)
+def _bitsandbytes_begins_anew():
+    """Its optimizers remember for a whole process which parameters, by number, keep state in 32 bit."""
+    yield
+    if "bitsandbytes.optim" in sys.modules:
+        sys.modules["bitsandbytes.optim"].GlobalOptimManager.get_instance().initialize()
+
+
 @pytest.fixture
 def on_device():
     """The chosen device, where the test trains; at the end no race and nothing left. See [Note: Where tests train]."""

@@ -30,6 +30,7 @@ from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.optim.visits import Visits
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.updates.bitsandbytes_overrides import follow_overrides
 from lightning_cxl.updates.host_step import HostStep, StateMemory, evaluates_first
 from lightning_cxl.updates.mode_method import attach_modes, detach_modes
 from lightning_cxl.updates.torch_names import class_in_place_of
@@ -134,6 +135,7 @@ class Adoption:
             pairs += own
         for pair in pairs:
             _rekey(optimizer, pair.compute, pair.master)
+        follow_overrides(optimizer, pairs)
         self._grads.watch(pairs)
 
     def _pairs_of(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> list[WeightPair]:
@@ -183,6 +185,7 @@ class Adoption:
         entries: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
         pairs = self._pairs_of(optimizer, parameters)
+        follow_overrides(optimizer, pairs)
         self._grads.watch(pairs)
         masters = [
             (entry[0], pair.master) if isinstance(entry, tuple) else pair.master  # (name, parameter) stays a tuple

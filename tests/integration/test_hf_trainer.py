@@ -48,6 +48,21 @@ def test_an_optimizer_of_bitsandbytes_steps_on_the_host(tmp_path):
     assert_identical(run(), run({"stream_weights": True}))
 
 
+@pytest.mark.on_cpu
+def test_embeddings_have_32_bit_state_also_where_an_optimizer_of_bitsandbytes_has_masters(tmp_path):
+    model = tiny_llama(vocab_size=128, hidden_size=64, intermediate_size=128).bfloat16()
+    trainer = make_trainer(tmp_path, {}, model=model, optim="adamw_bnb_8bit")
+    trainer.train()
+    kinds = {}
+    for name, parameter in model.named_parameters():
+        pair = trainer.accelerator.offload.session.run.masters.find(parameter)
+        assert pair.master is not parameter
+        kinds[name] = trainer.optimizer.optimizer.state[pair.master]["state1"].dtype
+    trainer.end()
+    assert kinds["model.embed_tokens.weight"] == torch.float32
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.uint8
+
+
 @pytest.mark.usefixtures("late_copies")
 @pytest.mark.filterwarnings("ignore:the gradient of:lightning_cxl.errors.LightningCXLWarning")  # its first scale
 @pytest.mark.parametrize("given", [{}, {"gradient_accumulation_steps": 2}], ids=str)

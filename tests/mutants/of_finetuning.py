@@ -83,7 +83,7 @@ MUTANTS = (
         _DATA,
         "max(1, int((labels != IGNORED).nonzero()[0]))",
         "int((labels != IGNORED).nonzero()[0])",
-        ("tests/unit/finetune/test_evaluation_samples.py",),
+        ("tests/unit/finetune/test_data.py::test_a_held_out_sample_that_begins_with_its_answer_has_a_prompt",),
     ),
     # -- exports
     Mutant("float32 is written from masters", _EXPORT, "masters=dtype in _NEED_MASTERS", "masters=False", T_MASTERS),

@@ -11,6 +11,10 @@ _UPDATES = "lightning_cxl/updates/unit_updates.py"
 T_STEP = ("tests/integration/test_overlapped_step.py",)
 T_HAZARDS = ("tests/integration/test_streamed_hazards.py",)
 T_GRADS = ("tests/integration/test_device_gradients.py", "tests/integration/test_streamed_training.py")
+T_BITSANDBYTES = (
+    "tests/integration/test_hf_trainer.py::"
+    "test_embeddings_have_32_bit_state_also_where_an_optimizer_of_bitsandbytes_has_masters",
+)
 T_ERRORS = ("tests/integration/test_streamed_hazards.py::test_the_real_error_of_a_gradient_is_raised",)
 
 MUTANTS = (
@@ -263,5 +267,12 @@ MUTANTS = (
         "        self._started.clear()\n",
         "",
         T_ERRORS,
+    ),
+    Mutant(
+        "settings of bitsandbytes hold for masters",
+        "lightning_cxl/updates/bitsandbytes_overrides.py",
+        "settings[id(pair.master)] = found",
+        "pass",
+        T_BITSANDBYTES,
     ),
 )

@@ -5,8 +5,8 @@ from tokenizers import processors
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.finetune import data as module
-from lightning_cxl.finetune.chat import FALLBACK_TEMPLATE
-from lightning_cxl.finetune.data import TextData
+from lightning_cxl.finetune.chat import FALLBACK_TEMPLATE, IGNORED
+from lightning_cxl.finetune.data import TextData, _cut
 from lightning_cxl.finetune.samples import pack
 from lightning_cxl.finetune.tokenizer import train_tokenizer
 from lightning_cxl.sequences.attention import separate
@@ -250,3 +250,9 @@ def test_too_few_conversations_are_an_error_with_the_numbers(write_lines, chat_t
     data = TextData(str(write_lines(turns(1), turns(2))), batch_size=2, tokenizer_name_or_path=chat_tokenizer)
     with pytest.raises(ConfigError, match="2 conversations, too few"):
         data.setup()
+
+
+def test_a_held_out_sample_that_begins_with_its_answer_has_a_prompt():
+    """Nothing can be generated from no token."""
+    prompt, expected = _cut({"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor([5, 6, IGNORED, IGNORED])})
+    assert prompt.tolist() == [5] and expected.tolist() == [6]
