@@ -45,7 +45,9 @@ def test_kills(tmp_path, num_kills, options):
     result = json.loads(done.stdout)
     assert (result["kills"], result["lives"]) == (num_kills, num_kills + 1)
     assert (result["lost"], result["wrong_losses"], result["same_result"]) == (0, 0, True)
-    assert result["losses"] > result["steps"], "no step was taken twice: the kills were not felt"
+    assert result["losses"] >= result["steps"]
+    if num_kills > 7:  # of few kills all may come just after a step was saved
+        assert result["losses"] > result["steps"], "no step was taken twice: the kills were not felt"
     assert result["partial_files"] == 0
     assert all("part" not in name and "new" not in name for name in result["in_folder"])
 
