@@ -368,3 +368,13 @@ def test_copies_of_a_strategy_begin_anew(strategies):
 
 def test_the_strategy_in_the_signature_has_the_options():
     assert "tier_rules" in str(lightning_cxl.CXLFabricStrategy.__init__.__signature__)
+
+
+def test_the_warning_names_the_gradient_that_was_bad_before_clipping(strategies):
+    """Clipping by a norm that is not a number makes all gradients bad."""
+    loop = Loop(strategies(), accumulate=1, clip={"max_norm": 1.0, "error_if_nonfinite": False})
+    for name, parameter in loop.model.named_parameters():
+        if name.endswith("blocks.1.out.bias"):
+            parameter.register_hook(lambda grad: grad * float("nan"))
+    with pytest.warns(LightningCXLWarning, match="gradient of `blocks.1.out.bias`"):
+        loop.run(1)
