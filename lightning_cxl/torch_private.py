@@ -7,6 +7,7 @@ Five private names are used where they are needed, because everybody uses them a
 and the tables of a module, ``_parameters``, ``_buffers``, ``_modules`` and ``_non_persistent_buffers_set``.
 """
 
+import dataclasses
 import functools
 import importlib
 import sys
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
@@ -274,6 +276,33 @@ def keeps_mark(step: _T) -> _T:
 def unscale(scaler: Any, *args: Any) -> Any:
     """Unscale the gradients of an optimizer as the class of `scaler` does it, whatever replaces it in the object."""
     return getattr(type(scaler), UNSCALE)(scaler, *args)
+
+
+# --- tensors that are cut over processes
+
+
+def dtensor_like(shard: Tensor, owner: DTensor) -> DTensor:
+    """Return a DTensor cut like `owner`, of which this process holds `shard`, on any device and of any type."""
+    spec: Any = owner._spec
+    if shard.dtype is not owner.dtype:
+        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=shard.dtype))
+    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+_own_part = find(
+    "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "know which rows of a tensor are here"
+)
+
+
+def first_element(tensor: DTensor) -> int:
+    """Return which element of the whole, in row-major order, is the first that this process holds.
+
+    Args:
+        tensor: cut along its first dimension.
+    """
+    _, offsets = _own_part(tensor.shape, tensor.device_mesh, tensor.placements)
+    row: int = offsets[0] if offsets else 0
+    return row * (tensor.numel() // max(1, tensor.shape[0])) if tensor.shape else 0
 
 
 # --- kernels over lists of tensors, which `bench` compares with

@@ -24,6 +24,7 @@ from lightning_cxl.optim.clipping import gradients, kernel_can_read, sums_of_squ
 from lightning_cxl.optim.number_formats import GRAD_FORMATS
 from lightning_cxl.optim.tensor_checks import same_layout
 from lightning_cxl.optim.threads import chosen_isa, kernel_threads, thread_count
+from lightning_cxl.shards import local
 from lightning_cxl.torch_private import hooks_after_accumulation
 
 _NOTE = "_cxl_sum_of_squares"
@@ -79,8 +80,8 @@ class GradientMeter:
         rows, written = array("Q"), []
         for source, destination in copies:
             same_or_wider = destination.dtype in (source.dtype, torch.float32)
-            if same_or_wider and _kernel_can_move(source, destination):
-                rows.extend(_row(source, destination))
+            if same_or_wider and _kernel_can_move(local(source), local(destination)):
+                rows.extend(_row(local(source), local(destination)))
                 written.append(destination)
             else:
                 destination.copy_(source)
@@ -95,8 +96,8 @@ class GradientMeter:
         rows, written = array("Q"), []
         for source, accumulator, key in additions:
             known = accumulator.dtype in (torch.float32, torch.bfloat16)
-            if known and _kernel_can_move(source, accumulator):
-                rows.extend(_row(source, accumulator, key))
+            if known and _kernel_can_move(local(source), local(accumulator)):
+                rows.extend(_row(local(source), local(accumulator), key))
                 written.append(accumulator)
             else:
                 accumulator.add_(source)

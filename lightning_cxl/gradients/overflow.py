@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import GradientOverflowError, LightningCXLWarning
 from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.shards import first_over_processes
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +93,12 @@ class OverflowGuard:
             self._record_of(optimizer).seen = self.first_bad(parameters)
 
     def first_bad(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the first parameter whose gradient has an element that is not finite."""
+        """Return the first parameter whose gradient has an element that is not finite, on any process: all agree."""
         with_grad = [parameter for parameter in parameters if parameter.grad is not None]
         sums = self._meter.sums_of(with_grad)
-        return next((p for p, value in zip(with_grad, sums, strict=True) if not math.isfinite(value)), None)
+        here = next((index for index, value in enumerate(sums) if not math.isfinite(value)), None)
+        first = first_over_processes(with_grad, here)
+        return None if first is None else with_grad[first]
 
     def refuse(self, optimizer: Optimizer, parameter: torch.Tensor, *, expected: bool = False) -> None:
         """Count a step of `optimizer` that is left out because of `parameter`'s gradient.

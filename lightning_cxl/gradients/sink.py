@@ -31,8 +31,9 @@ Details:
   ``zero_grad``, ``p.grad = None`` and user code that edits gradients keep their meaning.
 * In place: where all memory is of the tier that a gradient belongs on, it stays where autograd has made it, and is only
   counted. It moves where others can reach its memory: a larger tensor that it is a view of, or another gradient.
-* Set aside: 16-bit sums by autograd would be rounded to nearest every time and lose small gradients. So a hook before
-  the accumulation takes ``p.grad`` away, autograd delivers the new one alone, and we add it in float32.
+* Set aside (`gradients/aside.py`): 16-bit sums by autograd would be rounded to nearest every time and lose small
+  gradients. So a hook before the accumulation takes ``p.grad`` away, autograd delivers the new one alone, and we add it
+  in float32. Of sharded parameters, whose gradients FSDP2 delivers, all are taken away when a backward begins.
 * Leave: the parameter shows its home again before the copy is done; ``.grad`` so far is taken away meanwhile, as it is
   on the host. A gradient that no longer is in ``.grad`` is in exactly one place: in `LeavingGradients`, or in
   `GradientSums.so_far`.
@@ -59,10 +60,12 @@ import torch
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.arrived import ArrivedGradients
+from lightning_cxl.gradients.aside import Aside
 from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.optim.number_formats import mix_key
+from lightning_cxl.shards import is_sharded
 from lightning_cxl.torch_private import at_end_of_backward, backward_id
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -130,8 +133,7 @@ class GradientSink:
         """Gradients so far: makes every stochastic rounding another one."""
         self._watched: dict[int, tuple[WeightPair, GradientHooks]] = {}  # by id of the compute parameter
         self._units: dict[int, list[WeightPair]] = {}  # what is watched of each unit, by the unit's id
-        # of shared parameters that stay on the host: gradients so far, while autograd delivers the next
-        self._aside: dict[int, torch.Tensor] = {}
+        self._aside = Aside()  # of shared parameters that stay on the host, while the next gradient is delivered
         self._backward: int | None = None  # that `finish` will be called for
 
     def watch(self, pairs: list[WeightPair]) -> None:
@@ -153,7 +155,7 @@ class GradientSink:
                 receive, before = partial(self._receive, pair), partial(self._take_away, pair)
                 hooks = GradientHooks(pair.compute, receive, before, stays=False)
             elif pair.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
-                taking = partial(self._set_aside, pair) if half else None
+                taking = partial(self._aside.take, pair) if half and not is_sharded(pair.compute) else None
                 hooks = GradientHooks(pair.compute, partial(self._receive_shared, pair), taking, stays=True)
             else:
                 hooks = GradientHooks(pair.compute, partial(self._receive_separate, pair), stays=False)
@@ -186,15 +188,8 @@ class GradientSink:
         """Whether the first gradient of a step moves into memory of ours."""
         return self._leaves(pair) or not self._sums.stays(pair)
 
-    def _set_aside(self, pair: WeightPair) -> None:
-        """Keep the gradient so far from autograd's own addition; it comes back when the new one has been added."""
-        self._aside.pop(id(pair), None)  # of a backward that failed: the user may have zeroed gradients since
-        grad = pair.master.grad
-        if grad is not None and grad.layout is torch.strided and not grad.requires_grad:
-            self._aside[id(pair)], pair.master.grad = grad, None
-
     def _receive_shared(self, pair: WeightPair) -> None:
-        grad, before, key = pair.compute.grad, self._aside.pop(id(pair), None), self._next_key()
+        grad, before, key = pair.compute.grad, self._aside.pop(pair), self._next_key()
         if grad is None or grad.layout is not torch.strided or grad.requires_grad:
             # nothing, sparse (the user's own optimizer understands it), or part of a graph (create_graph=True)
             if before is not None:
@@ -205,6 +200,8 @@ class GradientSink:
             pair.compute.grad = self._sums.add(pair, before, grad, key)
         elif not self._sums.is_ours(pair, grad):  # else autograd added it in place
             pair.compute.grad = self._sums.first(pair, grad, grad.dtype)
+        elif is_sharded(grad):  # or FSDP2 did, which leaves no trace
+            torch.autograd.graph.increment_version([grad])
 
     def _receive_separate(self, pair: WeightPair) -> None:
         grad = _taken_from(pair.compute)
@@ -263,7 +260,7 @@ class GradientSink:
     def start_backward(self) -> None:
         """Forget what a backward that failed left behind; another one begins."""
         self._homes.bring_home()
-        self._aside.clear()
+        self._aside.begin(pair for pair, _ in self._watched.values() if pair.is_shared and is_sharded(pair.compute))
         if self._backward is not None:
             self._backward = None
             self._arrived.forget()
@@ -291,6 +288,7 @@ class GradientSink:
     def finish(self) -> None:
         """Note that a backward is over: its gradients are complete now, or on their way if nobody reads them yet."""
         self._homes.bring_home()
+        self._aside.give_back()
         self._arrived.leave()
         if self._are_read_early or self._is_last_backward:
             self._arrived.complete()
@@ -334,14 +332,15 @@ class GradientSink:
         for pair, hooks in self._watched.values():
             hooks.remove()
             grad = pair.master.grad
-            is_part = id(pair) in self._aside or pair in self._arrived  # the rest of a backward that failed
+            is_part = pair in self._aside or pair in self._arrived  # the rest of a backward that failed
             if grad is not None and (is_part or self._sums.is_ours(pair, grad)):
                 pair.master.grad = grad = None
             if pair.master.grad_dtype is None and (grad is None or grad.dtype is pair.master.dtype):
                 pair.master.grad_dtype = pair.master.dtype
         self._arrived.close()
-        for state in (self._watched, self._units, self._aside):
-            state.clear()
+        self._aside.clear()
+        self._watched.clear()
+        self._units.clear()
 
 
 def _taken_from(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from lightning_cxl.memory.host_tensors import has_own_memory
 from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.optim.tensor_checks import is_flat_like
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.shards import is_sharded, sharded_like
 from lightning_cxl.torch_private import is_only_holder
 
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
@@ -75,7 +76,9 @@ class GradientSums:
     def stays(self, pair: WeightPair) -> bool:
         """Return whether the first gradient of a step, where autograd makes it on the host, needs no other memory."""
         same_type = pair.is_shared or pair.grad_dtype is pair.compute.dtype
-        return same_type and self._in_place is not None and self._in_place.gradient_stays(pair.compute, _role_of(pair))
+        if self._in_place is None or not same_type or is_sharded(pair.compute):
+            return False
+        return self._in_place.gradient_stays(pair.compute, _role_of(pair))
 
     def new(self, pairs: Sequence[WeightPair], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return memory where gradients stay."""
@@ -84,7 +87,9 @@ class GradientSums:
             wanted = [(pair, dtype) for pair, dtype in zip(pairs, dtypes, strict=True) if _role_of(pair) is role]
             if wanted:
                 given = self._allocate_all([(pair.compute, dtype) for pair, dtype in wanted], role)
-                memory.update({id(pair): tensor for (pair, _), tensor in zip(wanted, given, strict=True)})
+                memory.update(
+                    {id(pair): sharded_like(own, pair.compute) for (pair, _), own in zip(wanted, given, strict=True)}
+                )
         self._own.update({key: weakref.ref(tensor) for key, tensor in memory.items()})
         return [memory[id(pair)] for pair in pairs]
 
@@ -153,8 +158,9 @@ def _is_alone(grad: torch.Tensor) -> bool:
     """Return whether torch's allocator gave the gradient its memory, and nothing else is there or can reach it.
 
     Two parameters that are viewed and added get one gradient: in float32 torch itself would then add to both at once.
+    What FSDP2 delivers are views of the gradients of a whole unit.
     """
-    return has_own_memory(grad) and is_only_holder(grad)
+    return not is_sharded(grad) and has_own_memory(grad) and is_only_holder(grad)
 
 
 def _role_of(pair: WeightPair) -> TensorRole:

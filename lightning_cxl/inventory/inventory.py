@@ -31,6 +31,7 @@ from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
+from lightning_cxl.shards import local
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.streamable import streamable
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
@@ -197,7 +198,7 @@ def _weights(
         HostTensor(group[0], role, piece_nbytes(unit.module, group), unit.name, is_updated=is_updated(group[0]))
         for unit in streamed
         for group in unit.groups
-    ] + [HostTensor(parameter, role, sum(t.nbytes for t in tensors[id(parameter)])) for parameter in rest]
+    ] + [HostTensor(parameter, role, sum(local(t).nbytes for t in tensors[id(parameter)])) for parameter in rest]
 
 
 def _inputs(measured: Measured, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:

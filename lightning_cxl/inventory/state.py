@@ -14,6 +14,7 @@ from lightning_cxl.optim.masters import master_dtype, needs_master
 from lightning_cxl.optim.number_formats import MasterForm
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.shards import local
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -60,7 +61,7 @@ def state_tensors(
 
 
 def _lower_half_bytes(parameter: torch.Tensor, form: MasterForm | None) -> int:
-    return 2 * parameter.numel() if master_dtype(parameter, form) in _HALF and parameter.requires_grad else 0
+    return 2 * local(parameter).numel() if master_dtype(parameter, form) in _HALF and parameter.requires_grad else 0
 
 
 def _foreign_bytes(optimizer: Optimizer, precisions: Precisions, group: dict[str, Any], parameter: torch.Tensor) -> int:
@@ -68,13 +69,13 @@ def _foreign_bytes(optimizer: Optimizer, precisions: Precisions, group: dict[str
     if precisions.becomes_cpu_adam(optimizer):
         return 0
     itemsize = master_dtype(parameter, precisions.form_for(optimizer, parameter)).itemsize
-    return num_state_tensors(optimizer, group) * parameter.numel() * itemsize
+    return num_state_tensors(optimizer, group) * local(parameter).numel() * itemsize
 
 
 def _master_and_grad(
     parameter: torch.Tensor, form: MasterForm | None, separate: bool, *, half_sums: bool, accumulates: bool
 ) -> dict[TensorRole, int]:
-    numel, dtype = parameter.numel(), master_dtype(parameter, form)
+    numel, dtype = local(parameter).numel(), master_dtype(parameter, form)
     master_bytes = numel * dtype.itemsize if separate else 0
     sums = dtype in _HALF or form is not None
     wide = accumulates and parameter.dtype in _HALF and not (half_sums and parameter.dtype is torch.bfloat16)

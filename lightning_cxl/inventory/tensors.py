@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.shards import local
 
 GRADIENTS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
 
@@ -41,8 +42,8 @@ class HostTensor(NamedTuple):
 
     @property
     def parameter_nbytes(self) -> int:
-        """Bytes of the parameter itself, in its own type."""
-        return 0 if self.parameter is None else self.parameter.nbytes
+        """Bytes of the parameter itself, in its own type; of the shard that this process holds."""
+        return 0 if self.parameter is None else local(self.parameter).nbytes
 
 
 class StreamedUnit(NamedTuple):

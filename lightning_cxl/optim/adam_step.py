@@ -18,6 +18,7 @@ from lightning_cxl.optim.state_records import Visit
 from lightning_cxl.optim.tensor_checks import check_compute_weights, check_parameter, usable_gradient
 from lightning_cxl.optim.threads import ThreadTeams
 from lightning_cxl.optim.visits import Visits
+from lightning_cxl.shards import first_element, local
 from lightning_cxl.storage.visitor import Visitor
 
 
@@ -98,10 +99,13 @@ class AdamStep:
                 if (
                     known is not None
                     and kept is not None
-                    and is_as_before(known.signature, parameter, grad, compute)
+                    and is_as_before(known.signature, local(parameter), local(grad), local_or_none(compute))
                     and kept.holds(self._state[parameter])
                 ):
-                    update = Update(parameter, grad, kept, compute, known.signature)
+                    written = (parameter,) if compute is None else (parameter, compute)
+                    update = Update(
+                        local(parameter), local(grad), kept, local_or_none(compute), known.signature, written
+                    )
                 else:
                     update = self._checked(parameter, grad, compute, parameter_name(group, index))
                 work.append(Work(group_index, ordinal, update))
@@ -111,15 +115,17 @@ class AdamStep:
 
     def _checked(self, parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None, name: str) -> Update:
         """Return the update of a parameter that has changed since the last step, or has had none."""
-        check_parameter(parameter, name)
+        shard, beside = local(parameter), local_or_none(compute)
+        check_parameter(shard, name)
         kept = self._kept.of(parameter)
         kept.check(parameter, name)
         state = self._state.get(parameter)
         if state and not kept.holds(state):
             check_moments(name, parameter, state)
-        check_compute_weights(compute, parameter, name)
-        grad = usable_gradient(grad, parameter, name)
-        return Update(parameter, grad, kept, compute, signature_of(parameter, grad, compute))
+        check_compute_weights(beside, shard, name)
+        grad = usable_gradient(local(grad), shard, name)
+        written = (parameter,) if compute is None else (parameter, compute)
+        return Update(shard, grad, kept, beside, signature_of(shard, grad, beside), written)
 
     def apply(self, work: Sequence[Work], scale: float) -> None:
         """Carry out updates, and count the step of their parameters.
@@ -132,7 +138,7 @@ class AdamStep:
             update = each.update
             kept = update.kept
             if kept.known is None or kept.known.signature is not update.signature:
-                kept.bind(update.parameter, self._state[update.parameter])
+                kept.bind(update.written[0], self._state[update.written[0]])
         visits = self._kept.visits
         in_memory, parts = _parts(work, visits)
         if in_memory:
@@ -152,7 +158,8 @@ class AdamStep:
         rows: dict[tuple[int, float], list[Update]] = {}
         for (group_index, ordinal, update), step in zip(work, values, strict=True):
             if update.kept.precision == "bf16":
-                update = update._replace(key=mix_key(self._seed, ordinal, int(step)))
+                begin = first_element(update.written[0])  # shards of one parameter get different bits
+                update = update._replace(key=mix_key(self._seed, ordinal, int(step), *([begin] if begin else [])))
             rows.setdefault((group_index, step), []).append(update)
         table = KernelTable(self._teams, visit)
         for (group_index, step), updates in rows.items():
@@ -196,8 +203,12 @@ def _parts(work: Sequence[Work], visits: Visits) -> tuple[list[Work], list[tuple
 
 def written_by(work: Sequence[Work]) -> list[torch.Tensor]:
     """Return what updates write, of which versions must go up, as after an operation of torch."""
-    written = [update.parameter for _, _, update in work]
-    return written + [update.compute for _, _, update in work if update.compute is not None]
+    return [each for _, _, update in work for each in update.written]
+
+
+def local_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the shard of a tensor, if there is one."""
+    return None if tensor is None else local(tensor)
 
 
 def _as_now(group: dict[str, Any]) -> dict[str, Any]:

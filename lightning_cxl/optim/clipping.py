@@ -12,6 +12,7 @@ from lightning_cxl.memory.host_tensors import is_dense, is_ordinary
 from lightning_cxl.native import _grads
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.number_formats import GRAD_FORMATS
+from lightning_cxl.shards import local, sums_over_processes
 
 
 class Meter(Protocol):
@@ -46,9 +47,12 @@ def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def sums_of_squares(grads: Sequence[torch.Tensor], num_threads: int, isa: str) -> list[float]:
     """Return the sum of squares of each tensor, finite if and only if every element is, in one read of all of them.
 
+    Of tensors that are cut over processes it is that of the shard here.
+
     Of host tensors without gaps in float32, bfloat16 or float16 the sum depends on the values only, neither on threads
     nor `isa`; of others torch computes it.
     """
+    grads = [local(grad) for grad in grads]
     readable = [kernel_can_read(grad) for grad in grads]
     rows = array("Q")
     for grad, can_read in zip(grads, readable, strict=True):
@@ -120,7 +124,7 @@ class GradScale:
         Returns:
             The norm before clipping, of the scaled gradients; infinite or NaN if an element is.
         """
-        norm, factor = clip_factor(self.meter.sums_of(self._parameters()), max_norm, scale)
+        norm, factor = clip_factor(self._whole_sums(), max_norm, scale)
         # set, not multiplied: the step that a factor of before was for may have been left out
         self.grad_scale = scale * factor
         return norm
@@ -129,8 +133,12 @@ class GradScale:
         """Forget a factor that is infinite or not a number, unless these gradients are: it was for others."""
         if math.isfinite(self.grad_scale):
             return
-        if all(map(math.isfinite, self.meter.sums_of(self._parameters()))):
+        if all(map(math.isfinite, self._whole_sums())):
             self.grad_scale = 1.0
+
+    def _whole_sums(self) -> list[float]:
+        parameters = self._parameters()
+        return sums_over_processes(gradients(parameters), self.meter.sums_of(parameters))
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in plain(group["params"])]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.native import _cpu
 from lightning_cxl.optim.adam_step import AdamStep, written_by
 from lightning_cxl.optim.awaited_params import drop_gradients
@@ -16,18 +16,20 @@ from lightning_cxl.optim.hyperparameters import check_options, check_ranges
 from lightning_cxl.optim.moment import AllocateState, allocate_from_torch
 from lightning_cxl.optim.number_formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.parameter_state import ParameterStates
-from lightning_cxl.optim.saved_state import checked_entries, match_groups, merged_groups, parameter_name
+from lightning_cxl.optim.saved_state import parameter_name
+from lightning_cxl.optim.state_loading import StateLoading
 from lightning_cxl.optim.tensor_checks import check_parameter
 from lightning_cxl.optim.threads import ThreadTeams, chosen_isa, thread_count
 from lightning_cxl.optim.visits import NoVisits, Visits
-from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
+from lightning_cxl.shards import local
+from lightning_cxl.torch_private import keeps_mark, mark_as_called, share_hooks
 
 
 def _nothing_runs() -> None:
     """Return at once."""
 
 
-class CPUAdam(GradScale, torch.optim.Optimizer):
+class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
     """Adam or AdamW over host parameters, float32 or bfloat16, in one pass over memory.
 
     Hyper-parameters, state and state dict are those of ``torch.optim.Adam``, and checkpoints go both ways. In float32,
@@ -216,7 +218,7 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
                 raise ConfigError("a parameter is twice in the same group: it would be updated twice in each step")
             states = {}
             for index, parameter in enumerate(group["params"]):
-                check_parameter(parameter, parameter_name(group, index))
+                check_parameter(local(parameter), parameter_name(group, index))
                 if parameter.requires_grad:
                     states[parameter] = self.kept.make(parameter)
         except BaseException:
@@ -270,67 +272,6 @@ class CPUAdam(GradScale, torch.optim.Optimizer):
         self.grad_scale = 1.0
         torch.autograd.graph.increment_version(written_by(work))
         self.kept.visits.show_weights()  # step hooks may look at parameters, and write to them
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of CPUAdam, ``torch.optim.Adam`` or ``torch.optim.AdamW`` into the memory held already.
-
-        Parameters are matched by name when both sides carry names, else by order. Whether weight decay is decoupled
-        stays as constructed. Everything is checked before anything is written.
-
-        Raises:
-            CheckpointError: it is for other parameters, of another shape, or not the state of an Adam.
-            ConfigError: a parameter has changed since the optimizer was made, see `step`.
-            UnsupportedError: it was written with amsgrad, maximize, capturable or differentiable.
-        """
-        self.wait()
-        state_dict = state_dict.copy()
-        before, after = loading_hooks(self)
-        for pre_hook in before:
-            replaced = pre_hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        if not {"state", "param_groups"} <= state_dict.keys():
-            raise CheckpointError(
-                f"an optimizer state dict has `state` and `param_groups`, this has {', '.join(map(str, state_dict))}"
-            )
-        matched = match_groups(self.param_groups, state_dict["param_groups"])
-        groups = merged_groups(self.param_groups, [saved for saved, _ in matched])
-        self._load_moments(
-            [(g, ids) for g, (_, ids) in zip(self.param_groups, matched, strict=True)], state_dict["state"]
-        )
-        for group, new in zip(self.param_groups, groups, strict=True):
-            group.update(new)
-        for post_hook in after:
-            post_hook(self)
-
-    def _load_moments(
-        self,
-        sources: list[tuple[dict[str, Any], list[Any]]],
-        saved: Mapping[Any, Mapping[str, Any]],
-    ) -> None:
-        """Copy saved states in. `sources` has for each group the key in `saved` of each of its parameters."""
-        self.kept.visits.wait()
-        found = []
-        for parameter, name, entry in checked_entries(sources, saved):
-            if entry is not None:
-                check_parameter(parameter, name)
-                self.kept.of(parameter).check(parameter, name)
-            found.append((parameter, entry))
-        with torch.no_grad():
-            for parameter, entry in found:
-                if entry is None:
-                    self.plain_state.pop(parameter, None)
-                    continue
-                state = dict(entry)
-                self.kept.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
-                self.plain_state[parameter] = state
-                self.note_written(parameter)
-
-    def note_written(self, parameter: torch.Tensor) -> None:
-        """Learn that all state of a parameter was written to: on SSD it then does not stay in memory for long."""
-        record = self.kept.of(parameter).record
-        if record is not None:
-            self.kept.visits.touched(record)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: nothing of a run, which belongs to this process."""

@@ -56,7 +56,7 @@ _KEPT = tuple(
 
 
 class Update(NamedTuple):
-    """One parameter's part of a step."""
+    """One parameter's part of a step: of the shard that this process holds."""
 
     parameter: torch.Tensor
     grad: torch.Tensor
@@ -65,6 +65,8 @@ class Update(NamedTuple):
     """16-bit compute weights to write beside a float32 parameter."""
     signature: tuple[object, ...]
     """Equal where the layout, formats and addresses are those of an earlier step; see `signature_of`."""
+    written: tuple[torch.Tensor, ...]
+    """The parameter of the optimizer, and its compute weights where there are some: cut over processes or not."""
     key: int = 0
     """Of stochastic rounding."""
 

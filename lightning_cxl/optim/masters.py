@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from lightning_cxl.optim.number_formats import MasterForm
 from lightning_cxl.optim.tensor_checks import is_flat_like
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.shards import local, sharded_like
 from lightning_cxl.transfer.engine import HostEngine, Transfer, TransferEngine
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
@@ -96,7 +97,8 @@ class MasterWeights:
                 name, parameter, self._make_master(parameter, dtype), dtype if form is None else parameter.dtype
             )
             self._by_id[id(parameter)] = self._by_id[id(pair.master)] = pair
-            if not pair.is_shared and parameter.dtype != dtype and is_flat_like(parameter.detach(), pair.master):
+            flat = not pair.is_shared and is_flat_like(local(parameter.detach()), local(pair.master))
+            if flat and parameter.dtype != dtype:
                 self.kernel_weights[pair.master] = parameter.detach()
         return pair
 
@@ -104,9 +106,9 @@ class MasterWeights:
         if not needs_master(compute, dtype, on_host=is_on_host(compute)):
             return compute
         data = self._allocate(compute, TensorRole.MASTER_WEIGHTS, dtype)
-        data.copy_(compute.detach())
+        data.copy_(local(compute.detach()))
         # trainable even where the compute parameter is frozen: it may be unfrozen later, and until then has no gradient
-        return Parameter(data)
+        return Parameter(sharded_like(data, compute))
 
     @torch.no_grad()
     def absorb_changes(self) -> None:
@@ -118,8 +120,9 @@ class MasterWeights:
         for pair in self:
             if pair.is_shared or pair.version == pair.compute._version:
                 continue
-            compute = pair.compute.detach().to(pair.master.device)
-            pair.master.copy_(torch.where(_agree(pair.master, compute), pair.master, compute.to(pair.master.dtype)))
+            master = local(pair.master)
+            compute = local(pair.compute.detach()).to(master.device)
+            master.copy_(torch.where(_agree(master, compute), master, compute.to(master.dtype)))
             pair.version = pair.compute._version
 
     @torch.no_grad()
@@ -141,7 +144,7 @@ class MasterWeights:
             pair.version = pair.compute._version
 
     def _write(self, pair: WeightPair) -> None:
-        source, target = pair.master.detach(), pair.compute.detach()
+        source, target = local(pair.master.detach()), local(pair.compute.detach())
         if is_on_host(target):
             target.copy_(source)
             return

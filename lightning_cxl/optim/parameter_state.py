@@ -11,7 +11,7 @@ import torch
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, StorageError, TierFullError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.awaited_params import plain
-from lightning_cxl.optim.eight_bit import dynamic_map, flattened
+from lightning_cxl.optim.eight_bit import decode, dynamic_map, flattened, num_blocks
 from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision
 from lightning_cxl.optim.number_formats import StatePrecision, join, split
 from lightning_cxl.optim.state_records import At, StateRecord
@@ -19,6 +19,7 @@ from lightning_cxl.optim.tensor_checks import follows
 from lightning_cxl.optim.threads import Stretch
 from lightning_cxl.optim.visits import NoVisits, Visits
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.shards import local, shard_of, sharded_like
 
 
 class KnownRow(NamedTuple):
@@ -52,8 +53,10 @@ REMAINDER = "remainder"
 class ParameterState:
     """Step count, momentum, variance and, of a bfloat16 parameter, the remainder of its master weights.
 
+    All of it is of the shard that this process holds. See [Note: Shards].
+
     Args:
-        parameter: float32 or bfloat16, on the host.
+        parameter: float32 or bfloat16, on the host; a shard.
         precision: of momentum and variance.
         allocate: gives the memory, which is held from now on.
     """
@@ -69,7 +72,7 @@ class ParameterState:
         if parameter.dtype is torch.bfloat16:
             memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, parameter.numel())
             self.remainder = laid_out_as(memory, parameter)
-        self._entries = self._varying()
+        self._entries = self._shown = self._varying()
         self.record: StateRecord | None = None
         """The record that this state lies in; None where it is in memory. Not part of a copy, which is in memory."""
 
@@ -79,8 +82,8 @@ class ParameterState:
 
     @property
     def entries(self) -> dict[str, torch.Tensor]:
-        """What steps change, by key of the optimizer's state."""
-        return dict(self._entries)
+        """What steps change, by key of the optimizer's state, as it is shown there."""
+        return dict(self._shown)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -89,7 +92,7 @@ class ParameterState:
 
     def holds(self, state: Mapping[str, Any]) -> bool:
         """Return whether `state` refers to this memory throughout."""
-        return all(state.get(key) is value for key, value in self._entries)
+        return all(state.get(key) is value for key, value in self._shown)
 
     def check(self, parameter: torch.Tensor, name: str) -> None:
         """Check that this memory is still right for `parameter`, which may have changed since this was made.
@@ -97,6 +100,7 @@ class ParameterState:
         Raises:
             ConfigError: it has got another shape or dtype, or gaps in memory that the state cannot follow.
         """
+        parameter = local(parameter)
         if parameter.dtype is not self.dtype:
             before, now = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, parameter.dtype))
             raise ConfigError(
@@ -121,11 +125,18 @@ class ParameterState:
         The keys are torch's (``exp_avg``, ``exp_avg_sq``), with 8-bit state bitsandbytes' (``state1``, ``absmax1``,
         ``qmap1``, ...), so that torch does not take codes for numbers. An empty `state` starts at zero. A tensor that
         someone else put there is copied in and replaced by ours. The parameter has passed `check` and
-        `tensor_checks.check_parameter`, the state `saved_state.check_moments`.
+        `tensor_checks.check_parameter`, the state `saved_state.check_moments`. Of a parameter that is cut over
+        processes the state shows tensors that are cut alike, but of each shard its own scales of 8-bit state.
         """
-        values = self.momentum.values
-        if (values.shape, values.stride()) != (parameter.shape, parameter.stride()) and not follows(values, parameter):
-            self._follow_layout(parameter, state)
+        values, shard = self.momentum.values, local(parameter)
+        if (values.shape, values.stride()) != (shard.shape, shard.stride()) and not follows(values, shard):
+            self._follow_layout(shard, state)
+        if shard is not parameter and self._shown is self._entries:
+            whole = [each for each in self.tensors if each.shape == shard.shape]
+            self._shown = [
+                (key, sharded_like(value, parameter) if any(value is each for each in whole) else value)
+                for key, value in self._entries
+            ]
         if not state:
             self.step.zero_()
             if self.record is None:
@@ -137,7 +148,7 @@ class ParameterState:
         else:
             self._take(parameter, state)
         state.clear()
-        state.update(self._entries)
+        state.update(self._shown)
         if self.precision == "8bit":
             state.update({keys.map: dynamic_map(keys.unsigned) for keys in MOMENT_KEYS})
 
@@ -162,19 +173,23 @@ class ParameterState:
         """Copy another state in, of any precision; see `saved_state.check_moments` for what it may look like."""
         if state["step"] is not self.step:
             self.step.fill_(float(state["step"]))
+        shown = self.entries
         for moment, keys in zip((self.momentum, self.variance), MOMENT_KEYS, strict=True):
-            values = state[keys.values] if keys.values in state else state[keys.codes]
-            if values is not moment.values:
-                moment.load(values, state[keys.scales] if values.dtype is torch.uint8 else None)
+            key = keys.values if keys.values in state else keys.codes
+            if state[key] is not shown.get(key):
+                moment.load(*_shard_of_moment(state[key], state.get(keys.scales), parameter, unsigned=moment.unsigned))
         saved = state.get(REMAINDER)
         if saved is not None and saved.dtype is not torch.int16:
             saved = None  # torch's optimizers carry it along as a number, and their steps make it meaningless
+        if saved is not None and saved is not shown.get(REMAINDER):
+            saved = shard_of(saved, parameter)
         if self.remainder is None:
             if saved is not None:  # of split weights: these are float32 masters of the same compute weights
-                parameter.copy_(join(split(parameter.detach())[0], saved))
+                shard = local(parameter).detach()
+                shard.copy_(join(split(shard)[0], saved))
         elif saved is None:
             self.remainder.zero_()
-        elif saved is not self.remainder:
+        elif saved is not shown.get(REMAINDER):
             self.remainder.copy_(saved)
 
     def _follow_layout(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
@@ -187,10 +202,25 @@ class ParameterState:
         if self.remainder is not None:
             new = laid_out_as(self.remainder, parameter)
             self.remainder = new.copy_(self.remainder.clone())
-        self._entries = self._varying()
+        self._entries = self._shown = self._varying()
         for (key, old), (_, new) in zip(before, self._entries, strict=True):
             if state.get(key) is old:
                 state[key] = new
+
+
+def _shard_of_moment(
+    values: torch.Tensor, scales: torch.Tensor | None, parameter: torch.Tensor, *, unsigned: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what of a saved moment belongs to the shard of `parameter`: numbers, or codes with their scales.
+
+    Scales are per block of a whole parameter, or per block of this very shard.
+    """
+    if values.dtype is not torch.uint8 or scales is None:
+        return shard_of(values, parameter), None
+    shard = local(parameter)
+    if shard is parameter or scales.numel() == num_blocks(shard.numel()) != num_blocks(parameter.numel()):
+        return local(values), scales
+    return shard_of(decode(shard_of(values, values.new_empty(0)), scales, unsigned=unsigned), parameter), None
 
 
 class ParameterStates:
@@ -225,7 +255,11 @@ class ParameterStates:
     def make(self, parameter: torch.Tensor) -> ParameterState:
         """Return a new state, which is not kept here yet."""
         precision = choose_precision(parameter, self._precision, sensitive=parameter in self.fp32_state)
-        state = ParameterState(parameter, precision, self.allocate)
+
+        def allocate(_shard: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+            return self.allocate(parameter, role, dtype, numel)
+
+        state = ParameterState(local(parameter), precision, allocate)
         record = self.visits.find(state.tensors)
         assert record is None or isinstance(record, StateRecord)
         state.record = record

@@ -9,6 +9,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.moment import choose_precision, moment_bytes
 from lightning_cxl.optim.number_formats import MasterForm, StatePrecision
+from lightning_cxl.shards import local
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Precisions:
             return 0
         state = optimizer.state_precision if isinstance(optimizer, CPUAdam) else self.state
         sensitive = self.is_sensitive(optimizer, parameter)
-        return moment_bytes(parameter.numel(), choose_precision(parameter, state, sensitive=sensitive))
+        return moment_bytes(local(parameter).numel(), choose_precision(parameter, state, sensitive=sensitive))
 
     def is_sensitive(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
         """Return whether the state of a compute parameter stays float32 when it is 8 bit otherwise."""

@@ -12,6 +12,7 @@ from lightning_cxl.optim.eight_bit import check_map, decode, num_blocks
 from lightning_cxl.optim.hyperparameters import as_number, check_options, check_ranges
 from lightning_cxl.optim.number_formats import join, split
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER
+from lightning_cxl.shards import local
 
 _MOMENTS = tuple(keys.values for keys in MOMENT_KEYS)
 _CODED = tuple(keys.codes for keys in MOMENT_KEYS)
@@ -158,7 +159,9 @@ def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) 
         for _, codes, scales, map_, unsigned in MOMENT_KEYS:
             if entry[codes].dtype is not torch.uint8:
                 continue  # bitsandbytes keeps small parameters in float32 under the same names
-            _check_tensor(name, scales, entry.get(scales), (num_blocks(parameter.numel()),))
+            shard = local(parameter)
+            of_shard = isinstance(own := entry.get(scales), torch.Tensor) and own.numel() == num_blocks(shard.numel())
+            _check_tensor(name, scales, own, (num_blocks((shard if of_shard else parameter).numel()),))
             if not entry[scales].is_floating_point():
                 raise CheckpointError(
                     f"the saved {scales} of {name} is {entry[scales].dtype}, it must be floating point"

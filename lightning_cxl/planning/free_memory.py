@@ -8,6 +8,7 @@ from torch import nn
 from lightning_cxl.memory.host_tensors import is_ordinary
 from lightning_cxl.memory.ordinary import anonymous_bytes
 from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.shards import local
 from lightning_cxl.streaming.unit_weights import tensors_by_parameter
 
 _SLACK_BYTES = 128 * 2**20
@@ -42,7 +43,7 @@ def free_for(model: nn.Module, memory: HostMemory) -> FreeMemory:
     topology = memory.topology
     own = dict.fromkeys(topology.names, 0)
     others = []
-    tensors = (tensor for each in tensors_by_parameter(model).values() for tensor in each)
+    tensors = (local(tensor) for each in tensors_by_parameter(model).values() for tensor in each)
     for tensor in filter(is_ordinary, tensors):
         tier = memory.tier_at(tensor.data_ptr()) if tensor.numel() else None
         if tier is None:

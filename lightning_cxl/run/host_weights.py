@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_cxl.shards import is_sharded
 from lightning_cxl.streaming.quantised import show, tensors_of
 from lightning_cxl.streaming.unit_weights import owners_in
 
@@ -25,14 +26,14 @@ def place_weights(model: nn.Module, place: PlaceLike) -> tuple[str, ...]:
 
     What belongs to a quantised parameter goes with it ([Note: Quantised parameters]).
 
-    Stay put: parameters whose storage is shared with another tensor of the model (moving one would cut the tie),
-    parameters not materialised yet, and tensor subclasses with storage of their own kind.
+    Shards have moved before. Stay put: parameters whose storage is shared with another tensor of the model (moving one
+    would cut the tie), parameters not materialised yet, and tensor subclasses with storage of their own kind.
     """
     named = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     plain = {name: p for name, p in named.items() if not is_lazy(p) and type(p.data) is torch.Tensor}
     uses = Counter(_storage_id(t) for t in [*plain.values(), *buffers.values()] if type(t.data) is torch.Tensor)
-    kept = [name for name in named if name not in plain]
+    kept = [name for name in named if name not in plain and not is_sharded(named[name])]
     module_of = owners_in(model)
     for name, parameter in plain.items():
         if parameter.numel() == 0 or parameter.device.type != "cpu":

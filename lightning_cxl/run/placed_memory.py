@@ -21,6 +21,7 @@ from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.planning.placements import Placements
 from lightning_cxl.planning.planned import PlannedBytes
 from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.shards import local, sharded_like
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.homes import Home, InMemory
@@ -61,15 +62,16 @@ class PlacedMemory:
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor shaped and laid out as a parameter of the model.
+        """Return an uninitialised tensor shaped and laid out as what this process holds of a parameter of the model.
 
         Master weights that a device copies as they are, after every step, are page-locked.
         """
         self._trim_for(role)
-        placement = self.placements.place(parameter, role, parameter.numel() * dtype.itemsize)
+        shard = local(parameter)
+        placement = self.placements.place(parameter, role, shard.numel() * dtype.itemsize)
         if role is TensorRole.MASTER_WEIGHTS and parameter.device.type != "cpu" and dtype is parameter.dtype:
             placement = replace(placement, pinned=True)
-        return mirror(parameter, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
+        return mirror(shard, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
 
     def like_all(self, wanted: Sequence[tuple[nn.Parameter, torch.dtype]], role: TensorRole) -> list[torch.Tensor]:
         """Return what `like` would for each parameter, those of one placement in one piece of memory.
@@ -81,17 +83,17 @@ class PlacedMemory:
         self._trim_for(role)
         by_placement: dict[Placement, list[int]] = {}
         for index, (parameter, dtype) in enumerate(wanted):
-            placement = self.placements.place(parameter, role, parameter.numel() * dtype.itemsize)
+            placement = self.placements.place(parameter, role, local(parameter).numel() * dtype.itemsize)
             by_placement.setdefault(placement, []).append(index)
         tensors: dict[int, torch.Tensor] = {}
         for placement, indices in by_placement.items():
-            parts = [wanted[index] for index in indices]
-            sizes = [parameter.numel() * dtype.itemsize for parameter, dtype in parts]
+            parts = [(local(wanted[index][0]), wanted[index][1]) for index in indices]
+            sizes = [shard.numel() * dtype.itemsize for shard, dtype in parts]
             starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1])]
             piece = self.memory.allocate(starts[-1] + sizes[-1], placement, role)
-            for index, (parameter, dtype), start, size in zip(indices, parts, starts, sizes, strict=True):
-                flat = piece.slice(start, size).tensor((parameter.numel(),), dtype)
-                tensors[index] = laid_out_as(flat, parameter)
+            for index, (shard, dtype), start, size in zip(indices, parts, starts, sizes, strict=True):
+                flat = piece.slice(start, size).tensor((shard.numel(),), dtype)
+                tensors[index] = laid_out_as(flat, shard)
         return [tensors[index] for index in range(len(wanted))]
 
     def _trim_for(self, role: TensorRole) -> None:
@@ -211,6 +213,20 @@ class PlacedMemory:
             return None
         return mirror(tensor, tensor.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
 
+    def shard(self, parameter: nn.Parameter, shard: torch.Tensor, numel: int) -> torch.Tensor | None:
+        """Return 1-D memory for the shard of a parameter's weights; None if it is where it belongs.
+
+        Args:
+            parameter: cut over processes.
+            shard: what this process holds of it.
+            numel: elements of the memory, with padding.
+        """
+        role = TensorRole.COMPUTE_WEIGHTS
+        placement = self.placements.place(parameter, role, numel * shard.element_size())
+        if numel == 0 or self._is_at_home(shard, placement):
+            return None
+        return self.memory.tensor((numel,), shard.dtype, placement, role)
+
     def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move an optimizer's state in ordinary memory to where the policy wants it.
 
@@ -226,11 +242,14 @@ class PlacedMemory:
         heap, left_bytes = None, 0
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
-                if not _is_movable(value) or self.memory.tier_at(value.data_ptr()) is not None:
+                if not isinstance(value, torch.Tensor):
                     continue
-                state[key] = self._like_state(value, compute_of(parameter)).copy_(value)
-                left_bytes += value.nbytes
-                del value
+                shard = local(value)
+                if not _is_movable(shard) or self.memory.tier_at(shard.data_ptr()) is not None:
+                    continue
+                state[key] = sharded_like(self._like_state(shard, compute_of(parameter)).copy_(shard), value)
+                left_bytes += shard.nbytes
+                del value, shard
                 if left_bytes >= _TRIM_BYTES:
                     heap = heap or HeapTrimmer()
                     heap.trim_now()
@@ -258,8 +277,8 @@ class PlacedMemory:
         return is_ordinary(tensor) and self.memory.is_placed(tensor.data_ptr(), placement)
 
 
-def _is_movable(value: object) -> bool:
+def _is_movable(value: torch.Tensor) -> bool:
     """Whether a tensor of an optimizer's state may get other memory: it has its storage for itself, without gaps."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ordinary(value):
+    if value.dim() == 0 or not is_ordinary(value):
         return False
     return is_dense(value) and value.untyped_storage().nbytes() == value.nbytes

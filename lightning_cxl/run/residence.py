@@ -20,6 +20,7 @@ from lightning_cxl.inventory.tensors import StreamedUnit
 from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.run.host_weights import place_weights
 from lightning_cxl.run.placed_memory import PlacedMemory
+from lightning_cxl.sharding.fsdp import place_shards
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.quantised import has_quantised, numel, prepare_layers
@@ -56,6 +57,7 @@ class Residence:
         """Names of parameters that stay in ordinary host memory."""
         self._streamer: ParamStreamer | None = None
         if on_host:
+            place_shards(model, memory.shard)
             self.unplaced = place_weights(
                 model, lambda p, tensor: None if id(p) in self.streamed_ids else memory.weights(p, tensor)
             )

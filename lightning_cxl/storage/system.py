@@ -1,5 +1,7 @@
 """The system calls that storage makes, as methods of one object: tests put one in its place that fails on purpose."""
 
+import ctypes
+import errno
 import fcntl
 import os
 import struct
@@ -91,6 +93,24 @@ class System:
     def unlock(self, fd: int) -> None:
         """Let go of the lock, also where a forked child still has the file open."""
         fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two files or folders of one filesystem change their names, at once where it can do that.
+
+    Raises:
+        OSError: they could not be renamed.
+    """
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), both) == 0:
+        return
+    if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other))
+    between = other.with_name(f".{other.name}.old")  # a crash in between leaves both, under other names
+    os.rename(other, between)
+    os.rename(one, other)
+    os.rename(between, one)
 
 
 def sync_folder(folder: Path, system: System | None = None) -> None:

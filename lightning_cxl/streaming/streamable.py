@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.memory.host_tensors import is_dense
+from lightning_cxl.shards import local
 from lightning_cxl.streaming.quantised import is_quantised_later, tensors_of
 from lightning_cxl.streaming.unit_weights import owners_in
 from lightning_cxl.streaming.units import NamedUnits
@@ -49,7 +50,7 @@ def _shared_storages(model: nn.Module) -> set[int]:
     """Return the storages, as `_storage_of` tells them, that several tensors of the model lie in."""
     seen: set[int] = set()
     shared: set[int] = set()
-    for tensor in _distinct([*model.parameters(), *model.buffers()]):
+    for tensor in map(local, _distinct([*model.parameters(), *model.buffers()])):
         if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel():
             storage = _storage_of(tensor)
             (shared if storage in seen else seen).add(storage)

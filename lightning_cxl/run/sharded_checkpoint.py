@@ -1,0 +1,137 @@
+"""Checkpoints that several processes write together, and that any number of processes reads.
+
+[Note: Sharded checkpoints]
+A folder in the format of ``torch.distributed.checkpoint``, with names as Lightning's ``ModelParallelStrategy`` gives
+them, so that it reads what we write::
+
+    state_dict.NAME                         weights
+    optimizer_0.state.NAME.exp_avg          optimizer state, by the parameter's name; of other optimizers alike
+    optimizer_0.param_groups.0.lr           hyper-parameters
+    lightning_cxl.master_weights.NAME       master weights that are not the model's weights themselves
+    meta.pt                                 all that is no tensor: what Lightning keeps in a checkpoint, and our entry
+
+Each process writes its own shards and reads what lies where its shards are now, straight into the memory that they have
+already (`run/sharded_reading.py`). So nothing is gathered, and nothing has to be converted when the number of processes
+changes, also from and to one. Scales of 8-bit state are per block of a shard: they are saved beside the number of the
+shard's first element (``absmax1.4096``), and codes of other shards are decoded (`optim/resharded.py`).
+
+The folder has a name of its own until everything is on the drive (`save`), so a process that dies leaves the last
+checkpoint whole.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import save as save_together
+from torch.optim import Optimizer
+
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.optim.parameter_state import MOMENT_KEYS
+from lightning_cxl.shards import first_element, is_sharded
+from lightning_cxl.storage.system import exchange, sync_folder
+
+META = "meta.pt"
+SCALES = tuple(keys.scales for keys in MOMENT_KEYS)
+"""Keys of state that is per block of a shard."""
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Return whether a path is a folder that `save` has written, or Lightning's ``ModelParallelStrategy``."""
+    return path.is_dir() and (path / META).is_file()
+
+
+def save(path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+    """Write a checkpoint, on all processes together; it appears under its name only when it is complete.
+
+    Args:
+        path: the same on all processes, which see the same files there.
+        tensors: nested; what is not cut is the same on all processes.
+        rest: no tensors; of the first process.
+
+    Raises:
+        CheckpointError: a process could not write its part, or is gone. What was there under the name still is.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    _on_first(path, lambda: _make_room(path, partial))
+    try:
+        save_together(dict(tensors), checkpoint_id=partial)
+    except Exception as error:
+        raise _not_written(path, error) from error
+    _on_first(path, lambda: _complete(path, partial, rest))
+
+
+def _make_room(path: Path, partial: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+
+
+def _complete(path: Path, partial: Path, rest: Mapping[str, Any]) -> None:
+    with open(partial / META, "wb") as file:
+        torch.save(dict(rest), file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(partial)
+    if path.exists():
+        exchange(partial, path)
+        sync_folder(path.parent)
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink()
+    else:
+        os.rename(partial, path)
+        sync_folder(path.parent)
+
+
+def _on_first(path: Path, act: Callable[[], None]) -> None:
+    """Let the first process act, and all others learn whether it could.
+
+    Raises:
+        CheckpointError: it could not.
+    """
+    problem: list[Exception | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            act()
+        except Exception as error:
+            problem[0] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(problem)
+    if problem[0] is not None:
+        raise _not_written(path, problem[0]) from problem[0]
+
+
+def _not_written(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"could not write checkpoint `{path}`: {error}. The checkpoint before is as it was. Free space there, or save "
+        "elsewhere; the folder must be one that all processes see"
+    )
+
+
+# -- optimizer state by name -----------------------------------------------------------------------------------------
+
+
+def optimizer_tensors(optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> dict[str, Any]:
+    """Return the state of an optimizer by names of parameters, as FSDP2's own tools do; tensors are not copied."""
+    states, groups = {}, []
+    for group in optimizer.param_groups:
+        names = [name_of(parameter) for parameter in group["params"]]
+        for name, parameter in zip(names, group["params"], strict=True):
+            entry = optimizer.state.get(parameter)
+            if entry:
+                states[name] = _saved_entry(entry, parameter)
+        groups.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": names})
+    return {"state": states, "param_groups": groups}
+
+
+def _saved_entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return state with a name of its own for what belongs to one shard."""
+    if not is_sharded(parameter):
+        return dict(entry)
+    mark = f".{first_element(parameter)}"
+    return {key + mark if key in SCALES else key: value for key, value in entry.items()}

@@ -1,0 +1,97 @@
+"""Cut a model over processes with torch's own FSDP2, and keep the shards where the policy places them.
+
+[Note: Sharded models]
+FSDP2 (``torch.distributed.fsdp.fully_shard``) cuts, gathers and reduces; we say what is gathered together, and where
+shards lie. Each unit is gathered by itself, before its forward and before its backward; everything else belongs to the
+root, the smallest module that has all parameters, which is gathered once in a step. A model that its user has cut
+already stays as it is.
+
+* Shards: when a run begins they move to the memory that the policy gives; FSDP2 gathers from there.
+* Offloaded checkpointing is inside of what FSDP2 wraps: FSDP2's hooks belong to the call of a module, ours stand in
+  for its ``forward``. So weights are gathered when the recompute in the backward needs them.
+* Gradients: FSDP2 reduces those of a unit when its backward is over, cuts them like the weights, puts them into
+  ``.grad``, or adds them to what is there, and calls the hooks on the shard. We take away what is there before the
+  backward, so that they come alone and are added up in float32. See [Note: Life of a gradient].
+* The step: each process updates its own shards. Norms and the decision to leave a step out are of all processes:
+  see `shards.py`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_cxl.sharding.torch_private import fsdp_params, give_shard, padded_size
+from lightning_cxl.streaming.units import NamedUnits
+
+
+class PlaceShard(Protocol):
+    """Gives memory for a shard."""
+
+    def __call__(self, parameter: nn.Parameter, shard: torch.Tensor, numel: int) -> torch.Tensor | None:
+        """Return 1-D memory of `numel` elements of the shard's type; None where the shard is in place already."""
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Return whether FSDP2 manages parameters of a model."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def root_of(model: nn.Module) -> nn.Module:
+    """Return the smallest module of `model` that has all uses of its parameters: of a tied one there are several."""
+    wanted, inside = _num_uses(model), model
+    while True:
+        child = next((each for each in inside.children() if _num_uses(each) == wanted), None)
+        if child is None or isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # these have no forward
+            return inside
+        inside = child
+
+
+def cut(model: nn.Module, units: NamedUnits, mesh: DeviceMesh) -> nn.Module:
+    """Cut a model over the processes of a mesh. See [Note: Sharded models].
+
+    Args:
+        model: on the device of the mesh or on the meta device, the same on all processes. INOUT: its parameters are
+            replaced by others, so optimizers are made later.
+        units: that are gathered by themselves.
+        mesh: one dimension that cuts, or two: ``replicate``, then ``shard``.
+
+    Returns:
+        The root, which must be called for the parameters outside of units to be gathered.
+    """
+    root = root_of(model)
+    if not is_cut(model):
+        for _, unit in units:
+            if unit is not root and next(unit.parameters(), None) is not None:
+                fully_shard(unit, mesh=mesh)
+        fully_shard(root, mesh=mesh)
+    return root
+
+
+@torch.no_grad()
+def place_shards(model: nn.Module, place: PlaceShard) -> None:
+    """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on."""
+    for each in _managed(model):
+        parameter = each.sharded_param
+        shard, size = parameter._local_tensor, padded_size(each)
+        home = place(parameter, shard, size.numel())
+        if home is None:
+            continue
+        padded = home.view(size)
+        padded.zero_()
+        dim = each.fsdp_placement.dim
+        padded.narrow(dim, 0, shard.size(dim) if shard.numel() else 0).copy_(shard)
+        give_shard(each, padded)
+
+
+def _num_uses(module: nn.Module) -> int:
+    return sum(1 for _ in module.named_parameters(remove_duplicate=False))
+
+
+def _managed(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield from fsdp_params(module)

@@ -1,0 +1,61 @@
+"""Several processes with us train as FSDP2 alone does, and as one process does."""
+
+import pytest
+import torch
+
+from tests.distributed import training
+from tests.distributed.training import Job, largest_difference
+
+LIMIT = 1e-6
+# peft asks for it
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+JOBS = {
+    "plain": Job(),
+    "accumulated and clipped": Job(micro_batches=3, clip=0.5),
+    "not tied": Job(tied=False, clip=0.5),
+    "uneven shards, unused weights": Job(model="transformer", tied=False, clip=0.1),
+    "frozen weights": Job(frozen=("mlp", "embed"), clip=0.5),
+    "lora": Job(lora=True, micro_batches=2, clip=0.05),
+    "another optimizer": Job(optimizer="SGD", micro_batches=2, clip=0.5),
+    "torch's own AdamW": Job(options={"cpu_adam": False}, clip=0.5),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_as_fsdp_alone_and_as_one_process(ranks, world, name):
+    job = JOBS[name]
+    ours = ranks.of(world).run(training.by_us, job)
+    alone = ranks.of(world).run(training.by_fsdp, job)
+    for mine, theirs in zip(ours, alone, strict=True):
+        losses, weights = largest_difference(mine, theirs)
+        assert losses <= LIMIT and weights <= LIMIT, (losses, weights)
+        assert mine.norms == pytest.approx(theirs.norms, rel=1e-6)
+    losses, weights = largest_difference(ours[0], training.by_one(job))
+    assert losses <= LIMIT and weights <= 5 * LIMIT, (losses, weights)
+
+
+def test_bf16_with_split_masters_equals_fsdp_with_float32_shards(ranks):
+    job = Job(bf16=True, micro_batches=1)
+    ours = ranks.of(2).run(training.by_us, job)
+    alone = ranks.of(2).run(training.by_fsdp, job)
+    assert ours[0].losses == alone[0].losses
+    for name, weights in ours[0].weights.items():
+        assert torch.equal(weights, alone[0].weights[name].bfloat16()), name
+
+
+def test_replicated_shards(ranks):
+    job = Job(replicas=2, micro_batches=2, clip=0.5)
+    ours = ranks.of(4).run(training.by_us, job)
+    alone = ranks.of(4).run(training.by_fsdp, job)
+    losses, weights = largest_difference(ours[0], alone[0])
+    assert losses <= LIMIT and weights <= LIMIT
+    assert ours[0].norms == pytest.approx(alone[0].norms, rel=1e-6)
+
+
+def test_each_rank_holds_its_share(ranks):
+    whole = training.by_us(Job()).report["roles"]
+    for each in ranks.of(4).run(training.by_us, Job()):
+        for role in ("compute_weights", "momentum", "variance"):
+            assert each.report["roles"][role]["dram"] == whole[role]["dram"] / 4, role

@@ -1,0 +1,195 @@
+"""One job that ranks train together: by FSDP2 alone, with us, or by one process; on the CPU with gloo."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.run.session import Session
+from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.sharding.fsdp import cut, root_of
+from lightning_cxl.streaming.units import find_units
+from tests.models import TINY_LLAMA, TinyTransformer
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, the same for all contenders."""
+
+    model: str = "llama"
+    tied: bool = True
+    lora: bool = False
+    frozen: tuple[str, ...] = ()
+    steps: int = 4
+    micro_batches: int = 1
+    clip: float | None = None
+    optimizer: str = "AdamW"
+    bf16: bool = False
+    replicas: int = 1
+    """Parts of the mesh that have the same shards."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `OffloadConfig`."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came out, on one rank."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    """Whole."""
+    norms: list[float]
+    report: dict[str, Any] | None = None
+    """Of the session, with us."""
+
+
+def make_model(job: Job) -> nn.Module:
+    """Return the model of a job with the weights it begins with."""
+    torch.manual_seed(0)
+    model: nn.Module
+    if job.model == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, tie_word_embeddings=job.tied))
+    else:
+        model = TinyTransformer(dropout=0.0, tied=job.tied)
+    if job.lora:
+        import peft
+
+        targets = ["q_proj", "v_proj", "down_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.0))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.02)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in job.frozen):
+            parameter.requires_grad_(False)
+    return model
+
+
+def batches(job: Job, rank: int, world: int) -> Iterator[list[torch.Tensor]]:
+    """Yield the micro-batches of each step: this rank's rows of those that one process would get."""
+    generator = torch.Generator().manual_seed(1)
+    vocab = 37 if job.model != "llama" else TINY_LLAMA["vocab_size"]
+    for _ in range(job.steps):
+        whole = [torch.randint(0, vocab, (4, 16), generator=generator) for _ in range(job.micro_batches)]
+        yield [each.chunk(world)[rank] for each in whole]
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of a micro-batch."""
+    if isinstance(model, TinyTransformer):
+        return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def mesh_of(job: Job, world: int) -> DeviceMesh:
+    """Return the mesh that the job is cut over."""
+    if job.replicas == 1:
+        return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    return init_device_mesh("cpu", (job.replicas, world // job.replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def make_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the user's optimizer."""
+    options = {
+        # eps: gradients that are nothing but rounding, as of the biases of keys, must not be divided by their size
+        "AdamW": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5},
+        "SGD": {"lr": 0.1, "momentum": 0.9},
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    made: torch.optim.Optimizer = getattr(torch.optim, job.optimizer)(trained, **options[job.optimizer])
+    return made
+
+
+def by_fsdp(job: Job) -> Trained:
+    """Train by FSDP2 alone; for bfloat16 with float32 shards, as our split master weights are."""
+    model, (rank, world) = make_model(job), place()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if job.bf16 else MixedPrecisionPolicy()
+    mesh, root = mesh_of(job, world), root_of(model)
+    for _, unit in find_units(model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+    return _train(job, model, make_optimizer(job, model), None, rank, world)
+
+
+def by_us(job: Job) -> Trained:
+    """Train with us, in a loop of the user's own."""
+    model, (rank, world) = make_model(job), place()
+    if job.bf16:
+        model = model.to(torch.bfloat16)
+    if world > 1:
+        cut(model, find_units(model), mesh_of(job, world))
+    session = Session(**job.options)
+    loop = UserLoop(session, CPU, Loop(accumulates=job.micro_batches > 1, reads_gradients=True))
+    try:
+        (optimizer,) = loop.prepare(model, [make_optimizer(job, model)])
+        return _train(job, model, optimizer, loop, rank, world)
+    finally:
+        loop.close()
+
+
+def by_one(job: Job) -> Trained:
+    """Train by one process, with all rows of each micro-batch, without us."""
+    model = make_model(job)
+    if job.bf16:
+        model = model.to(torch.bfloat16)
+    return _train(job, model, make_optimizer(job, model), None, 0, 1)
+
+
+def place() -> tuple[int, int]:
+    """Return this process's rank and the number of processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _train(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loop: UserLoop | None, rank: int, world: int
+) -> Trained:
+    losses, norms = [], []
+    for step in batches(job, rank, world):
+        for tokens in step:
+            loss = loss_of(model, tokens) / job.micro_batches
+            with contextlib.nullcontext() if loop is None else loop.backward():
+                loss.backward()
+            losses.append(mean(loss.detach().float(), world))
+        if job.clip is not None:
+            holders = [p for group in optimizer.param_groups for p in group["params"]]
+            norm = torch.nn.utils.clip_grad_norm_(holders, job.clip)
+            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return Trained(losses, weights, norms, None if loop is None else loop.session.report(CPU))
+
+
+def mean(value: torch.Tensor, world: int) -> float:
+    """Return the mean over all ranks."""
+    if world > 1:
+        dist.all_reduce(value)
+    return float(value) / world
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor that may be cut."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def largest_difference(one: Trained, other: Trained) -> tuple[float, float]:
+    """Return the largest difference of losses and of weights."""
+    losses = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+    assert one.weights.keys() == other.weights.keys()
+    weights = max(
+        (a.double() - other.weights[name].double()).abs().max().item() for name, a in one.weights.items() if a.numel()
+    )
+    return losses, weights
