@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cxl.devices.device_type import device_type_of
+from lightning_cxl.integrations.lightning.launcher import WatchingLauncher
 from lightning_cxl.integrations.lightning.lightning_api import (
     ParallelStrategy,
-    SubprocessScriptLauncher,
     init_dist_connection,
     rank_zero_only,
     reset_seed,
@@ -109,7 +109,7 @@ class ProcessesStrategy(ParallelStrategy):
         """Several processes are started by Lightning where nobody else has; else what was started is checked."""
         if self.is_distributed:
             assert self.cluster_environment is not None
-            self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = WatchingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Prepare the device, and let the processes meet."""
@@ -129,7 +129,14 @@ class ProcessesStrategy(ParallelStrategy):
         self._device_mesh = processes.make_mesh(
             self.root_device, self.num_nodes, self.num_processes, replicate=self.replicate_machines
         )
+        if isinstance(self._launcher, WatchingLauncher):
+            self._launcher.watch()
         self.lightning_module._device_mesh = self._device_mesh  # users find it there in `configure_model`
+
+    def teardown(self) -> None:
+        """Nobody needs to know any more whether this process goes on."""
+        if isinstance(self._launcher, WatchingLauncher):
+            self._launcher.end_watch()
 
     # -- together ----------------------------------------------------------------------------------------------------
 
