@@ -78,6 +78,9 @@ class OffloadConfig:
     """When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse."""
     pin_memory: bool | Literal["auto"] = "auto"
     """Page-lock host memory that a device copies to or from; ``"auto"``: where the device has memory of its own."""
+    replicate_machines: bool = False
+    """With several machines: every machine holds all of the training state, sharded over its ranks, so weights are
+    gathered inside it and only gradients cross between machines. False: the state is sharded over all ranks."""
 
     def __post_init__(self) -> None:
         """Refuse values that no machine could honour."""
@@ -91,7 +94,7 @@ class OffloadConfig:
             raise ConfigError(f"policy must be a policy's name or the import path of a class, got {self.policy!r}")
         if self.machine is not None and not isinstance(self.machine, str):
             raise ConfigError(f"machine must be the path of a YAML file or None, got {self.machine!r}")
-        for name in ("activation_offload", "cpu_adam"):
+        for name in ("activation_offload", "cpu_adam", "replicate_machines"):
             _check_choice(name, getattr(self, name), (True, False))
         _check_choice("stream_weights", self.stream_weights, (True, False, "auto"))
         _check_choice("overlap_step", self.overlap_step, (True, False, "auto"))

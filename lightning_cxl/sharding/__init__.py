@@ -1,1 +1,1 @@
-"""Several processes: FSDP2 cuts the model, and each process keeps its shards on its tiers."""
+"""Several processes that train one model: how they meet, and how FSDP2 cuts the model over them."""

@@ -8,7 +8,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch import seed_everything
 from lightning.pytorch.trainer.connectors import signal_connector
 
-import lightning_cxl
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -85,10 +84,3 @@ def test_one_of_several_tasks_is_on_its_own_as_with_plain_lightning(tmp_path, sl
         assert ranks == (0, 0, 0, 1) and trainer.is_global_zero
         trainer.save_checkpoint(tmp_path / strategy / "one.ckpt")
         assert (tmp_path / strategy / "one.ckpt").exists()
-
-
-def test_several_machines_are_refused(slurm, monkeypatch):
-    monkeypatch.setenv("SLURM_NNODES", "2")
-    trainer = make_trainer("cxl_offload", max_steps=1, num_nodes=2)
-    with pytest.raises(lightning_cxl.UnsupportedError, match="num_nodes=2"):
-        trainer.fit(Task(TinyTransformer()), token_data())

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -237,14 +237,6 @@ def test_lbfgs_evaluates_its_closure_inside_the_step():
         make_trainer(strategy, max_steps=3).fit(module, token_data())
         results.append(module.losses)
     assert results[0] == results[1]
-
-
-def test_several_devices_are_refused():
-    with pytest.raises(lightning_cxl.UnsupportedError, match=r"one device.*devices=1.*FSDP"):
-        Trainer(
-            accelerator="cpu", devices=2, strategy="cxl_offload", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, max_steps=1,
-        ).fit(Task(TinyTransformer()), token_data())  # fmt: skip
 
 
 def test_print_and_report():

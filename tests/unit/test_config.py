@@ -106,6 +106,7 @@ def test_resolve_defaults(monkeypatch):
         ("on_missing_tier", "error", "error"),
         ("on_tier_full", "error", "error"),
         ("pin_memory", "true", True),
+        ("replicate_machines", "true", True),
     ],
 )
 def test_environment(monkeypatch, name, text, value):

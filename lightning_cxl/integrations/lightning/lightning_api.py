@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+    from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+    from lightning.pytorch.utilities import rank_zero_only
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
     PACKAGE: str
@@ -36,6 +40,8 @@ else:
     for _module, _names in {
         f"{_fabric}.plugins": ("CheckpointIO", "ClusterEnvironment", "TorchCheckpointIO"),
         f"{_fabric}.strategies": ("STRATEGY_REGISTRY", "SingleDeviceStrategy"),
+        f"{_fabric}.utilities.distributed": ("_init_dist_connection",),
+        f"{_fabric}.utilities.seed": ("reset_seed",),
         _pytorch: ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
         f"{_pytorch}.accelerators": ("Accelerator",),
         f"{_pytorch}.callbacks": ("BaseFinetuning", "RichProgressBar"),
@@ -43,9 +49,12 @@ else:
         f"{_pytorch}.core.optimizer": ("LightningOptimizer",),
         f"{_pytorch}.plugins": ("Precision",),
         f"{_pytorch}.strategies": ("ParallelStrategy", "Strategy", "StrategyRegistry"),
+        f"{_pytorch}.strategies.launchers": ("_SubprocessScriptLauncher",),
+        f"{_pytorch}.utilities": ("rank_zero_only",),
         f"{_pytorch}.utilities.types": ("OptimizerLRScheduler",),
     }.items():
-        globals().update({name: getattr(importlib.import_module(_module), name) for name in _names})
+        found = importlib.import_module(_module)
+        globals().update({name.lstrip("_"): getattr(found, name) for name in _names})
 
 
 def loaded_packages() -> tuple[str, ...]:
@@ -97,10 +106,14 @@ __all__ = [
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
+    "SubprocessScriptLauncher",
     "TorchCheckpointIO",
     "Trainer",
+    "init_dist_connection",
     "loaded_packages",
     "overridden",
     "own_methods",
+    "rank_zero_only",
+    "reset_seed",
     "seed_everything",
 ]

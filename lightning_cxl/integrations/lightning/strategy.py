@@ -11,6 +11,7 @@ collect gradients; ``post_backward`` waits for them if they may be read next), c
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from lightning_cxl.config import with_option_fields
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
-from lightning_cxl.integrations.lightning.one_process import OneProcessStrategy
 from lightning_cxl.integrations.lightning.precision import (
     attach_scaling,
     check_masters_are_found,
@@ -29,6 +29,7 @@ from lightning_cxl.integrations.lightning.precision import (
     unwrap,
     watch_for_edits,
 )
+from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
 from lightning_cxl.integrations.reporting import Reporting
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run import checkpoint as ckpt
@@ -41,13 +42,14 @@ from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
 
 
-class CXLOffloadStrategy(Reporting, OneProcessStrategy):
+class CXLOffloadStrategy(Reporting, ProcessesStrategy):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
         accelerator: filled in by the Trainer.
         checkpoint_io: how checkpoints are written; ours (direct, atomic, memory-mapped) when None.
         precision_plugin: filled in by the Trainer from ``precision=``.
+        timeout: for which a rank waits for the others in a collective, where there are several; None is torch's own.
         **options: the fields of `OffloadConfig`, e.g. ``tier_rules``, ``tiers``, ``activation_offload``, ``units``.
             ``policy`` may also be an object with the method of `PlacementPolicy` or of `PlanningPolicy`.
 
@@ -68,11 +70,13 @@ class CXLOffloadStrategy(Reporting, OneProcessStrategy):
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self._session = Session(**options)
         self.config, self.config_origins = self._session.config, self._session.origins
+        self.timeout, self.replicate_machines = timeout, self.config.replicate_machines
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -248,6 +252,7 @@ class CXLOffloadStrategy(Reporting, OneProcessStrategy):
     def teardown(self) -> None:
         """Free everything but the model's weights and the optimizers' state, which belong to the user."""
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
+            cleanup.callback(super().teardown)
             if self.cluster_environment is not None:
                 cleanup.callback(self.cluster_environment.teardown)
             if self.accelerator is not None:

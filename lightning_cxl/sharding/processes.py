@@ -1,0 +1,94 @@
+"""What torch.distributed is asked about processes: how they meet, wait and agree. Every front end asks it here.
+
+A process is one of ``world size`` ranks, each with one device. Functions here need the process group to be up.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_cxl.errors import UnsupportedError
+
+REPLICATE, SHARD = "replicate", "shard"
+"""The dimensions of a mesh: ranks along `SHARD` hold one copy of the training state together."""
+
+
+def backend_for(device: torch.device) -> str:
+    """Return the backends of a process group whose ranks compute on such devices, as torch writes them.
+
+    Host tensors always go through gloo: what is on the host is not copied to a device to be sent.
+    """
+    of_device = dist.Backend.default_device_backend_map.get(device.type, dist.Backend.GLOO)
+    return dist.Backend.GLOO if of_device == dist.Backend.GLOO else f"cpu:gloo,{device.type}:{of_device}"
+
+
+def group_options(device: torch.device, timeout: timedelta | None) -> dict[str, Any]:
+    """Return the options of ``init_process_group`` beside backend, rank and world size.
+
+    Args:
+        device: of this rank.
+        timeout: for which a rank waits for the others in a collective; None is torch's own.
+    """
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if backend_for(device) != dist.Backend.GLOO:
+        options["device_id"] = device
+    return options
+
+
+def make_mesh(device: torch.device, num_machines: int, per_machine: int, *, replicate: bool) -> DeviceMesh:
+    """Return the ranks as a mesh. Every rank calls this.
+
+    Args:
+        device: of this rank.
+        num_machines: that take part.
+        per_machine: ranks on each machine; those of one machine are numbered one after the other.
+        replicate: hold a copy of the training state on each machine.
+
+    Returns:
+        Dimension `SHARD` alone, over all ranks; or `REPLICATE` over the machines and `SHARD` inside them.
+
+    Raises:
+        UnsupportedError: the process group has another number of ranks.
+    """
+    if num_machines * per_machine != dist.get_world_size():
+        raise UnsupportedError(
+            f"{num_machines} machines with {per_machine} devices each need {num_machines * per_machine} processes, and "
+            f"{dist.get_world_size()} were started: make `num_nodes` and `devices` fit what the launcher starts"
+        )
+    if replicate and num_machines > 1:
+        return init_device_mesh(device.type, (num_machines, per_machine), mesh_dim_names=(REPLICATE, SHARD))
+    return init_device_mesh(device.type, (num_machines * per_machine,), mesh_dim_names=(SHARD,))
+
+
+def broadcast(value: Any, source: int = 0) -> Any:
+    """Return what rank `source` gives, on every rank; anything that can be pickled."""
+    box = [value]
+    dist.broadcast_object_list(box, source)
+    return box[0]
+
+
+def reduce(tensor: Tensor, group: Any = None, op: Any = "mean") -> Tensor:
+    """Replace a tensor by that of all ranks together.
+
+    Args:
+        tensor: of the same shape on every rank; changed in place.
+        group: of ranks that take part; None is all.
+        op: "mean" or "avg", "sum" (also None), "min", "max", "product", or an operation of torch.distributed.
+
+    Returns:
+        The same tensor.
+    """
+    means = isinstance(op, str) and op.lower() in ("mean", "avg")
+    if means or op is None:
+        op = dist.ReduceOp.SUM  # gloo cannot average, and one group has several backends
+    elif isinstance(op, str):
+        op = getattr(dist.ReduceOp, op.upper())
+    dist.all_reduce(tensor, op=op, group=group)
+    if not means:
+        return tensor
+    mean = tensor / dist.get_world_size(group)
+    return tensor.copy_(mean)

@@ -1,0 +1,149 @@
+"""A program that trains in two processes, and the launchers that start it: `start`. A rank of it fails on demand."""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_cxl
+from tests.models import Task, TinyTransformer
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = ("lightning", "machines", "torchrun", "slurm")
+NUM_ROWS = 16
+
+
+class Failing(Task):
+    """Fails on one rank as asked; remembers which rows it has seen."""
+
+    def __init__(self, asked) -> None:
+        super().__init__(TinyTransformer(vocab=NUM_ROWS, dropout=0.0))
+        self.asked, self.rows = asked, []
+
+    def setup(self, stage):
+        if self.fails("setup"):
+            lightning_cxl.empty(1 << 40)
+
+    def training_step(self, batch, batch_idx):
+        self.rows += batch[0][:, 0].tolist()
+        if self.global_step == 2:
+            if self.asked.fail is not None and self.global_rank == 0:
+                print("failing", flush=True)
+            if self.fails("raise"):
+                raise ValueError("this batch is bad")
+            if self.fails("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fails("hang"):
+                sleep_for_ever()
+        loss = super().training_step(batch, batch_idx)
+        self.log("own", loss.detach())
+        self.log("mean", loss.detach(), sync_dist=True)
+        return loss
+
+    def fails(self, how: str) -> bool:
+        return self.asked.fail == how and self.global_rank == self.asked.rank
+
+
+def sleep_for_ever():
+    while True:
+        time.sleep(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--machines", type=int, default=1)
+    parser.add_argument("--fail")
+    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--timeout", type=float)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=-1)
+    asked = parser.parse_args()
+    seed_everything(3, verbose=False)
+    strategy = lightning_cxl.CXLOffloadStrategy(
+        tiers={"dram": "1GiB"},
+        on_tier_full="error",
+        replicate_machines=True,
+        timeout=None if asked.timeout is None else timedelta(seconds=asked.timeout),
+    )
+    trainer = Trainer(
+        accelerator="cpu", devices=asked.devices, num_nodes=asked.machines, strategy=strategy, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=1 if asked.steps < 0 else -1, max_steps=asked.steps,
+    )  # fmt: skip
+    rows = torch.arange(NUM_ROWS).repeat_interleave(4).view(NUM_ROWS, 4)
+    data = DataLoader(TensorDataset(rows, rows), batch_size=2, num_workers=asked.workers)
+    module = Failing(asked)
+    trainer.fit(module, data)
+    fitted = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    trainer.validate(module, data, verbose=False)
+    ours = trainer.strategy
+    found = {
+        "ranks": [trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size],
+        "environment": type(ours.cluster_environment).__name__,
+        "mesh": dict(zip(ours.device_mesh.mesh_dim_names, ours.device_mesh.shape, strict=True)),
+        "rows": module.rows,
+        "metrics": fitted,
+        "from_1": ours.broadcast(trainer.global_rank, 1),
+        "all_zero": ours.reduce_boolean_decision(trainer.is_global_zero),
+        "any_zero": ours.reduce_boolean_decision(trainer.is_global_zero, all=False),
+        "gathered": module.all_gather(torch.tensor(trainer.global_rank)).tolist(),
+        "largest": ours.reduce(torch.tensor(trainer.global_rank), reduce_op="max").item(),
+    }
+    (asked.folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+def start(launcher: str, folder: Path, *arguments: str) -> list[subprocess.Popen]:
+    """Start two ranks of this program, and return the processes that a user of this launcher starts.
+
+    Their output goes to `folder`: ``0.log``, ``1.log``.
+    """
+    port = free_port()
+    own = [str(Path(__file__).resolve()), str(folder), *arguments]
+    python = [sys.executable]
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if launcher == "lightning":
+        started = [({}, [*python, *own])]
+    elif launcher == "machines":
+        started = [({**here, "NODE_RANK": str(n)}, [*python, *own, "--machines=2", "--devices=1"]) for n in range(2)]
+    elif launcher == "torchrun":
+        started = [({}, [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *own])]
+    else:
+        slurm = {
+            "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NODEID": "0", "SLURM_NNODES": "1",
+        }  # fmt: skip
+        ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+        started = [({**here, **slurm, **rank}, [*python, *own]) for rank in ranks]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_", "WORLD_"))}
+    clean.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    processes = []
+    for number, (more, command) in enumerate(started):
+        with (folder / f"{number}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    command, env={**clean, **more}, cwd=folder, stdout=log, stderr=log, start_new_session=True
+                )
+            )
+    return processes
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
