@@ -22,8 +22,10 @@ from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
 from lightning_cxl.run import ssd_checkpoint
 from lightning_cxl.run.saved_generation import KEY, SSD
+from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.run.straight_copy import copying_from
+from lightning_cxl.shards import local, shard_of, sharded_like
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +37,15 @@ class LoadedCheckpoint(dict[str, Any]):
 
     Args:
         loaded: what the file holds.
+        folder: where tensors are read from when their memory is there; None where `loaded` has them.
     """
 
-    def __init__(self, loaded: Mapping[str, Any]) -> None:
+    def __init__(self, loaded: Mapping[str, Any], folder: ShardedCheckpoint | None = None) -> None:
         super().__init__(loaded)
         self.own: dict[str, Any] = self.pop(KEY, None) or {}
+        self.folder = folder
+        if folder is not None and folder.num_optimizers:
+            self["optimizer_states"] = [None] * folder.num_optimizers  # Lightning asks whether there are some
 
     def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[dict[str, Any]]]:
         """Copy and pickle as a dict of Python's own."""
@@ -146,6 +152,36 @@ def load_optimizers(
             load_plain(optimizer, ordered, current)
 
 
+def load_folder(
+    folder: ShardedCheckpoint,
+    own: Mapping[str, Any],
+    optimizers: Sequence[Optimizer],
+    masters: MasterWeights | None,
+    name_of: Callable[[torch.Tensor], str],
+) -> None:
+    """Load the state of optimizers, and master weights, from a folder. See [Note: Sharded checkpoints].
+
+    Args:
+        folder: with the tensors.
+        own: our entry in it, with the rest.
+        optimizers: of the run, or the user's own.
+        masters: of the run; None where there is none.
+        name_of: names of parameters now.
+
+    Raises:
+        CheckpointError: it has states of other optimizers.
+    """
+    if folder.num_optimizers not in (0, len(optimizers)):
+        raise CheckpointError(
+            f"the checkpoint has state of {folder.num_optimizers} optimizers, `configure_optimizers` made "
+            f"{len(optimizers)}"
+        )
+    for index, optimizer in enumerate(optimizers if folder.num_optimizers else []):
+        folder.optimizer(index, optimizer, name_of)
+    if masters is not None:
+        restore_masters(folder.masters({pair.name: pair.master for pair in masters}), masters, optimizers)
+
+
 def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: list[list[str]]) -> dict[str, Any]:
     """Return an optimizer's state dict with its indices brought into the order that the parameters have now.
 
@@ -198,8 +234,16 @@ def load_plain(optimizer: Optimizer, state: Mapping[str, Any], names: list[list[
             entries[key], remainder = without_remainder(decoded(entries[key], f"`{name}`"))
             if remainder is not None:
                 with torch.no_grad():
-                    parameter.copy_(joined(parameter.detach(), remainder))
+                    own, lower = local(parameter).detach(), shard_of(remainder, parameter)
+                    own.copy_(joined(own, lower))
+            entries[key] = {each: _cut_like(value, parameter) for each, value in entries[key].items()}
     optimizer.load_state_dict({**state, "state": entries})
+
+
+def _cut_like(value: Any, parameter: torch.Tensor) -> Any:
+    """Return state of a parameter cut as that is, where it has its shape."""
+    is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+    return sharded_like(shard_of(value, parameter), parameter) if is_like else value
 
 
 def plain_checkpoint(checkpoint: Mapping[str, Any], *, key: str | None = None) -> dict[str, Any]:
@@ -294,11 +338,12 @@ def restore_masters(
         with torch.no_grad():
             state, owner = states.get(id(pair.master), (None, None))
             remainder = (state or {}).get(REMAINDER)
+            value = shard_of(value, pair.master)
             if remainder is not None:
                 upper, lower = split(value.float().contiguous())
-                pair.master.copy_(upper)
-                remainder.copy_(lower)
+                local(pair.master).copy_(upper)
+                local(remainder).copy_(lower)
                 if isinstance(owner, CPUAdam):
                     owner.note_written(pair.master)
             elif not pair.is_shared:
-                pair.master.copy_(value)
+                local(pair.master).copy_(value)

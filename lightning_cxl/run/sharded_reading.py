@@ -1,5 +1,6 @@
 """`ShardedCheckpoint`: reads folders that several processes have written. See [Note: Sharded checkpoints]."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS
 from lightning_cxl.optim.resharded import of_this_shard
+from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.sharded_checkpoint import META, SCALES
 from lightning_cxl.shards import is_sharded, local, sharded_like
+
+_MASTERS = f"{KEY}.master_weights"
+_IS_OPTIMIZER = re.compile(r"optimizer_\d+\.").match
 
 
 class ShardedCheckpoint:
@@ -38,6 +43,21 @@ class ShardedCheckpoint:
             raise self._damaged(error) from error
         self._metadata: Metadata = metadata
         self._reader = _KnownReader(path, metadata)
+
+    @property
+    def num_optimizers(self) -> int:
+        """Of how many optimizers there is state."""
+        return len({name.partition(".")[0] for name in self._metadata.state_dict_metadata if _IS_OPTIMIZER(name)})
+
+    def masters(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return master weights by name, of those wanted that there are: new tensors, cut as those wanted."""
+        found = {}
+        for name in self.names(_MASTERS):
+            if name in wanted:
+                own = torch.empty_like(local(wanted[name].detach()), dtype=torch.float32, device="cpu")
+                found[name] = sharded_like(own, wanted[name])
+        self.read({f"{_MASTERS}.{name}": value for name, value in found.items()})
+        return found
 
     def rest(self, *, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what is no tensor."""

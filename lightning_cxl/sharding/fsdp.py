@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_cxl.sharding.torch_private import fsdp_params, give_shard, padded_size
+from lightning_cxl.shards import local
 from lightning_cxl.streaming.units import NamedUnits
 
 
@@ -68,7 +69,21 @@ def cut(model: nn.Module, units: NamedUnits, mesh: DeviceMesh) -> nn.Module:
             if unit is not root and next(unit.parameters(), None) is not None:
                 fully_shard(unit, mesh=mesh)
         fully_shard(root, mesh=mesh)
+        _agree_on_values(model, mesh)
     return root
+
+
+@torch.no_grad()
+def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let copies of one shard be equal, and buffers on all processes: models may have been made with other seeds."""
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        if group.size() > 1:
+            first = torch.distributed.get_global_rank(group, 0)
+            shards = [] if dim == mesh.ndim - 1 else [local(p.detach()) for p in model.parameters()]
+            for tensor in (*shards, *model.buffers()):
+                if not tensor.is_meta:
+                    torch.distributed.broadcast(tensor, first, group)
 
 
 @torch.no_grad()

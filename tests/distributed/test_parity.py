@@ -37,7 +37,7 @@ def test_as_fsdp_alone_and_as_one_process(ranks, world, name):
 
 
 def test_bf16_with_split_masters_equals_fsdp_with_float32_shards(ranks):
-    job = Job(bf16=True, micro_batches=1)
+    job = Job(model="transformer", bf16=True)
     ours = ranks.of(2).run(training.by_us, job)
     alone = ranks.of(2).run(training.by_fsdp, job)
     assert ours[0].losses == alone[0].losses

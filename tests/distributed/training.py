@@ -116,6 +116,8 @@ def by_fsdp(job: Job) -> Trained:
     """Train by FSDP2 alone; for bfloat16 with float32 shards, as our split master weights are."""
     model, (rank, world) = make_model(job), place()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if job.bf16 else MixedPrecisionPolicy()
+    if job.bf16:
+        model = model.to(torch.bfloat16).float()
     mesh, root = mesh_of(job, world), root_of(model)
     for _, unit in find_units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)

@@ -9,9 +9,10 @@ collect gradients; ``post_backward`` waits for them if they may be read next), c
 ``teardown``, also after an exception or Ctrl-C.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,20 +30,22 @@ from lightning_cxl.integrations.lightning.precision import (
     unwrap,
     watch_for_edits,
 )
-from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
+from lightning_cxl.integrations.lightning.sharded import ShardedStrategy
 from lightning_cxl.integrations.reporting import Reporting
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
+from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint, optimizer_tensors
+from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.run.ssd_checkpoint import unseen
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
 
 
-class CXLOffloadStrategy(Reporting, ProcessesStrategy):
+class CXLOffloadStrategy(Reporting, ShardedStrategy):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
@@ -129,6 +132,7 @@ class CXLOffloadStrategy(Reporting, ProcessesStrategy):
         assert isinstance(self.model, nn.Module)
         refuse_unready(self.model)
         use = watch_for_edits(trainer)
+        self._cut_model()
         self.setup_optimizers(trainer)
         before = set(self.model.parameters())
         self._start_run(self.optimizers, loop_of(trainer, use, self.config.on_overflow))
@@ -150,6 +154,7 @@ class CXLOffloadStrategy(Reporting, ProcessesStrategy):
 
     def model_to_device(self) -> None:
         """Move the model to its tiers (CPU) or to the device, and wrap its units; nothing is trained."""
+        self._cut_model()
         self._start_run([], Loop())
 
     def _adopt_optimizers(self, trainer: Trainer) -> None:
@@ -195,6 +200,8 @@ class CXLOffloadStrategy(Reporting, ProcessesStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer for a checkpoint; one that refers to state on SSD needs no values of it."""
+        if self._root is not None:
+            return optimizer_tensors(unwrap(optimizer), self._name_of())
         refers = self._on_ssd is not None and self._on_ssd.refers
         with unseen([unwrap(optimizer)] if refers else []):
             return super().optimizer_state(optimizer)
@@ -210,15 +217,26 @@ class CXLOffloadStrategy(Reporting, ProcessesStrategy):
         if run is not None and checkpoint.get("optimizer_states"):
             optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
             own = ckpt.entry_of(optimizers, run.masters, run.num_received)
+            if self._root is not None:
+                self._save_together(checkpoint, own, filepath)
+                return
             by_us = writes_ours(self.checkpoint_io, filepath, storage_options)
             with ckpt.refer_to_ssd(checkpoint, own, self._on_ssd, str(filepath), by_us=by_us) as written:
                 super().save_checkpoint(written, filepath, storage_options=storage_options)
+        elif self._root is not None:
+            self._save_together(checkpoint, {}, filepath)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it."""
-        return ckpt.LoadedCheckpoint(super().load_checkpoint(*args, **kwargs))
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it.
+
+        Of a folder tensors are read when there is memory for them. See [Note: Sharded checkpoints].
+        """
+        if "://" not in str(checkpoint_path) and is_sharded_checkpoint(Path(checkpoint_path)):
+            folder = ShardedCheckpoint(Path(checkpoint_path))
+            return ckpt.LoadedCheckpoint(folder.rest(weights_only=weights_only), folder)
+        return ckpt.LoadedCheckpoint(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state into the host memory it has, by parameter name, then the master weights.
@@ -229,19 +247,26 @@ class CXLOffloadStrategy(Reporting, ProcessesStrategy):
         own, run = ckpt.own_entry(checkpoint), self._session.trained
         if isinstance(run, Run):
             run.adopt_joined()
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
-
-        def name_of(parameter: Tensor) -> str:
-            return names.get(parameter) or ("unnamed" if run is None else run.masters.name_of(parameter))
-
-        optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
-        ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of, self._on_ssd)
+        optimizers, name_of = [unwrap(optimizer) for optimizer in self.optimizers], self._name_of()
+        folder = checkpoint.folder if isinstance(checkpoint, ckpt.LoadedCheckpoint) else None
+        if folder is not None:
+            ckpt.load_folder(folder, own, optimizers, None if run is None else run.masters, name_of)
+        else:
+            ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of, self._on_ssd)
         if isinstance(run, Run):
             for optimizer in optimizers:
                 run.rehome_state(optimizer)
         if run is not None:
             run.num_received = own.get("num_gradients", 0)
-            ckpt.restore_masters(own.get("master_weights"), run.masters, optimizers)
+            if folder is None:
+                ckpt.restore_masters(own.get("master_weights"), run.masters, optimizers)
+
+    def _name_of(self) -> Callable[[Tensor], str]:
+        """Return what names parameters of the model, and masters of the run."""
+        assert self.lightning_module is not None
+        run = self._session.trained
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
+        return lambda p: names.get(p) or ("unnamed" if run is None else run.masters.name_of(p))
 
     @property
     def _on_ssd(self) -> StateOnSsd | None:

@@ -1,0 +1,109 @@
+"""`ShardedStrategy`: the part of the Lightning strategy that is about a model cut over several processes."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
+from lightning_cxl.run.checkpoint import LoadedCheckpoint
+from lightning_cxl.run.saved_generation import KEY
+from lightning_cxl.run.sharded_checkpoint import save
+from lightning_cxl.sharding.fsdp import cut
+from lightning_cxl.shards import shard_of, sharded_like
+from lightning_cxl.streaming.units import find_units
+
+
+class ShardedStrategy(ProcessesStrategy):
+    """Cuts the model before its optimizers are made, calls what gathers it, and writes checkpoints together."""
+
+    config: OffloadConfig
+    _root: nn.Module | None = None
+    """The module whose call gathers what no unit has; None where nothing is cut."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights of a checkpoint are loaded when they are in their places: only there is a shard known."""
+        return self.is_distributed
+
+    def _cut_model(self) -> None:
+        """Cut the model over all processes, if there are several. See [Note: Sharded models].
+
+        Raises:
+            UnsupportedError: an option that needs one process.
+        """
+        if not self.is_distributed:
+            return
+        assert isinstance(self.model, nn.Module)
+        if self.config.ssd() is not None:
+            raise UnsupportedError(
+                "the tier `ssd` serves one process in this version, and there are "
+                f"{self.world_size}: leave the tier out, or train with devices=1"
+            )
+        units = find_units(self.model, self.config.units)
+        self._root = cut(self.model, units, self.device_mesh)
+
+    # -- steps: what Lightning calls must be the module that gathers -------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's `training_step`."""
+        return self._call("training_step", self.precision_plugin.train_step_context, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's `validation_step`."""
+        return self._call("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's `test_step`."""
+        return self._call("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's `predict_step`."""
+        return self._call("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+
+    def _call(
+        self, name: str, context: Callable[[], AbstractContextManager[Any]], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        with context():
+            if self._root is module:
+                return self._forward_redirection(module, module, name, *args, **kwargs)
+            return getattr(module, name)(*args, **kwargs)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_together(self, checkpoint: Mapping[str, Any], own: Mapping[str, Any], filepath: Any) -> None:
+        """Write a checkpoint, each process its shards. See [Note: Sharded checkpoints].
+
+        Args:
+            checkpoint: Lightning's, with state of optimizers by names of parameters.
+            own: our entry; empty where only weights are saved.
+            filepath: as the first process has it.
+        """
+        states = checkpoint.get("optimizer_states", [])
+        tensors = {"state_dict": checkpoint["state_dict"], **{f"optimizer_{i}": each for i, each in enumerate(states)}}
+        entry = dict(own)
+        masters = entry.pop("master_weights", None)
+        if masters:
+            tensors[KEY] = {"master_weights": masters}
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        save(Path(self.broadcast(str(filepath))), tensors, {**rest, KEY: entry})
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights into the memory they have: what of them is here."""
+        module = self.lightning_module
+        assert module is not None
+        if isinstance(checkpoint, LoadedCheckpoint) and checkpoint.folder is not None:
+            checkpoint.folder.read_weights(module, strict=strict)
+        elif self._root is not None:
+            own = dict(module.named_parameters(remove_duplicate=False))
+            saved = checkpoint["state_dict"]
+            here = {n: sharded_like(shard_of(value, own[n]), own[n]) for n, value in saved.items() if n in own}
+            module.load_state_dict({**saved, **here}, strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict)

@@ -1,0 +1,101 @@
+"""Lightning runs of several ranks, each of which has its rows of the batches that one process would get."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_cxl
+from tests.distributed.training import place, whole
+from tests.models import TinyTransformer
+
+BATCH, LENGTH, VOCAB = 4, 12, 37
+
+
+class Module(LightningModule):
+    """Cross-entropy on the next token; parameters of its own beside those of the model where `own` says so."""
+
+    def __init__(self, *, own: bool = False, optimizer: str = "AdamW", manual: bool = False) -> None:
+        super().__init__()
+        self.model = TinyTransformer(dropout=0.0, tied=True)
+        self.scale = nn.Parameter(torch.ones(VOCAB)) if own else None
+        self.optimizer = optimizer
+        self.automatic_optimization = not manual
+        self.losses: list[float] = []
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss."""
+        logits = self.model(tokens[:, :-1])
+        logits = logits if self.scale is None else logits * self.scale
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        """Record the loss of all ranks, and return that of this one."""
+        loss = self.loss(batch[0])
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")))
+        self.log("loss", loss, sync_dist=True)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss of all ranks."""
+        self.log("val_loss", self.loss(batch[0]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer with a schedule."""
+        kind = getattr(torch.optim, self.optimizer)
+        options = {"eps": 1e-5} if "Adam" in self.optimizer else {"momentum": 0.9}
+        optimizer = kind(self.parameters(), lr=1e-3, **options)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+def data(batches: int = 12) -> DataLoader[Any]:
+    """Return this rank's rows of batches that are the same whatever the number of ranks."""
+    rank, world = place()
+    tokens = torch.randint(0, VOCAB, (batches, BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+    own = tokens[:, rank * BATCH // world : (rank + 1) * BATCH // world].flatten(0, 1)
+    return DataLoader(TensorDataset(own), batch_size=BATCH // world, shuffle=False)
+
+
+class Result(dict[str, Any]):
+    """Losses, whole weights, and what the callback metrics are."""
+
+
+def fit(
+    steps: int,
+    *,
+    module: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    resume: str | None = None,
+    save: str | None = None,
+    callback: Callback | None = None,
+) -> Result:
+    """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
+    _, world = place()
+    seed_everything(5, verbose=False)
+    task = Module(**(module or {}))
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    runner = Trainer(
+        accelerator="cpu", devices=world, max_steps=steps, max_epochs=-1, use_distributed_sampler=False,
+        strategy=lightning_cxl.CXLOffloadStrategy(**(options or {})), callbacks=callback and [callback],
+        **{**dict.fromkeys(off, False), **(trainer or {})},
+    )  # fmt: skip
+    runner.fit(task, data(), ckpt_path=resume)
+    if save is not None:
+        runner.save_checkpoint(save)
+        if world > 1:
+            assert Path(save).is_dir()
+            dist.barrier()
+    weights = {name: whole(parameter) for name, parameter in task.named_parameters()}
+    return Result(losses=task.losses, weights=weights, metrics=dict(runner.callback_metrics))
