@@ -104,7 +104,7 @@ def _answer(module: str, name: str, args: tuple) -> tuple[str | None, Any]:
 
     try:
         apart.reset()
-        apart.set_poison(True)
+        apart.set_poison(True, when_taken=True)
         result = getattr(importlib.import_module(module), name)(*args)
         torch.accelerator.synchronize()
         seen = apart.clear_violations()
