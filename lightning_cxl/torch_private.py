@@ -279,6 +279,31 @@ def unscale(scaler: Any, *args: Any) -> Any:
 # --- kernels over lists of tensors, which `bench` compares with
 
 
+# --- FSDP2
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 knows of each parameter that it manages in a model, one for tied ones; see `put_shard`."""
+    kind = find("torch.distributed.fsdp", "FSDPModule", "shard a model")
+    for module in model.modules():
+        if isinstance(module, kind):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+
+def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
+    """Put `shard` in the place of the local part of a parameter, before the first forward of the model.
+
+    Args:
+        managed: of `sharded_parameters`.
+        shard: of the same shape, dtype and device.
+        memory: of the same storage; FSDP2 takes a parameter with the storage that it knows for unchanged, and does not
+            pad it, which would move it to other memory.
+    """
+    managed.sharded_param._local_tensor = shard
+    managed._sharded_param_data = memory.view(-1)
+
+
 # --- the compiler
 
 set_compiler: Callable[[Any], Any] = find(

@@ -15,13 +15,13 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def on_the_cpu(ranks):
-    return ranks.run(fsdp_runs.plain, "cpu")
+    return ranks.run(fsdp_runs.plain, "plain", "cpu")
 
 
 @pytest.mark.parametrize("offload", [None, "pageable", "pinned"])
 def test_fsdp_trains_as_on_the_cpu(ranks, on_the_cpu, offload):
     for (losses, weights), (expected_losses, expected) in zip(
-        ranks.run(fsdp_runs.plain, "apart", offload), on_the_cpu, strict=True
+        ranks.run(fsdp_runs.plain, "plain", "apart", offload), on_the_cpu, strict=True
     ):
         torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=0)
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
