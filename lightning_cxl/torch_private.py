@@ -296,11 +296,17 @@ def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
 
     Args:
         managed: of `sharded_parameters`.
-        shard: of the same shape, dtype and device.
+        shard: of the same shape and dtype, and of the same device unless the parameter is on the meta device.
         memory: of the same storage; FSDP2 takes a parameter with the storage that it knows for unchanged, and does not
             pad it, which would move it to other memory.
     """
-    managed.sharded_param._local_tensor = shard
+    parameter = managed.sharded_param
+    if parameter.is_meta:  # the parameter itself says which device it is on
+        there = nn.Parameter(managed.to_sharded_dtensor(shard), requires_grad=parameter.requires_grad)
+        there.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, there)
+    else:
+        parameter._local_tensor = shard
     managed._sharded_param_data = memory.view(-1)
 
 

@@ -123,6 +123,14 @@ class HostShard(Tensor):
         """Return the storage on the host: FSDP2 asks whether it is still the one that it knows."""
         return self.host.untyped_storage()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a tensor of the device, as every copy is."""
+        copy: Tensor = self.clone()
+        return memo.setdefault(id(self), copy)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"HostShard({self.host!r}, device='{self.device}')"
 
@@ -137,6 +145,8 @@ class HostShard(Tensor):
         if func in _SHAPE_ALONE:
             stand_in = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
             return func(stand_in, *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
+        if func is _aten.is_pinned.default:
+            return False  # as any tensor of a device; the bytes' own allocator knows of `host`
         if func.is_view:
             return _view(func, args, kwargs)
         if func._schema.is_mutable:
@@ -154,7 +164,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that writes to some of its arguments: on the host, unless it writes to the device as well."""
+    """Run an operator that writes to some of its arguments: on the host, unless it needs the device to do so."""
     written: list[Tensor] = []
     for argument, value in _named(func, args, kwargs):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -162,7 +172,8 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shards = [tensor for tensor in written if isinstance(tensor, HostShard)]
     for shard in shards:
         shard.settle()
-    if all(isinstance(tensor, HostShard) or tensor.is_cpu for tensor in written):
+    random = torch.Tag.nondeterministic_seeded in func.tags  # DTensor prepares the device's generator, rank by rank
+    if not random and all(isinstance(tensor, HostShard) or tensor.is_cpu for tensor in written):
         result = func(*_to_host(args), **_to_host(kwargs))
     else:
         copies: dict[int, Tensor] = {}
@@ -203,7 +214,8 @@ Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]
 def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) -> dict[str, HostShard]:
     """Move the shards of all parameters that FSDP2 manages in a model to the host, before its first forward.
 
-    Parameters stay the objects that they are; optimizers may know them already. Nothing of them stays on the device.
+    Parameters stay the objects that they are; optimizers may know them already. Nothing of them stays on the device. A
+    shard on the meta device has the values that the memory has.
 
     Args:
         model: `fully_shard` has been applied to it and its units, without a policy for offloading.
@@ -214,17 +226,17 @@ def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) ->
         The shard of each parameter, by its name.
 
     Raises:
-        UnsupportedError: a parameter is on the meta device, or FSDP2 offloads it itself.
+        UnsupportedError: the model is sharded on another device, or FSDP2 offloads it itself.
         ValueError: `allocate` has given other memory than it was asked for.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    shards = {}
+    shards, copies = {}, []
     for managed in sharded_parameters(model):
         name, local = names[managed.sharded_param], managed.sharded_param.detach().to_local()
-        if local.device != engine.device:
+        if local.device != engine.device and not local.is_meta:
             raise UnsupportedError(
-                f"the shard of `{name}` is on `{local.device}`, and the model trains on `{engine.device}`: materialise "
-                "parameters there before this call, and shard without an `offload_policy`"
+                f"the shard of `{name}` is on `{local.device}`, and the model trains on `{engine.device}`: call "
+                "fully_shard with a mesh of this device and without an `offload_policy`"
             )
         memory = allocate(name, local.shape, local.dtype)
         if (memory.shape, memory.dtype, memory.device.type) != (local.shape, local.dtype, "cpu"):
@@ -234,7 +246,10 @@ def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) ->
             )
         if not memory.numel():  # a process without rows; FSDP2 knows storage by its address, so there must be one
             memory = memory.new_empty(1)[:0].view(local.shape)
-        engine.d2h(local, memory).wait_host()
+        if not local.is_meta:
+            copies.append(engine.d2h(local, memory))
         shards[name] = HostShard(memory, engine)
         put_shard(managed, shards[name], memory)
+    for copy in copies:
+        copy.wait_host()
     return shards

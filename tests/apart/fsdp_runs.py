@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.models import TINY_LLAMA
@@ -25,6 +26,8 @@ class Case(NamedTuple):
     ahead: bool = False
     """Whether the user says which units are fetched ahead."""
     weights: torch.dtype = torch.float32
+    replicated: bool = False
+    """Whether every process has all of each parameter, and gradients are averaged."""
 
 
 _MIXED = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
@@ -40,6 +43,8 @@ CASES = {
     "uneven": Case(config={"vocab_size": 63, "intermediate_size": 47}, scale=True),
     "fetched ahead": Case(config={"num_hidden_layers": 4}, ahead=True),
     "kept after forward": Case(policy={"reshard_after_forward": False}),
+    "replicated": Case(replicated=True),
+    "by columns": Case(policy={"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}),
 }
 STEPS = 4
 
@@ -68,7 +73,11 @@ def batch(case: Case, step: int, device: str) -> dict[str, torch.Tensor]:
 def shard(case: Case, device: str, **options: object) -> FSDPModule:
     """Return the model of a case: every block is a unit, and the root has the rest."""
     model = llama(case)
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    number = dist.get_world_size()
+    if case.replicated:
+        mesh = init_device_mesh(device, (number, 1), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device, (number,))
     blocks = list(model.model.layers)
     for block in blocks:
         fully_shard(block, mesh=mesh, **case.policy, **options)

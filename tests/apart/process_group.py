@@ -88,6 +88,10 @@ class ApartProcessGroup(dist.ProcessGroup):
         return BACKEND
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("apart"), torch.device("cpu")]
+
+    @property
     def pg_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 

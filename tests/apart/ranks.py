@@ -66,7 +66,7 @@ def started(number: int) -> Iterator[Ranks]:
             for pipe in pipes:
                 pipe.close()
             for process in processes:
-                process.join(10)
+                process.join(30)
                 if process.is_alive():
                     process.kill()
                     process.join()
