@@ -53,6 +53,9 @@ class _Bytes:
         self._reading = self.engine.h2d(host, arrived)
         self._reading.wait()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Bytes":
+        return self  # DCP copies what tensors hold, and takes their values from the storage
+
     def settle(self) -> None:
         if self._reading is not None:
             self._reading.wait_host()  # of all: copies to the device are done in order
@@ -79,7 +82,12 @@ class HostShard(Tensor):
     @classmethod
     def _of(cls, host: Tensor, shared: _Bytes) -> "HostShard":
         shard: HostShard = Tensor._make_wrapper_subclass(
-            cls, host.shape, strides=host.stride(), dtype=host.dtype, device=shared.engine.device
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=shared.engine.device,
         )
         shard.host, shard._bytes = host, shared
         return shard
@@ -120,8 +128,12 @@ class HostShard(Tensor):
         return None if out is not None else (outputs[0], ())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage on the host: FSDP2 asks whether it is still the one that it knows."""
+        """Return the storage on the host: FSDP2 asks whether it is still the one that it knows, DCP copies it."""
         return self.host.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Return the address on the host: without one, an asynchronous save of DCP would take the shard for empty."""
+        return self.host.data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return a tensor of the device, as every copy is."""
