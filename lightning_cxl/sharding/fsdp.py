@@ -16,15 +16,14 @@ already stays as it is.
   see `shards.py`.
 """
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_cxl.sharding.torch_private import fsdp_params, give_shard, padded_size
+from lightning_cxl.sharding.torch_private import give_shard, padded_size, sharded_parameters
 from lightning_cxl.shards import local
 from lightning_cxl.streaming.units import NamedUnits
 
@@ -89,7 +88,7 @@ def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
 @torch.no_grad()
 def place_shards(model: nn.Module, place: PlaceShard) -> None:
     """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on."""
-    for each in _managed(model):
+    for each in sharded_parameters(model):
         parameter = each.sharded_param
         shard, size = parameter._local_tensor, padded_size(each)
         home = place(parameter, shard, size.numel())
@@ -104,9 +103,3 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
 
 def _num_uses(module: nn.Module) -> int:
     return sum(1 for _ in module.named_parameters(remove_duplicate=False))
-
-
-def _managed(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from fsdp_params(module)

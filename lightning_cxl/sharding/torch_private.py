@@ -1,23 +1,46 @@
 """What the package uses of FSDP2 that torch does not promise to keep. See `lightning_cxl/torch_private.py`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
-def fsdp_params(module: FSDPModule) -> list[Any]:
-    """Return what FSDP2 keeps of each parameter that it gathers for this module itself, not for modules inside."""
-    state: Any = module._get_fsdp_state()
-    return [each for group in state._fsdp_param_groups for each in group.fsdp_params]
+def sharded_parameters(model: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 knows of each parameter that it manages in a model, one for tied ones; see `put_shard`."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                yield from group.fsdp_params
+
+
+def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
+    """Put `shard` in the place of the local part of a parameter, before the first forward of the model.
+
+    Args:
+        managed: of `sharded_parameters`.
+        shard: of the same shape and dtype, and of the same device unless the parameter is on the meta device.
+        memory: of the same storage; FSDP2 takes a parameter with the storage that it knows for unchanged, and does not
+            pad it, which would move it to other memory.
+    """
+    parameter = managed.sharded_param
+    if parameter.is_meta:  # the parameter itself says which device it is on
+        there = nn.Parameter(managed.to_sharded_dtensor(shard), requires_grad=parameter.requires_grad)
+        there.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, there)
+    else:
+        parameter._local_tensor = shard
+    managed._sharded_param_data = memory.view(-1)
 
 
 def give_shard(fsdp_param: Any, padded: Tensor) -> None:
     """Let FSDP2 keep a shard in other memory, which has its values already.
 
     Args:
-        fsdp_param: one of `fsdp_params`.
+        fsdp_param: of `sharded_parameters`.
         padded: contiguous, shaped as `padded_size` says. The shard is what comes first in it.
     """
     dim = fsdp_param.fsdp_placement.dim

@@ -32,7 +32,7 @@ MUTANTS = {
         "runtime/arena.cpp", "reserve(PROT_NONE)", "reserve(PROT_READ)", "test_memory.py"
     ),
     "freed memory keeps its bytes under poison": Mutant(
-        "runtime/allocator.cpp", "if (!poison_on) return;", "return;", "test_memory.py"
+        "runtime/allocator.cpp", "if (poison == Poison::kFreed)", "if (false)", "test_memory.py"
     ),
     "poison comes at once": Mutant(
         "runtime/allocator.cpp",

@@ -64,7 +64,7 @@ TORCH_LIBRARY(apart, m) {
   m.def("set_delay(int kind, int microseconds) -> ()", [](int64_t kind, int64_t us) { set_delay(Kind(kind), us); });
   m.def("pause(int device, int stream, int where) -> ()", [](int64_t d, int64_t s, int64_t where) { queue_of(d, s).pause(Pause(where)); });
   m.def("wait_halfway(int device, int stream) -> ()", [](int64_t d, int64_t s) { queue_of(d, s).wait_halfway(); });
-  m.def("set_poison(bool yes) -> ()", [](bool yes) { set_poison(yes); });
+  m.def("set_poison(int when) -> ()", [](int64_t when) { set_poison(Poison(when)); });
   m.def("poison_host(int address, int bytes) -> ()", poison_host);
   m.def("set_capacity(int device, int bytes) -> ()", [](int64_t d, int64_t bytes) { set_capacity(d, bytes); });
   m.def("capacity(int device) -> int", [](int64_t d) -> int64_t { return capacity_of(d); });

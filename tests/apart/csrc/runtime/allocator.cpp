@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kGrain = 512;  // as CUDA's: sizes and addresses are multiples of it
 constexpr size_t kDefaultCapacity = size_t(8) << 30;
 
-std::atomic<bool> poison_on{false};
+std::atomic<Poison> poison{Poison::kNever};
 
 struct Block {
   DeviceIndex device;
@@ -38,14 +38,13 @@ struct Pool {
   c10::CachingDeviceAllocator::DeviceStats stats;
 
   void fill_with_poison(DeviceIndex d, int64_t stream, size_t offset, size_t size) {
-    if (!poison_on) return;
     char* at = Arena::get().back(d, offset);
     queue_of(d, stream).push_internal([at, size] { std::memset(at, 0xff, size); });
   }
 
   void give_back(const Block& b) {
     cached[{b.stream, b.size}].push_back(b.offset);
-    fill_with_poison(b.device, b.stream, b.offset, b.size);
+    if (poison == Poison::kFreed) fill_with_poison(b.device, b.stream, b.offset, b.size);
   }
 
   void collect_pending() {
@@ -88,11 +87,12 @@ struct Pool {
     cached.clear();
   }
 
-  size_t take_cached(int64_t stream, size_t size) {  // 0: none
+  size_t take_cached(DeviceIndex d, int64_t stream, size_t size) {  // 0: none
     auto hit = cached.find({stream, size});
     if (hit == cached.end() || hit->second.empty()) return 0;
     size_t offset = hit->second.back();
     hit->second.pop_back();
+    if (poison == Poison::kTaken) fill_with_poison(d, stream, offset, size);
     return offset;
   }
 
@@ -104,7 +104,7 @@ struct Pool {
     if (rest) gaps[offset + size] = rest;
     reserved += size;
     stats.reserved_bytes[0].increase(size);
-    if (poison_on) std::memset(Arena::get().back(d, offset), 0xff, size);  // at once: no stream has it, and any may be first
+    if (poisoning()) std::memset(Arena::get().back(d, offset), 0xff, size);  // at once: no stream has it, and any may be first
     return offset;
   }
 
@@ -144,7 +144,7 @@ class Allocator final : public c10::DeviceAllocator {
     auto& pool = pool_of(d);
     std::unique_lock<std::mutex> lock(pool.mutex);
     pool.collect_pending();
-    size_t offset = pool.take_cached(stream, size);
+    size_t offset = pool.take_cached(d, stream, size);
     if (!offset) {
       if (pool.reserved + size > pool.capacity) {  // wait until everything that could be free is, and try again
         lock.unlock();
@@ -241,9 +241,9 @@ c10::DataPtr allocate_on(DeviceIndex device, size_t bytes) {
   return allocator.allocate(bytes);
 }
 
-void set_poison(bool yes) { poison_on = yes; }
+void set_poison(Poison when) { poison = when; }
 
-bool poisoning() { return poison_on; }
+bool poisoning() { return poison != Poison::kNever; }
 
 void set_capacity(DeviceIndex device, size_t bytes) {
   TORCH_CHECK(bytes > 0 && bytes < kSpan, "apart: capacity of ", bytes, " bytes; it must be above 0 and below ", kSpan);

@@ -18,7 +18,10 @@ c10::DeviceAllocator& device_allocator();
 // Memory of a device that is not the current one, or the current one.
 c10::DataPtr allocate_on(DeviceIndex device, size_t bytes);
 
-void set_poison(bool yes);
+// When a block is filled with NaN: never, when it is free, or when it is taken again. On a GPU only the latter overwrites
+// it, so code that knows what comes next may still read what it has given back.
+enum class Poison { kNever, kFreed, kTaken };
+void set_poison(Poison when);
 bool poisoning();
 void set_capacity(DeviceIndex device, size_t bytes);
 size_t capacity_of(DeviceIndex device);

@@ -1,0 +1,270 @@
+"""A shard of a parameter that lies on the host, for FSDP2 on a device with memory of its own.
+
+[Note: Shards on the host]
+FSDP2 can keep shards on the host itself (`CPUOffloadPolicy`). Then it copies every gradient to the host as soon as it is
+reduced, and its thread waits for the copy where a hook is to see the gradient. A `HostShard` says instead that it is on the
+device, so for FSDP2 nothing is offloaded:
+
+* Gather. Just before it gathers a unit, FSDP2 asks each shard what to gather (`fsdp_pre_all_gather`). The shard starts the
+  copy to the device and gives the tensor that it arrives in. Current then is the stream in which FSDP2 puts together what a
+  unit gathers; this stream waits for the copy, and the host does not. Units that FSDP2 fetches ahead are copied ahead.
+* Gradients. They stay on the device, views of one tensor for all parameters of a unit. FSDP2 calls the hooks that
+  `register_post_accumulate_grad_hook` adds, parameter by parameter, in the stream that has reduced them. Who starts a copy
+  there, without naming what it begins after, begins after the reduction; who then sets `.grad` to None lets the unit's
+  tensor go. That needs no event and no `record_stream`: `[Note: Copies and streams]` keeps it until the copy is done.
+* Bytes. `host` is written by who updates weights, on the host. A copy to the device may still read it, when the host has
+  run ahead: `settle` waits for it. What torch writes through the shard does so by itself. A gradient of the parameter that
+  has arrived on the host says the same, for the copy came before the backward.
+* Everything else is as with a tensor of the device: who reads the shard gets its values there, who writes it changes the
+  bytes on the host, and copies to the CPU need not go over the device.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.sharding.torch_private import put_shard, sharded_parameters
+from lightning_cxl.transfer.engine import Transfer, TransferEngine
+
+_aten = torch.ops.aten
+_SHAPE_ALONE = frozenset(
+    (
+        *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
+        *(_aten.rand_like.default, _aten.randn_like.default, _aten.new_empty.default, _aten.new_zeros.default),
+        *(_aten.new_ones.default, _aten.new_full.default, _aten.new_empty_strided.default),
+    )
+)
+"""Operators that make a tensor on the device and read no value."""
+
+
+class _Bytes:
+    """What all views of one shard share: the way to the device, and the last copy that reads the host."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self.engine = engine
+        self._reading: Transfer | None = None
+
+    def to_device(self, host: Tensor, arrived: Tensor) -> None:
+        """Copy; the current stream waits."""
+        self._reading = self.engine.h2d(host, arrived)
+        self._reading.wait()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Bytes":
+        return self  # DCP copies what tensors hold, and takes their values from the storage
+
+    def settle(self) -> None:
+        if self._reading is not None:
+            self._reading.wait_host()  # of all: copies to the device are done in order
+            self._reading = None
+
+
+class HostShard(Tensor):
+    """Bytes on the host that look like a tensor of the training device; see [Note: Shards on the host].
+
+    Args:
+        host: the values, on the CPU.
+        engine: copies them to its device, which has memory of its own.
+    """
+
+    host: Tensor
+    """The values: what kernels of the host read and write, once `settle` has returned."""
+    _bytes: _Bytes
+
+    @staticmethod
+    def __new__(cls, host: Tensor, engine: TransferEngine) -> "HostShard":
+        """Make a shard of these very bytes."""
+        return cls._of(host.detach(), _Bytes(engine))
+
+    @classmethod
+    def _of(cls, host: Tensor, shared: _Bytes) -> "HostShard":
+        shard: HostShard = Tensor._make_wrapper_subclass(
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=shared.engine.device,
+        )
+        shard.host, shard._bytes = host, shared
+        return shard
+
+    def settle(self) -> None:
+        """Block until no copy to the device reads the bytes any more; then the host may write them."""
+        self._bytes.settle()
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        """Start the copy to the device; FSDP2 calls this before it gathers.
+
+        Args:
+            mesh: the processes that gather.
+            outer_size: the shape of the whole parameter.
+            outer_stride: its strides.
+            module: that has it.
+            mp_policy: the precision that FSDP2 gathers in.
+
+        Returns:
+            (tensors that this process gives, nothing for `fsdp_post_all_gather`).
+        """
+        shape = list(self.shape)
+        if self.shape[1:] == outer_size[1:]:  # sharded by rows; the processes give the same number of them
+            shape[0] = -(-outer_size[0] // mesh.size())
+        arrived = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if self.numel():
+            self._bytes.to_device(self.host, arrived[: self.shape[0]])
+        if mp_policy.param_dtype is not None and self.is_floating_point():
+            arrived = arrived.to(mp_policy.param_dtype)
+        return (arrived,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[()]] | None:
+        """Return what was gathered as the whole parameter; FSDP2 has the memory, now and for the next time (`out`)."""
+        return None if out is not None else (outputs[0], ())
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage on the host: FSDP2 asks whether it is still the one that it knows, DCP copies it."""
+        return self.host.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Return the address on the host: without one, an asynchronous save of DCP would take the shard for empty."""
+        return self.host.data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a tensor of the device, as every copy is."""
+        copy: Tensor = self.clone()
+        return memo.setdefault(id(self), copy)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"HostShard({self.host!r}, device='{self.device}')"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator on the bytes, on the host where it changes them, else on the device."""
+        kwargs = kwargs or {}
+        if func in _SHAPE_ALONE:
+            stand_in = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
+            return func(stand_in, *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
+        if func is _aten.is_pinned.default:
+            return False  # as any tensor of a device; the bytes' own allocator knows of `host`
+        if func.is_view:
+            return _view(func, args, kwargs)
+        if func._schema.is_mutable:
+            return _change(func, args, kwargs)
+        if func is _aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            return func(args[0].host, **kwargs)
+        return func(*_to_device(args), **_to_device(kwargs))
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the view of the host's bytes as a shard, or views as shards."""
+    shared = args[0]._bytes
+    views = func(args[0].host, *args[1:], **kwargs)
+    return tree_map_only(Tensor, lambda view: HostShard._of(view, shared), views)
+
+
+def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that writes to some of its arguments: on the host, unless it needs the device to do so."""
+    written: list[Tensor] = []
+    for argument, value in _named(func, args, kwargs):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            tree_map_only(Tensor, written.append, value)
+    shards = [tensor for tensor in written if isinstance(tensor, HostShard)]
+    for shard in shards:
+        shard.settle()
+    random = torch.Tag.nondeterministic_seeded in func.tags  # DTensor prepares the device's generator, rank by rank
+    if not random and all(isinstance(tensor, HostShard) or tensor.is_cpu for tensor in written):
+        result = func(*_to_host(args), **_to_host(kwargs))
+    else:
+        copies: dict[int, Tensor] = {}
+        result = func(*_to_device(args, copies), **_to_device(kwargs, copies))
+        for shard in shards:
+            shard.host.copy_(copies[id(shard)])
+    return written[0] if isinstance(result, Tensor) else result
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return each argument of the schema that is given, with its value."""
+    arguments = func._schema.arguments
+    return [
+        *zip(arguments, args, strict=False),
+        *((each, kwargs[each.name]) for each in arguments if each.name in kwargs),
+    ]
+
+
+def _to_host(values: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.host if isinstance(tensor, HostShard) else tensor.cpu(), values)
+
+
+def _to_device(values: Any, copies: dict[int, Tensor] | None = None) -> Any:
+    """Return the values with copies of shards on the device, each shard once in `copies`."""
+    copies = {} if copies is None else copies
+
+    def copy(shard: HostShard) -> Tensor:
+        if id(shard) not in copies:
+            arrived = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=shard.device)
+            shard._bytes.to_device(shard.host, arrived)
+            copies[id(shard)] = arrived
+        return copies[id(shard)]
+
+    return tree_map_only(HostShard, copy, values)
+
+
+Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""Gives host memory for the shard of the parameter of this name, of this shape and dtype."""
+
+
+def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) -> dict[str, HostShard]:
+    """Move the shards of all parameters that FSDP2 manages in a model to the host, before its first forward.
+
+    Parameters stay the objects that they are; optimizers may know them already. Nothing of them stays on the device. A
+    shard on the meta device has the values that the memory has.
+
+    Args:
+        model: `fully_shard` has been applied to it and its units, without a policy for offloading.
+        allocate: is asked once for each; tied parameters are one, under their first name.
+        engine: of the device that the model is sharded on.
+
+    Returns:
+        The shard of each parameter, by its name.
+
+    Raises:
+        UnsupportedError: the model is sharded on another device, or FSDP2 offloads it itself.
+        ValueError: `allocate` has given other memory than it was asked for.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    shards, copies = {}, []
+    for managed in sharded_parameters(model):
+        name, local = names[managed.sharded_param], managed.sharded_param.detach().to_local()
+        if local.device != engine.device and not local.is_meta:
+            raise UnsupportedError(
+                f"the shard of `{name}` is on `{local.device}`, and the model trains on `{engine.device}`: call "
+                "fully_shard with a mesh of this device and without an `offload_policy`"
+            )
+        memory = allocate(name, local.shape, local.dtype)
+        if (memory.shape, memory.dtype, memory.device.type) != (local.shape, local.dtype, "cpu"):
+            raise ValueError(
+                f"the shard of `{name}` needs {tuple(local.shape)} {local.dtype} on the CPU, and was given "
+                f"{tuple(memory.shape)} {memory.dtype} on `{memory.device}`"
+            )
+        if not memory.numel():  # a process without rows; FSDP2 knows storage by its address, so there must be one
+            memory = memory.new_empty(1)[:0].view(local.shape)
+        if not local.is_meta:
+            copies.append(engine.d2h(local, memory))
+        shards[name] = HostShard(memory, engine)
+        put_shard(managed, shards[name], memory)
+    for copy in copies:
+        copy.wait_host()
+    return shards

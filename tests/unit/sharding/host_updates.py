@@ -1,0 +1,91 @@
+"""Training on shards on the host as simply as it can be done: what a rank does in the tests of `HostShard`."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_cxl.sharding.host_shard import HostShard, host_shards
+from lightning_cxl.transfer.engine import DeviceEngine, Transfer
+from tests import apart
+from tests.apart import fsdp_runs
+
+
+def pinned(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def engine() -> DeviceEngine:
+    return DeviceEngine(torch.device("apart", torch.accelerator.current_device_index()))
+
+
+class HostUpdates:
+    """Copies gradients to the host when they are ready, and updates shards there with an optimizer of torch."""
+
+    def __init__(self, model: nn.Module, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self.engine = engine()
+        self.shards = host_shards(model, pinned, self.engine)
+        self.arriving: list[tuple[nn.Parameter, Transfer, torch.Tensor]] = []
+        masters = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                masters.append(nn.Parameter(self.shards[name].host))
+                parameter.register_post_accumulate_grad_hook(self._hook(masters[-1]))
+        self.optimizer = make(masters)
+
+    def _hook(self, master: nn.Parameter) -> Callable[[torch.Tensor], None]:
+        def start(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad.to_local()
+            host = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+            self.arriving.append((master, self.engine.d2h(gradient, host), host))
+            parameter.grad = None
+
+        return start
+
+    def step(self) -> None:
+        for master, transfer, gradient in self.arriving:
+            transfer.wait_host()
+            master.grad = gradient if master.grad is None else master.grad + gradient
+        self.arriving.clear()
+        for shard in self.shards.values():
+            shard.settle()
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def on_host(model: nn.Module) -> bool:
+    """Whether every local tensor is a shard on the host."""
+    return all(isinstance(each.detach().to_local(), HostShard) for each in model.parameters())
+
+
+def bytes_on_device() -> int:
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated()
+
+
+class Trained(NamedTuple):
+    """What training with shards on the host gives on a rank."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    bytes_before: int
+    """On the device, before the first step."""
+    bytes_after: int
+    on_host: bool
+
+
+def train(name: str, delays: dict[str, float]) -> Trained:
+    case = fsdp_runs.CASES[name]
+    model = fsdp_runs.shard(case, "apart")
+    updates = HostUpdates(model, fsdp_runs.adamw)
+    apart.set_poison(True)  # not only when it is taken again: nothing on the device reads what has been given back
+    apart.set_delay(**delays)
+    before = bytes_on_device()
+    losses = fsdp_runs.steps(case, model, updates, "apart")
+    updates.arriving.clear()
+    after = bytes_on_device()
+    apart.set_delay()
+    return Trained(losses, fsdp_runs.whole(model), before, after, on_host(model))

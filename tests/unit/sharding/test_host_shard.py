@@ -1,0 +1,81 @@
+"""Shards on the host train as FSDP2's own offloading does, and nothing of them stays on the device."""
+
+import pytest
+import torch
+
+from tests import apart
+from tests.apart import fsdp_runs
+from tests.apart import ranks as processes
+from tests.training_device import LATE
+from tests.unit.sharding import host_updates, state_runs
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    if why := apart.why_unavailable():
+        pytest.skip(why)
+    with processes.started(2) as started:
+        yield started
+
+
+def check(ranks, case, delays):
+    expected = ranks.run(fsdp_runs.plain, case, "apart", "pinned")
+    for found, (losses, weights) in zip(ranks.run(host_updates.train, case, delays), expected, strict=True):
+        assert found.losses == losses
+        assert found.weights.keys() == weights.keys()
+        assert all(torch.equal(found.weights[name], weights[name]) for name in weights)
+        assert found.on_host
+        assert found.bytes_after == found.bytes_before
+
+
+@pytest.mark.parametrize("case", fsdp_runs.CASES)
+def test_training_equals_offloading_by_fsdp(ranks, case):
+    check(ranks, case, {})
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("case", ["plain", "fetched ahead"])
+def test_nothing_overtakes_a_late_copy_or_kernel(ranks, case, late):
+    check(ranks, case, LATE[late])
+
+
+@pytest.fixture(scope="module")
+def weights(ranks):
+    return ranks.run(state_runs.weights)
+
+
+def equal(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_of_dcp_need_no_device(ranks, weights, tmp_path, asynchronous):
+    for (found, moved), expected in zip(
+        ranks.run(state_runs.checkpoint, str(tmp_path), asynchronous), weights, strict=True
+    ):
+        assert equal(found, expected)
+        assert moved == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        (state_runs.sharded_state, ()),
+        (state_runs.whole_state, (False,)),
+        (state_runs.whole_state, (True,)),
+        (state_runs.pickled, ()),
+        (state_runs.moved_to_its_device, ()),
+    ],
+)
+def test_state_comes_and_goes_as_with_any_tensor(ranks, weights, run, options):
+    assert all(map(equal, ranks.run(run, *options), weights))
+
+
+def test_weights_are_drawn_as_on_the_device(ranks):
+    assert all(map(equal, ranks.run(state_runs.drawn, True), ranks.run(state_runs.drawn, False)))
+
+
+def test_a_model_without_memory_gets_its_weights_on_the_host(ranks, weights):
+    for (found, same), expected in zip(ranks.run(state_runs.from_meta), weights, strict=True):
+        assert equal(found, expected)
+        assert all(same)
