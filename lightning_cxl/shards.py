@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_cxl import torch_private
 
@@ -26,8 +26,14 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory that this process holds of a tensor, as a plain tensor; the tensor itself if it is not cut."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """Return the memory that this process holds of a tensor, as a plain tensor; the tensor itself if it is not cut.
+
+    Of weights that are on the host for a device apart it is that on the host. See [Note: Shards on the host].
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shard: torch.Tensor = tensor._local_tensor
+    return getattr(shard, "host", shard)
 
 
 def sharded_like(shard: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
@@ -42,7 +48,7 @@ def sharded_like(shard: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def shard_of(value: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """Return what of `value` belongs where this process holds its part of `owner`; without communication if possible.
+    """Return what of `value` belongs where this process holds its part of `owner`: a view where every process has all.
 
     Args:
         value: the whole, which every process has, or cut in any way.
@@ -54,7 +60,9 @@ def shard_of(value: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
         return value.redistribute(owner.device_mesh, owner.placements)._local_tensor
     if value.shape != owner.shape:
         return value
-    return distribute_tensor(value, owner.device_mesh, owner.placements, src_data_rank=None)._local_tensor
+    for dim, (size, begin) in enumerate(zip(*torch_private.own_part(owner), strict=True)):
+        value = value.narrow(dim, min(begin, value.shape[dim]), size)
+    return value
 
 
 def sums_over_processes(tensors: Sequence[torch.Tensor], values: Sequence[float]) -> list[float]:
@@ -85,7 +93,10 @@ def first_over_processes(tensors: Sequence[torch.Tensor], index: int | None) -> 
 
 def first_element(tensor: torch.Tensor) -> int:
     """Return which element of the whole, in row-major order, is the first one here; 0 where nothing is cut."""
-    return torch_private.first_element(tensor) if isinstance(tensor, DTensor) else 0
+    if not isinstance(tensor, DTensor) or not tensor.shape:
+        return 0
+    _, begins = torch_private.own_part(tensor)
+    return begins[0] * (tensor.numel() // max(1, tensor.shape[0]))
 
 
 def _groups(tensor: torch.Tensor) -> tuple[ProcessGroup, ...]:

@@ -294,15 +294,10 @@ _own_part = find(
 )
 
 
-def first_element(tensor: DTensor) -> int:
-    """Return which element of the whole, in row-major order, is the first that this process holds.
-
-    Args:
-        tensor: cut along its first dimension.
-    """
-    _, offsets = _own_part(tensor.shape, tensor.device_mesh, tensor.placements)
-    row: int = offsets[0] if offsets else 0
-    return row * (tensor.numel() // max(1, tensor.shape[0])) if tensor.shape else 0
+def own_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of what this process holds of a tensor, and where in each dimension it begins."""
+    shape, offsets = _own_part(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offsets)
 
 
 # --- kernels over lists of tensors, which `bench` compares with

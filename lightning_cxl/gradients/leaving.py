@@ -27,6 +27,7 @@ import torch
 from lightning_cxl.gradients.sums import AllocateAll, GradientSums, Landed
 from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.shards import local
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 MAX_STAGED = 3
@@ -124,7 +125,7 @@ class LeavingGradients:
             Landed(each.pair, there, each.key, stays=index < len(staying))
             for index, (each, there) in enumerate(zip(leaving, memory, strict=True))
         ]
-        transfer = self._start([(each.grad, there) for each, there in zip(leaving, memory, strict=True)])
+        transfer = self._start([(each.grad, local(there)) for each, there in zip(leaving, memory, strict=True)])
         fold = partial(self._fold, transfer, landed)
         started = _OwnFold(transfer, fold) if self._worker is None else self._worker.submit(fold)
         self._left.append(Group(frozenset(id(each.pair) for each in group), bool(staged), started))

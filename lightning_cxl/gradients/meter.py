@@ -84,7 +84,7 @@ class GradientMeter:
                 rows.extend(_row(local(source), local(destination)))
                 written.append(destination)
             else:
-                destination.copy_(source)
+                local(destination).copy_(local(source))
         self._sweep(_grads.copy, rows, written)
 
     def accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, key: int) -> None:
@@ -100,7 +100,8 @@ class GradientMeter:
                 rows.extend(_row(local(source), local(accumulator), key))
                 written.append(accumulator)
             else:
-                accumulator.add_(source)
+                local(accumulator).add_(local(source))
+                torch.autograd.graph.increment_version([accumulator])
         self._sweep(_grads.accumulate, rows, written)
 
     def _sweep(self, kernel: Callable[..., None], rows: "array[int]", written: Sequence[torch.Tensor]) -> None:

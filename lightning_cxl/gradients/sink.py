@@ -65,7 +65,7 @@ from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.optim.number_formats import mix_key
-from lightning_cxl.shards import is_sharded
+from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.torch_private import at_end_of_backward, backward_id
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -221,6 +221,7 @@ class GradientSink:
         grad = _taken_from(pair.compute)
         if grad is None or not (pair.is_shared or pair.master.requires_grad):
             return
+        grad = local(grad)
         self._check(pair, grad)
         self.finish_at_the_end()
         self._take_away(pair)

@@ -164,4 +164,4 @@ def _is_alone(grad: torch.Tensor) -> bool:
 
 
 def _role_of(pair: WeightPair) -> TensorRole:
-    return TensorRole.COMPUTE_GRADS if pair.is_shared else TensorRole.MASTER_GRADS
+    return TensorRole.COMPUTE_GRADS if pair.is_same_memory else TensorRole.MASTER_GRADS

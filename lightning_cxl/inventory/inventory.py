@@ -31,7 +31,7 @@ from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
-from lightning_cxl.shards import local
+from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.streamable import streamable
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
@@ -141,7 +141,7 @@ def list_tensors(
             precisions,
             config,
             accumulates=workload.num_micro_batches > 1,
-            on_host=lambda p: workload.computes_on_host or id(p) in unit_of,
+            on_host=lambda p: workload.computes_on_host or id(p) in unit_of or is_sharded(p),
         )
     ]
     reserves_all = overlap != "backward" or workload.num_micro_batches > 1
@@ -192,7 +192,7 @@ def _weights(
     """Return the weights on the host: pieces of units that stream, and where the CPU computes, all other weights."""
     role = TensorRole.COMPUTE_WEIGHTS
     in_units = units_by_parameter(streamed)
-    rest = [p for p in known_parameters(model) if computes_on_host and id(p) not in in_units]
+    rest = [p for p in known_parameters(model) if (computes_on_host or is_sharded(p)) and id(p) not in in_units]
     tensors = tensors_by_parameter(model) if rest else {}
     return [
         HostTensor(group[0], role, piece_nbytes(unit.module, group), unit.name, is_updated=is_updated(group[0]))

@@ -6,7 +6,8 @@ is the parameter an optimizer holds in its param groups. Where the compute param
 (or wider) they are one and the same object and nothing is copied: the user sees ``p.grad`` as always. The same holds
 for bfloat16 with *split* master weights (`CPUAdam` only): the compute parameter is the upper half of the master
 weights, and the lower half belongs to the optimizer's state. Otherwise the master is a separate parameter on the host,
-float32 or, split, a bfloat16 copy: gradients arrive in ``master.grad`` (see `gradients/sink.py`), everything that reads
+float32 or, split, a bfloat16 copy (with several devices in the very memory of the shard, which lies on the host but
+says that it is on the device, see `sharding/host_shard.py`): gradients arrive in ``master.grad`` (see `gradients/sink.py`), everything that reads
 gradients through the optimizer (clipping, the loss scaler, ``on_before_optimizer_step``) finds them there,
 ``compute.grad`` is None after backward, and every step ends by writing the new values back to the compute parameter.
 """
@@ -49,6 +50,11 @@ class WeightPair:
     def is_shared(self) -> bool:
         """Whether compute and master are the same object."""
         return self.compute is self.master
+
+    @property
+    def is_same_memory(self) -> bool:
+        """Whether the master's memory is that of the compute weights, also where these say that they are elsewhere."""
+        return self.is_shared or (local(self.compute).is_cpu and self.master.dtype is self.compute.dtype)
 
 
 class MasterWeights:
@@ -105,6 +111,9 @@ class MasterWeights:
     def _make_master(self, compute: Parameter, dtype: torch.dtype) -> Parameter:
         if not needs_master(compute, dtype, on_host=is_on_host(compute)):
             return compute
+        shard = local(compute)
+        if not needs_master(shard, dtype, on_host=is_on_host(shard)):  # compute weights say that they are on the device
+            return Parameter(sharded_like(shard.detach(), compute))
         data = self._allocate(compute, TensorRole.MASTER_WEIGHTS, dtype)
         data.copy_(local(compute.detach()))
         # trainable even where the compute parameter is frozen: it may be unfrozen later, and until then has no gradient
@@ -144,6 +153,8 @@ class MasterWeights:
             pair.version = pair.compute._version
 
     def _write(self, pair: WeightPair) -> None:
+        if pair.is_same_memory:
+            return
         source, target = local(pair.master.detach()), local(pair.compute.detach())
         if is_on_host(target):
             target.copy_(source)

@@ -56,8 +56,8 @@ class Residence:
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
         self._streamer: ParamStreamer | None = None
+        place_shards(model, memory.shard)
         if on_host:
-            place_shards(model, memory.shard)
             self.unplaced = place_weights(
                 model, lambda p, tensor: None if id(p) in self.streamed_ids else memory.weights(p, tensor)
             )

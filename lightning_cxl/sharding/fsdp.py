@@ -23,9 +23,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_cxl.sharding.torch_private import give_shard, padded_size, sharded_parameters
-from lightning_cxl.shards import local
+from lightning_cxl.sharding.host_shard import HostShard, host_shards
+from lightning_cxl.sharding.torch_private import give_shard, padded_size, put_shard, sharded_parameters
+from lightning_cxl.shards import local, shard_of
 from lightning_cxl.streaming.units import NamedUnits
+from lightning_cxl.transfer.engine import TransferEngine
 
 
 class PlaceShard(Protocol):
@@ -50,26 +52,52 @@ def root_of(model: nn.Module) -> nn.Module:
         inside = child
 
 
-def cut(model: nn.Module, units: NamedUnits, mesh: DeviceMesh) -> nn.Module:
+def cut(model: nn.Module, units: NamedUnits, mesh: DeviceMesh, engine: TransferEngine) -> nn.Module:
     """Cut a model over the processes of a mesh. See [Note: Sharded models].
 
     Args:
-        model: on the device of the mesh or on the meta device, the same on all processes. INOUT: its parameters are
-            replaced by others, so optimizers are made later.
+        model: on the host, the same on all processes. INOUT: its parameters are replaced by others, so optimizers are
+            made later; its buffers move to the device.
         units: that are gathered by themselves.
-        mesh: one dimension that cuts, or two: ``replicate``, then ``shard``.
+        mesh: of the device: one dimension that cuts, or two: ``replicate``, then ``shard``.
+        engine: of the device.
 
     Returns:
         The root, which must be called for the parameters outside of units to be gathered.
     """
     root = root_of(model)
     if not is_cut(model):
+        values = {} if engine.computes_on_host else _without_values(model, engine.device)
         for _, unit in units:
             if unit is not root and next(unit.parameters(), None) is not None:
                 fully_shard(unit, mesh=mesh)
         fully_shard(root, mesh=mesh)
+        if not engine.computes_on_host:
+            owners = dict(model.named_parameters())
+            host_shards(model, lambda name, shape, dtype: shard_of(values.pop(name), owners[name]).clone(), engine)
         _agree_on_values(model, mesh)
     return root
+
+
+@torch.no_grad()
+def _without_values(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Put parameters without memory in the place of a model's, and buffers on the device; return the values by name.
+
+    So FSDP2 cuts shapes alone, and no weights are on the device.
+    """
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    empty: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in empty:
+                    stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                    stand_in.__dict__.update(parameter.__dict__)
+                    empty[id(parameter)] = stand_in
+                module._parameters[name] = empty[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    return values
 
 
 @torch.no_grad()
@@ -91,6 +119,11 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
     for each in sharded_parameters(model):
         parameter = each.sharded_param
         shard, size = parameter._local_tensor, padded_size(each)
+        if isinstance(shard, HostShard):
+            home = place(parameter, shard.host, shard.numel())
+            if home is not None:
+                put_shard(each, shard.move(home), home)
+            continue
         home = place(parameter, shard, size.numel())
         if home is None:
             continue

@@ -96,6 +96,12 @@ class HostShard(Tensor):
         """Block until no copy to the device reads the bytes any more; then the host may write them."""
         self._bytes.settle()
 
+    def move(self, memory: Tensor) -> "HostShard":
+        """Copy the bytes to other host memory, 1-D and as large, and lie there from now on; return this shard."""
+        self.settle()
+        self.host = memory.view(self.host.shape).copy_(self.host)
+        return self
+
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import apart
 from tests.distributed.ranks import Ranks
 
 
@@ -11,13 +12,15 @@ class Pool:
     """Ranks by their number, started when they are asked for, and anew after an error."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, Ranks] = {}
+        self._ranks: dict[tuple[int, str], Ranks] = {}
 
-    def of(self, world: int) -> Ranks:
-        """Return `world` ranks."""
-        found = self._ranks.get(world)
+    def of(self, world: int, device: str = "cpu") -> Ranks:
+        """Return `world` ranks, each with a device of this kind."""
+        found = self._ranks.get((world, device))
         if found is None or not found.is_alive:
-            found = self._ranks[world] = Ranks(world)
+            if device == "apart" and (why := apart.why_unavailable()):
+                pytest.skip(why)
+            found = self._ranks[world, device] = Ranks(world, device)
         return found
 
     def close(self) -> None:

@@ -26,6 +26,16 @@ class Module(LightningModule):
         self.optimizer = optimizer
         self.automatic_optimization = not manual
         self.losses: list[float] = []
+        self.seen = 0
+        """Micro-batches so far: the next one follows from it, also after a resume."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what was seen."""
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on there."""
+        self.seen = checkpoint["seen"]
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the mean loss."""
@@ -35,7 +45,8 @@ class Module(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
         """Record the loss of all ranks, and return that of this one."""
-        loss = self.loss(batch[0])
+        loss = self.loss(rows(self.seen))
+        self.seen += 1
         self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")))
         self.log("loss", loss, sync_dist=True)
         if self.automatic_optimization:
@@ -49,7 +60,7 @@ class Module(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the loss of all ranks."""
-        self.log("val_loss", self.loss(batch[0]), sync_dist=True)
+        self.log("val_loss", self.loss(rows(batch_idx)), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         """Return an optimizer with a schedule."""
@@ -59,12 +70,11 @@ class Module(LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
 
 
-def data(batches: int = 12) -> DataLoader[Any]:
-    """Return this rank's rows of batches that are the same whatever the number of ranks."""
+def rows(number: int) -> torch.Tensor:
+    """Return this rank's rows of a batch that is the same whatever the number of ranks."""
     rank, world = place()
-    tokens = torch.randint(0, VOCAB, (batches, BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
-    own = tokens[:, rank * BATCH // world : (rank + 1) * BATCH // world].flatten(0, 1)
-    return DataLoader(TensorDataset(own), batch_size=BATCH // world, shuffle=False)
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
+    return tokens.chunk(world)[rank]
 
 
 class Result(dict[str, Any]):
@@ -91,7 +101,7 @@ def fit(
         strategy=lightning_cxl.CXLOffloadStrategy(**(options or {})), callbacks=callback and [callback],
         **{**dict.fromkeys(off, False), **(trainer or {})},
     )  # fmt: skip
-    runner.fit(task, data(), ckpt_path=resume)
+    runner.fit(task, DataLoader(TensorDataset(torch.arange(64))), ckpt_path=resume)
     if save is not None:
         runner.save_checkpoint(save)
         if world > 1:

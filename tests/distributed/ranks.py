@@ -1,5 +1,6 @@
 """`Ranks`: processes that meet once and then run one function after another together, as the ranks of a run do."""
 
+import contextlib
 import os
 import queue
 import tempfile
@@ -25,16 +26,17 @@ class Ranks:
 
     Args:
         world: their number.
+        device: what each trains on: ``"cpu"``, or ``"apart"``, where each has a device of its own.
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, device: str = "cpu") -> None:
         self.world = world
         self._folder = tempfile.TemporaryDirectory()
         context = mp.get_context("spawn")
         self._tasks = [context.Queue() for _ in range(world)]
         self._results = context.Queue()
         meeting = str(Path(self._folder.name) / "meeting")
-        args = [(rank, world, meeting, self._tasks[rank], self._results) for rank in range(world)]
+        args = [(rank, world, device, meeting, self._tasks[rank], self._results) for rank in range(world)]
         self._processes = [context.Process(target=_serve, args=each, daemon=True) for each in args]
         for process in self._processes:
             process.start()
@@ -85,16 +87,26 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world: int, meeting: str, tasks: Any, results: Any) -> None:
+def _serve(rank: int, world: int, device: str, meeting: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
+    backend, scope = "gloo", contextlib.nullcontext
+    if device == "apart":
+        from tests import training_device
+        from tests.apart import process_group
+
+        training_device.choose(device)
+        process_group.register()
+        backend, scope = f"cpu:{process_group.BACKEND},apart:{process_group.BACKEND}", training_device.on_chosen
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     limit = timedelta(seconds=RUN_S)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=limit)
     results.put((rank, None, None))
     while (task := tasks.get()) is not None:
         function, args, keywords = task
         try:
-            results.put((rank, function(*args, **keywords), None))
+            with scope():
+                result = function(*args, **keywords)
+            results.put((rank, result, None))
         except BaseException:
             results.put((rank, None, traceback.format_exc()))
     dist.destroy_process_group()

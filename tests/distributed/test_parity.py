@@ -59,3 +59,28 @@ def test_each_rank_holds_its_share(ranks):
     for each in ranks.of(4).run(training.by_us, Job()):
         for role in ("compute_weights", "momentum", "variance"):
             assert each.report["roles"][role]["dram"] == whole[role]["dram"] / 4, role
+
+
+ON_A_DEVICE = {
+    "plain": Job(),
+    "accumulated and clipped": Job(micro_batches=3, clip=0.5),
+    "uneven shards, unused weights": Job(model="transformer", tied=False, clip=0.1),
+    "lora": Job(lora=True, micro_batches=2, clip=0.05),
+    "another optimizer": Job(optimizer="SGD", micro_batches=2, clip=0.5),
+    "float32 masters": Job(model="transformer", bf16=True, options={"master": "fp32"}),
+    "split masters": Job(model="transformer", bf16=True),
+}
+
+
+@pytest.mark.parametrize("name", ON_A_DEVICE)
+def test_on_a_device_apart_as_fsdp_alone_there(ranks, name):
+    job = ON_A_DEVICE[name]
+    ours = ranks.of(2, "apart").run(training.by_us, job)
+    alone = ranks.of(2, "apart").run(training.by_fsdp, job)
+    for mine, theirs in zip(ours, alone, strict=True):
+        if job.bf16:
+            assert mine.losses == theirs.losses
+            continue
+        losses, weights = largest_difference(mine, theirs)
+        assert losses <= LIMIT and weights <= LIMIT, (losses, weights)
+        assert mine.norms == pytest.approx(theirs.norms, rel=1e-6)

@@ -16,9 +16,13 @@ from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import cut, root_of
 from lightning_cxl.streaming.units import find_units
+from tests import training_device
 from tests.models import TINY_LLAMA, TinyTransformer
 
-CPU = torch.device("cpu")
+
+def device() -> torch.device:
+    """Return where this process trains."""
+    return training_device.current
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,8 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def mesh_of(job: Job, world: int) -> DeviceMesh:
     """Return the mesh that the job is cut over."""
     if job.replicas == 1:
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    return init_device_mesh("cpu", (job.replicas, world // job.replicas), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device().type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device().type, (job.replicas, world // job.replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def make_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
@@ -114,7 +118,7 @@ def make_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
 
 def by_fsdp(job: Job) -> Trained:
     """Train by FSDP2 alone; for bfloat16 with float32 shards, as our split master weights are."""
-    model, (rank, world) = make_model(job), place()
+    model, (rank, world) = make_model(job).to(device()), place()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if job.bf16 else MixedPrecisionPolicy()
     if job.bf16:
         model = model.to(torch.bfloat16).float()
@@ -130,10 +134,10 @@ def by_us(job: Job) -> Trained:
     model, (rank, world) = make_model(job), place()
     if job.bf16:
         model = model.to(torch.bfloat16)
-    if world > 1:
-        cut(model, find_units(model), mesh_of(job, world))
     session = Session(**job.options)
-    loop = UserLoop(session, CPU, Loop(accumulates=job.micro_batches > 1, reads_gradients=True))
+    if world > 1:
+        cut(model, find_units(model), mesh_of(job, world), session.host_on(device()).engine)
+    loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=True))
     try:
         (optimizer,) = loop.prepare(model, [make_optimizer(job, model)])
         return _train(job, model, optimizer, loop, rank, world)
@@ -160,6 +164,7 @@ def _train(
     losses, norms = [], []
     for step in batches(job, rank, world):
         for tokens in step:
+            tokens = tokens.to(device())
             loss = loss_of(model, tokens) / job.micro_batches
             with contextlib.nullcontext() if loop is None else loop.backward():
                 loss.backward()
@@ -171,12 +176,13 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    return Trained(losses, weights, norms, None if loop is None else loop.session.report(CPU))
+    return Trained(losses, weights, norms, None if loop is None else loop.session.report(device()))
 
 
 def mean(value: torch.Tensor, world: int) -> float:
     """Return the mean over all ranks."""
     if world > 1:
+        value = value.cpu()
         dist.all_reduce(value)
     return float(value) / world
 
@@ -184,7 +190,7 @@ def mean(value: torch.Tensor, world: int) -> float:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a tensor that may be cut."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
 
 
 def largest_difference(one: Trained, other: Trained) -> tuple[float, float]:

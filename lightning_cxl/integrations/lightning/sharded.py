@@ -12,6 +12,7 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
 from lightning_cxl.run.checkpoint import LoadedCheckpoint
 from lightning_cxl.run.saved_generation import KEY
+from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import save
 from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.shards import shard_of, sharded_like
@@ -22,6 +23,7 @@ class ShardedStrategy(ProcessesStrategy):
     """Cuts the model before its optimizers are made, calls what gathers it, and writes checkpoints together."""
 
     config: OffloadConfig
+    _session: Session
     _root: nn.Module | None = None
     """The module whose call gathers what no unit has; None where nothing is cut."""
 
@@ -45,7 +47,7 @@ class ShardedStrategy(ProcessesStrategy):
                 f"{self.world_size}: leave the tier out, or train with devices=1"
             )
         units = find_units(self.model, self.config.units)
-        self._root = cut(self.model, units, self.device_mesh)
+        self._root = cut(self.model, units, self.device_mesh, self._session.host_on(self.root_device).engine)
 
     # -- steps: what Lightning calls must be the module that gathers -------------------------------------------------
 
