@@ -33,6 +33,7 @@ OUTSIDE = {
     "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),
     "streaming": ("torch",), "optim": ("torch",), "gradients": ("torch",), "updates": ("torch",),
     "inventory": ("torch",), "planning": ("torch",), "run": ("torch",), "sequences": ("torch", "transformers"),
+    "sharding": ("torch",),
 }  # fmt: skip
 MAX_LINES = 350
 

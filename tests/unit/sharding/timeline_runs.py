@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
-
 from tests import apart
 from tests.apart import fsdp_runs
 from tests.unit.sharding.host_updates import HostUpdates
