@@ -6,10 +6,11 @@ is the parameter an optimizer holds in its param groups. Where the compute param
 (or wider) they are one and the same object and nothing is copied: the user sees ``p.grad`` as always. The same holds
 for bfloat16 with *split* master weights (`CPUAdam` only): the compute parameter is the upper half of the master
 weights, and the lower half belongs to the optimizer's state. Otherwise the master is a separate parameter on the host,
-float32 or, split, a bfloat16 copy (with several devices in the very memory of the shard, which lies on the host but
-says that it is on the device, see `sharding/host_shard.py`): gradients arrive in ``master.grad`` (see `gradients/sink.py`), everything that reads
-gradients through the optimizer (clipping, the loss scaler, ``on_before_optimizer_step``) finds them there,
-``compute.grad`` is None after backward, and every step ends by writing the new values back to the compute parameter.
+float32 or, split, a bfloat16 copy. With several devices it is in the very memory of a shard that lies on the host and
+says that it is on the device (`sharding/host_shard.py`), where types allow that. Gradients arrive in ``master.grad``
+(see `gradients/sink.py`), everything that reads gradients through the optimizer (clipping, the loss scaler,
+``on_before_optimizer_step``) finds them there, ``compute.grad`` is None after backward, and every step ends by writing
+the new values back to the compute parameter.
 """
 
 from collections.abc import Callable, Iterable, Iterator

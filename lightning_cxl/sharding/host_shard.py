@@ -1,22 +1,21 @@
 """A shard of a parameter that lies on the host, for FSDP2 on a device with memory of its own.
 
 [Note: Shards on the host]
-FSDP2 can keep shards on the host itself (`CPUOffloadPolicy`). Then it copies every gradient to the host as soon as it is
-reduced, and its thread waits for the copy where a hook is to see the gradient. A `HostShard` says instead that it is on the
-device, so for FSDP2 nothing is offloaded:
+FSDP2 can keep shards on the host itself (`CPUOffloadPolicy`). But where a hook is to see a gradient, its thread waits
+for the copy of each one. A `HostShard` says that it is on the device, so for FSDP2 nothing is offloaded:
 
-* Gather. Just before it gathers a unit, FSDP2 asks each shard what to gather (`fsdp_pre_all_gather`). The shard starts the
-  copy to the device and gives the tensor that it arrives in. Current then is the stream in which FSDP2 puts together what a
-  unit gathers; this stream waits for the copy, and the host does not. Units that FSDP2 fetches ahead are copied ahead.
-* Gradients. They stay on the device, views of one tensor for all parameters of a unit. FSDP2 calls the hooks that
-  `register_post_accumulate_grad_hook` adds, parameter by parameter, in the stream that has reduced them. Who starts a copy
-  there, without naming what it begins after, begins after the reduction; who then sets `.grad` to None lets the unit's
-  tensor go. That needs no event and no `record_stream`: `[Note: Copies and streams]` keeps it until the copy is done.
-* Bytes. `host` is written by who updates weights, on the host. A copy to the device may still read it, when the host has
-  run ahead: `settle` waits for it. What torch writes through the shard does so by itself. A gradient of the parameter that
-  has arrived on the host says the same, for the copy came before the backward.
-* Everything else is as with a tensor of the device: who reads the shard gets its values there, who writes it changes the
-  bytes on the host, and copies to the CPU need not go over the device.
+* Gather. Just before it gathers a unit, FSDP2 asks each shard what to gather (`fsdp_pre_all_gather`). The shard starts
+  the copy to the device and gives the tensor that it arrives in. Current then is the stream in which FSDP2 puts
+  together what a unit gathers; this stream waits for the copy, and the host does not. Units that FSDP2 fetches ahead
+  are copied ahead.
+* Gradients. They stay on the device, views of one tensor for all parameters of a unit. FSDP2 calls the hooks of
+  `register_post_accumulate_grad_hook`, parameter by parameter, and current then is the stream that has reduced them:
+  a copy that a hook starts, without naming what it begins after, begins after that. When the hook sets `.grad` to None,
+  the unit's tensor may go. It needs no event and no `record_stream`: [Note: Copies and streams] keeps the tensor.
+* Bytes. `host` is written by who updates weights, on the host. When the host has run ahead, a copy to the device may
+  still read it: `settle` waits for that. What torch writes through the shard does so by itself.
+* Everything else is as with a tensor of the device: who reads the shard gets its values there, who writes it changes
+  the bytes on the host. Copies to the CPU do not go over the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.sharding.torch_private import put_shard, sharded_parameters
+from lightning_cxl.sharding.torch_private import (
+    make_wrapper,
+    no_torch_function,
+    put_shard,
+    sharded_parameters,
+    to_copy,
+    written_by,
+)
+from lightning_cxl.torch_private import tree_leaves, tree_map
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _aten = torch.ops.aten
@@ -81,7 +87,7 @@ class HostShard(Tensor):
 
     @classmethod
     def _of(cls, host: Tensor, shared: _Bytes) -> "HostShard":
-        shard: HostShard = Tensor._make_wrapper_subclass(
+        shard: HostShard = make_wrapper(
             cls,
             host.shape,
             strides=host.stride(),
@@ -143,19 +149,19 @@ class HostShard(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return a tensor of the device, as every copy is."""
-        copy: Tensor = self.clone()
-        return memo.setdefault(id(self), copy)
+        copy: Tensor = memo.setdefault(id(self), self.clone())
+        return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"HostShard({self.host!r}, device='{self.device}')"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = no_torch_function
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on the bytes, on the host where it changes them, else on the device."""
@@ -167,9 +173,9 @@ class HostShard(Tensor):
             return False  # as any tensor of a device; the bytes' own allocator knows of `host`
         if func.is_view:
             return _view(func, args, kwargs)
-        if func._schema.is_mutable:
-            return _change(func, args, kwargs)
-        if func is _aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
+        if (written := written_by(func, args, kwargs)) is not None:
+            return _change(func, args, kwargs, written)
+        if func is to_copy and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return func(args[0].host, **kwargs)
         return func(*_to_device(args), **_to_device(kwargs))
 
@@ -178,15 +184,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the view of the host's bytes as a shard, or views as shards."""
     shared = args[0]._bytes
     views = func(args[0].host, *args[1:], **kwargs)
-    return tree_map_only(Tensor, lambda view: HostShard._of(view, shared), views)
+    return tree_map(lambda view: HostShard._of(view, shared), views)
 
 
-def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that writes to some of its arguments: on the host, unless it needs the device to do so."""
-    written: list[Tensor] = []
-    for argument, value in _named(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            tree_map_only(Tensor, written.append, value)
+def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: list[Any]) -> Any:
+    """Run an operator that writes to these of its arguments: on the host, unless it needs the device to do so."""
+    written = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
     shards = [tensor for tensor in written if isinstance(tensor, HostShard)]
     for shard in shards:
         shard.settle()
@@ -201,31 +204,27 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return written[0] if isinstance(result, Tensor) else result
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Return each argument of the schema that is given, with its value."""
-    arguments = func._schema.arguments
-    return [
-        *zip(arguments, args, strict=False),
-        *((each, kwargs[each.name]) for each in arguments if each.name in kwargs),
-    ]
-
-
 def _to_host(values: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.host if isinstance(tensor, HostShard) else tensor.cpu(), values)
+    def on_host(value: Any) -> Any:
+        return value.host if isinstance(value, HostShard) else value.cpu() if isinstance(value, Tensor) else value
+
+    return tree_map(on_host, values)
 
 
 def _to_device(values: Any, copies: dict[int, Tensor] | None = None) -> Any:
     """Return the values with copies of shards on the device, each shard once in `copies`."""
     copies = {} if copies is None else copies
 
-    def copy(shard: HostShard) -> Tensor:
-        if id(shard) not in copies:
-            arrived = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=shard.device)
-            shard._bytes.to_device(shard.host, arrived)
-            copies[id(shard)] = arrived
-        return copies[id(shard)]
+    def on_device(value: Any) -> Any:
+        if not isinstance(value, HostShard):
+            return value
+        if id(value) not in copies:
+            arrived = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            value._bytes.to_device(value.host, arrived)
+            copies[id(value)] = arrived
+        return copies[id(value)]
 
-    return tree_map_only(HostShard, copy, values)
+    return tree_map(on_device, values)
 
 
 Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]

@@ -7,6 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_cxl.torch_private import find
+
+make_wrapper = find("torch", "Tensor._make_wrapper_subclass", "show FSDP2 shards that lie on the host")
+no_torch_function = find("torch", "_C._disabled_torch_function_impl", "see operators on shards behind autograd")
+to_copy = find("torch", "ops.aten._to_copy.default", "copy shards on the host to the host")
+
+
+def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return the arguments that a call of an operator writes to; None if its kind never writes."""
+    if not operator._schema.is_mutable:
+        return None
+    arguments = operator._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((each, kwargs.get(each.name)) for each in arguments)]
+    return [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
+
 
 def sharded_parameters(model: nn.Module) -> Iterator[Any]:
     """Yield what FSDP2 knows of each parameter that it manages in a model, one for tied ones; see `put_shard`."""
@@ -30,7 +45,7 @@ def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
     if parameter.is_meta:  # the parameter itself says which device it is on
         there = nn.Parameter(managed.to_sharded_dtensor(shard), requires_grad=parameter.requires_grad)
         there.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, there)
+        torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
     else:
         parameter._local_tensor = shard
     managed._sharded_param_data = memory.view(-1)

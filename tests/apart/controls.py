@@ -58,8 +58,8 @@ def halfway(stream: torch.Stream) -> Iterator[Callable[[], None]]:
 def set_poison(yes: bool, *, when_taken: bool = False) -> None:
     """Fill memory with NaN when it is free: of the device, pinned memory of torch, and where a d2h is under way to.
 
-    With `when_taken`, memory of the device when it is taken again, which is when a GPU's is overwritten. FSDP2 needs it:
-    it gives gradients back whose stream first waits, at its next use, for who reads them.
+    With `when_taken`, memory of the device when it is taken again, which is when a GPU's is overwritten. FSDP2 needs
+    it: it gives gradients back whose stream first waits, at its next use, for who reads them.
     """
     _ops.set_poison((2 if when_taken else 1) if yes else 0)
 

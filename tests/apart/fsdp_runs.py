@@ -1,5 +1,7 @@
 """Training with FSDP2 in several processes, as plain torch does it: what ours is compared with."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,8 +18,8 @@ from tests.models import TINY_LLAMA
 class Case(NamedTuple):
     """What differs from a run in float32 in which every parameter is trained in every step."""
 
-    config: dict[str, object] = {}
-    policy: dict[str, object] = {}
+    config: Mapping[str, object] = MappingProxyType({})
+    policy: Mapping[str, object] = MappingProxyType({})
     frozen: str = " "
     """Parameters with this in their names are not trained."""
     accumulate: int = 1

@@ -1,9 +1,9 @@
 """Collectives between processes that each have a device apart, as NCCL does them for GPUs; gloo does the work.
 
 [Note: Collectives of the device apart]
-* Every group has a stream of its own. A collective starts there after what the caller's current stream has queued, and
-  collectives of a group run one after the other, in the order in which the host asked for them. So two streams that wait
-  for different collectives cannot exchange their messages.
+* Every group has a stream of its own. A collective starts there after what the caller's current stream has queued,
+  and collectives of a group run one after the other, in the order in which the host asked for them. So two streams that
+  wait for different collectives cannot exchange their messages.
 * The host does not wait: a collective is a kernel of that stream, and the timeline shows it by its name. It computes
   with gloo on the bytes of the device, so its results are those of the CPU and gloo, bit for bit.
 * `Work.wait` makes the current stream wait, and not the host. Until then the work holds the tensors.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 180.0
 _ROOT = Path(__file__).parents[2]
 
 
@@ -85,9 +85,9 @@ def _serve(rank: int, number: int, store: str, pipe) -> None:
         store=dist.FileStore(store, number),
         rank=rank,
         world_size=number,
-        timeout=timedelta(seconds=_PATIENCE_S / 2),
+        timeout=timedelta(seconds=_PATIENCE_S / 3),
     )
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, OSError):  # the test has ended
         while True:
             module, name, args = pipe.recv()
             pipe.send(_answer(module, name, args))
