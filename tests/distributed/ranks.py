@@ -5,7 +5,7 @@ import os
 import queue
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,15 @@ class Ranks:
         self._folder.cleanup()
 
 
+@contextlib.contextmanager
+def _on_a_device() -> Iterator[None]:
+    from tests import apart, training_device
+
+    with training_device.on_chosen():
+        apart.set_poison(True, when_taken=True)  # FSDP2 gives gradients back that are still read, see there
+        yield
+
+
 def _serve(rank: int, world: int, device: str, meeting: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
     backend, scope = "gloo", contextlib.nullcontext
@@ -96,7 +105,7 @@ def _serve(rank: int, world: int, device: str, meeting: str, tasks: Any, results
 
         training_device.choose(device)
         process_group.register()
-        backend, scope = f"cpu:{process_group.BACKEND},apart:{process_group.BACKEND}", training_device.on_chosen
+        backend, scope = f"cpu:{process_group.BACKEND},apart:{process_group.BACKEND}", _on_a_device
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     limit = timedelta(seconds=RUN_S)
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=limit)

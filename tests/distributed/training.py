@@ -112,7 +112,7 @@ def make_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
         "SGD": {"lr": 0.1, "momentum": 0.9},
     }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    made: torch.optim.Optimizer = getattr(torch.optim, job.optimizer)(trained, **options[job.optimizer])
+    made: torch.optim.Optimizer = getattr(torch.optim, job.optimizer)(trained, foreach=False, **options[job.optimizer])
     return made
 
 
