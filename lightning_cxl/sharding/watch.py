@@ -129,6 +129,8 @@ class Watch:
             elif messages:
                 self.first = Failure.read(messages[0]["failure"])
         self._known.set()
+        if self.first.cause is Cause.GONE and self.rank == (1 if self.first.rank == 0 else 0):
+            _show(self.first.describe())  # now: it could not say so itself, and a launcher may kill this process
         if self.first.cause is Cause.OTHERS and not self._over.wait(_SETTLE) and not self._has_told:
             _show(
                 f"Rank {self.rank} has not failed, the others may wait for it. It is here:\n{_place_of_main_thread()}"
