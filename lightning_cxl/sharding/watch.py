@@ -32,6 +32,7 @@ import traceback
 import warnings
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -45,6 +46,7 @@ _GRACE = 30.0
 _SILENCE = 25
 _CONNECT_SECONDS = 20.0
 _MAX_MESSAGE = 1 << 16
+_LOOK = "Their output shows where they are."
 _BYE: dict[str, Any] = {"bye": True}
 
 
@@ -59,8 +61,9 @@ def open_watch(address: str) -> "Watch":
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     board = _Switchboard(size) if rank == 0 else None
-    port, token = broadcast(None if board is None else (board.port, board.token))
-    return Watch(rank, address, port, token)
+    host = Failure(0, socket.gethostname(), os.getpid(), Cause.GONE, _gone(None)) if board else None
+    port, token, host = broadcast(None if board is None else (board.port, board.token, host))
+    return Watch(rank, (address, port), token, host)
 
 
 class Watch:
@@ -68,26 +71,28 @@ class Watch:
 
     Args:
         rank: of this process.
-        address: where rank 0 answers.
-        port: where rank 0 answers.
+        address: where rank 0 answers: a host and a port.
         token: what rank 0 wants to hear first.
+        host: what has happened where rank 0 does not answer any more.
     """
 
-    def __init__(self, rank: int, address: str, port: int, token: str) -> None:
+    def __init__(self, rank: int, address: tuple[str, int], token: str, host: Failure) -> None:
         self.rank = rank
         self.first: Failure | None = None
         """The first failure of all ranks, once it is known."""
         self._known = threading.Event()
         self._over = threading.Event()
         self._has_told = False
+        self._host = host
         self._line: _Line | None = None
         try:
-            self._line = _Line(socket.create_connection((address, port), _CONNECT_SECONDS))
+            self._line = _Line(socket.create_connection(address, _CONNECT_SECONDS))
             self._line.say({"token": token, "rank": rank, "machine": socket.gethostname(), "pid": os.getpid()})
         except OSError as error:
             warnings.warn(
-                f"rank {rank} cannot reach rank 0 at {address}:{port} ({error}), so it notices failures of other ranks "
-                "by torch's timeouts alone. Let machines reach each other at all ports, as gloo and NCCL need it too",
+                f"rank {rank} cannot reach rank 0 at {address[0]}:{address[1]} ({error}), so it notices failures of "
+                "other ranks by torch's timeouts alone. Let machines reach each other at all ports: gloo and NCCL need "
+                "that, too",
                 LightningCXLWarning,
                 stacklevel=2,
             )
@@ -103,7 +108,7 @@ class Watch:
         else:
             self._known.wait(2 * _SETTLE)
         first = self.first
-        if first is not None and first.rank != self.rank and first.text.splitlines()[-1] != own.text.splitlines()[-1]:
+        if first is not None and first.text.splitlines()[-1] != own.text.splitlines()[-1]:
             error.add_note(first.describe())
 
     def close(self) -> None:
@@ -120,10 +125,12 @@ class Watch:
             if self._over.is_set() or _BYE in (messages or ()):
                 return
             if messages is None:
-                self.first = Failure(0, self._line.peer, 0, Cause.GONE, _gone(self._line.error))
+                self.first = replace(self._host, text=_gone(self._line.error))
             elif messages:
                 self.first = Failure.read(messages[0]["failure"])
         self._known.set()
+        if self.first.cause is Cause.GONE and self.rank == (1 if self.first.rank == 0 else 0):
+            _show(self.first.describe())  # now: it could not say so itself, and a launcher may kill this process
         if self.first.cause is Cause.OTHERS and not self._over.wait(_SETTLE) and not self._has_told:
             _show(
                 f"Rank {self.rank} has not failed, the others may wait for it. It is here:\n{_place_of_main_thread()}"
@@ -152,7 +159,6 @@ class _Line:
         self.socket = connection
         self.error: OSError | None = None
         """Why the line ended, where the other side has not closed it."""
-        self.peer = str(connection.getpeername()[0])
         self._rest = b""
         _OPEN.add(self)
         connection.settimeout(None)
@@ -258,7 +264,12 @@ class _Switchboard:
 
     def _decide(self) -> None:
         self._has_decided, self._decides_at = True, None
-        self._tell_all({"failure": first_of(self._failures).values()})
+        first = first_of(self._failures)
+        silent = {who["rank"] for who in self._callers.values()} - {failure.rank for failure in self._failures}
+        if first.cause is Cause.OTHERS and silent:
+            ranks = ", ".join(map(str, sorted(silent)))
+            first = replace(first, text=f"{first.text}\nNot failed, and perhaps waited for: rank {ranks}. {_LOOK}")
+        self._tell_all({"failure": first.values()})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for line in self._callers:

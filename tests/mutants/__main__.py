@@ -28,6 +28,7 @@ from tests.mutants import (
     of_inputs_on_ssd,
     of_quantised,
     of_sequences,
+    of_sharding,
     of_state_on_ssd,
     of_storage,
     of_updates,
@@ -52,6 +53,7 @@ MUTANTS = (
     *of_sequences.MUTANTS,
     *of_user_loops.MUTANTS,
     *of_accelerate.MUTANTS,
+    *of_sharding.MUTANTS,
     *of_hf_trainer.MUTANTS,
     *of_all_folders.MUTANTS,
 )

@@ -44,10 +44,12 @@ class WatchingLauncher(SubprocessScriptLauncher):
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            if self._watch is not None:
-                self._watch.tell(error)
-            if isinstance(error, Exception):
-                get_error_handler().record_exception(error)
+            try:
+                if self._watch is not None:
+                    self._watch.tell(error)
+            finally:  # a signal may have come meanwhile, whose handler raises
+                if isinstance(error, Exception):
+                    get_error_handler().record_exception(error)
             raise
         self.end_watch()
         return result
