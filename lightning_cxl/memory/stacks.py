@@ -138,14 +138,14 @@ class HostMemory:
         """Return whether all memory of this process is where `placement` wants it.
 
         So it is where all nodes of this machine are of the one DRAM tier that the placement asks for first. Not where
-        it asks for page-locked memory, nor where the tier has a budget.
+        it asks for page-locked memory, nor where the tier has a budget or is to be filled nearest nodes first.
         """
         wanted = self._split(placement)
         if len(wanted) != 1 or self.is_closed or self._pid != os.getpid() or (placement.pinned and self._pin):
             return False
         tier = self.topology.tier(wanted[0][0])
         nodes = {node for each in self.topology.tiers for node in each.node_ids}
-        is_all = tier.kind is TierKind.DRAM and nodes.issubset(tier.node_ids)
+        is_all = tier.kind is TierKind.DRAM and nodes.issubset(tier.node_ids) and not tier.nearest_first
         return is_all and tier.name not in self._budgets
 
     @property

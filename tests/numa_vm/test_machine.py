@@ -28,7 +28,7 @@ def test_nodes_are_read_clause_by_clause():
         ("cpus=2,mem=3G;size=1G", r"'size=1G' of node 1.*cpus, mem"),
         ("cpus=2,mem=3 GB", "not a size: '3 GB'"),
         ("", "'' of node 0"),
-        ("mem=1G;cpus=2,mem=1G", "first node, and no other, must have CPUs"),
+        ("mem=1G;cpus=2,mem=1G", "first nodes, and no others, must have CPUs"),
         ("cpus=2,mem=1G,hot=1;mem=1G", "only the last node"),
     ],
 )
