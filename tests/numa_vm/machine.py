@@ -78,7 +78,7 @@ def parse_nodes(text: str) -> tuple[NodeSpec, ...]:
         nodes.append(NodeSpec(**values))
     sockets = [node for node in nodes if node.cpus]
     if not sockets or nodes[: len(sockets)] != sockets or not all(node.mem for node in sockets):
-        raise VmError(f"the first nodes, and no others, must have CPUs; they must have memory, too: {text!r}")
+        raise VmError(f"the first nodes, and no others, must have CPUs; those must have memory, too: {text!r}")
     if len({node.cpus for node in sockets}) > 1:
         raise VmError(f"all sockets must have as many CPUs: {text!r}")
     if any(node.at >= len(sockets) for node in nodes):
