@@ -6,7 +6,7 @@ Forked, so that everything is imported once.
 import multiprocessing
 import os
 import threading
-from types import SimpleNamespace
+import traceback
 
 import pytest
 import torch
@@ -35,10 +35,13 @@ def started():
         for rank, (_, end) in enumerate(ends):
             processes.append(context.Process(target=run, args=(rank, end, work)))
             processes[-1].start()
+            end.close()  # so that a process that dies is noticed
         facts = [ours.recv() for ours, _ in ends]
         for ours, _ in ends:
             ours.send(facts)
-        return [ours.recv() for ours, _ in ends]
+        found = [ours.recv() for ours, _ in ends]
+        assert not any(isinstance(each, str) for each in found), found
+        return found
 
     yield start
     for process in processes:
@@ -51,7 +54,10 @@ def run(rank, end, work):
         end.send(own)
         return end.recv()
 
-    end.send(work(rank, gather))
+    try:
+        end.send(work(rank, gather))
+    except BaseException:
+        end.send(traceback.format_exc())
 
 
 def seen_by(rank, count, gather, device="cpu", **options):
@@ -101,8 +107,7 @@ def test_ranks_run_and_allocate_on_sockets_in_turn(started):
 
 
 def test_ranks_are_near_their_device_as_its_pci_bus_says(started, monkeypatch):
-    crossed = SimpleNamespace(name="cuda", pci_address=lambda index: PORTS[1 - index])
-    monkeypatch.setitem(device_type._known, "cuda", crossed)
+    monkeypatch.setattr(device_type.CudaDevices, "pci_address", lambda self, index: PORTS[1 - index])
     both = started(2, lambda rank, gather: seen_by(rank, 2, gather, device="cuda"))
     for rank, found in enumerate(both):
         check_near(found, 1 - rank)
