@@ -54,7 +54,9 @@ class RankBinding:
     topology: Topology
     """The machine as this process sees it."""
     budgets: dict[str, int]
-    """Bytes of every tier that it may take."""
+    """Bytes that it may take of every tier with a budget."""
+    room: dict[str, int]
+    """Bytes that it may take of the others; empty where no other process shares the machine."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -73,7 +75,10 @@ class RankBinding:
         if self.num_threads is not None:
             lines.append(f"{who}: {self.num_threads} thread{'s' if self.num_threads > 1 else ''}")
         if self.num_local_ranks > 1:
-            shares = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in self.budgets.items())
+            parts = {**self.room, **self.budgets}
+            shares = ", ".join(
+                f"{format_bytes(parts[name])} of {name}" for name in self.topology.names if name in parts
+            )
             lines.append(f"{who} may take {shares}: the memory of this machine is divided")
         return [*lines, *self.notes]
 
@@ -98,7 +103,7 @@ def bind_rank(
         gather: how the processes of this machine tell each other something; needed where there are several.
 
     Returns:
-        What this process uses from now on: `RankBinding.topology` in place of `topology`, and `RankBinding.budgets`.
+        What this process uses from now on; `Host` takes it.
 
     Raises:
         ConfigError: ``numa_binding="exclusive"`` with fewer cores than processes; no `gather`, or one that does not
@@ -112,14 +117,16 @@ def bind_rank(
     facts = _exchange(own, num_local_ranks, gather)
     host = read_host_cpus(root, own.cpus)
     places = decide_places(facts, config.numa_binding, host)
-    place, seen, budgets = places[local_rank], topology, config.budgets()
+    place, seen, budgets, room = places[local_rank], topology, config.budgets(), dict[str, int]()
     if place.is_bound:
         seen = seen_from(topology, place.node_ids, host, own.cpus)
     if num_local_ranks > 1:
         first = facts[0]
         assert first.free_bytes is not None, "local rank 0 measures"
         near = [each.node_ids for each in places]
-        budgets = share_budgets(topology, budgets, first.free_bytes, first.available_bytes, near, host)[local_rank]
+        shares = share_budgets(topology, budgets, first.free_bytes, first.available_bytes, near, host)[local_rank]
+        room = {name: nbytes for name, nbytes in shares.items() if name not in budgets}
+        budgets = {name: shares[name] for name in budgets}
     threads = None
     if config.numa_binding != "off" and (place.is_bound or num_local_ranks > 1):
         threads = _num_threads(place, len(own.cpus), num_local_ranks)
@@ -127,7 +134,9 @@ def bind_rank(
         torch.set_num_threads(threads)
     if place.is_bound:
         move_threads(place.cpus)
-    return RankBinding(local_rank, num_local_ranks, config.numa_binding, own.device_node, place, threads, seen, budgets)
+    return RankBinding(
+        local_rank, num_local_ranks, config.numa_binding, own.device_node, place, threads, seen, budgets, room
+    )
 
 
 def device_node(device: torch.device, root: Path = Path("/")) -> int | None:

@@ -64,13 +64,13 @@ def seen_by(rank, count, gather, device="cpu", **options):
     """Bind this process, take and train something, and return where that is and where its threads may run."""
     config = OffloadConfig(**options)
     binding = bind_rank(rank, count, torch.device(device, rank), config, Topology.detect(), gather=gather)
-    memory = HostMemory(binding.topology, budgets=binding.budgets, on_tier_full="error")
-    found = {"lines": binding.describe(), "budgets": binding.budgets, "threads": binding.num_threads}
+    memory = HostMemory(binding.topology, room=binding.room, on_tier_full="error")
+    found = {"lines": binding.describe(), "room": binding.room, "threads": binding.num_threads}
     for tier in ("dram", "cxl"):
         buffers = [memory.allocate(size, Placement((tier,)), TensorRole.MOMENTUM) for size in (5, 300_000, 64 * MIB)]
         found[tier] = [page_nodes(buffer.address, buffer.nbytes) for buffer in buffers]
     memory.close()
-    with Host(config, torch.device("cpu"), binding.topology).activate():
+    with Host(config, torch.device("cpu"), binding=binding).activate():
         weight = torch.nn.Parameter(lightning_cxl.empty(1 << 20, tier="cxl").normal_())
     optimizer = CPUAdam([weight])
     weight.grad = torch.ones_like(weight)
@@ -122,7 +122,7 @@ def test_ranks_of_one_socket_have_cores_of_their_own_and_a_share_of_its_memory(s
         assert each["cpus"] == {(rank,)} and each["threads"] == 1
     for tier in topology.tiers:
         free = sum(topology.node_free_bytes(node) for node in tier.node_ids)
-        assert 0.8 * free < sum(each["budgets"][tier.name] for each in found) <= tier.capacity_bytes
+        assert 0.8 * free < sum(each["room"][tier.name] for each in found) <= tier.capacity_bytes
 
 
 def test_a_process_that_its_launcher_has_bound_stays_and_allocates_there(started):

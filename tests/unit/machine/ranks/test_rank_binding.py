@@ -73,7 +73,7 @@ def test_a_rank_is_bound_to_its_socket(root, process):
     assert found.num_threads == process.threads == 4 and os.environ["OMP_NUM_THREADS"] == "4"
     assert found.topology.tier("dram").node_ids == (1, 0)
     assert found.topology.measured_on == frozenset(range(8))
-    assert found.budgets["dram"] == pytest.approx(4 * GIB, rel=0.05)
+    assert found.budgets == {} and found.room["dram"] == pytest.approx(4 * GIB, rel=0.05)
     lines = found.describe()
     assert lines[0] == "local rank 1 of 2: CPUs 4-7 of node 1 (auto)"
     assert lines[1] == "local rank 1 of 2 sees dram: 8.0 GiB on nodes 1, 0, nearest first"
@@ -91,7 +91,8 @@ def test_a_rank_is_bound_to_the_socket_of_its_device(root, process):
 
 def test_one_process_stays_as_it_is(root, process):
     found = bind_rank(0, 1, CPU, OffloadConfig(tiers={"cxl": GIB}), topology := Topology.detect(root))
-    assert found.topology is topology and found.budgets == {"cxl": GIB} and found.describe() == []
+    assert found.topology is topology and found.describe() == []
+    assert found.budgets == {"cxl": GIB} and found.room == {}
     assert process.moved is None and found.num_threads is None and "OMP_NUM_THREADS" not in os.environ
 
 
@@ -99,7 +100,7 @@ def test_off_divides_memory_and_nothing_else(root, process):
     found = bound(root, 1, numa_binding="off", tiers={"dram": 2 * GIB})
     assert process.moved is None and found.num_threads is None
     assert not found.topology.tier("dram").nearest_first
-    assert found.budgets["dram"] == GIB and len(found.describe()) == 1
+    assert found.budgets == {"dram": GIB} and set(found.room) == {"cxl"} and len(found.describe()) == 1
 
 
 def test_one_socket_divides_threads_without_binding(tmp_path, process):
