@@ -22,6 +22,8 @@ class HostCpus:
     """The socket of every such node."""
     cores: Mapping[int, int]
     """The core of every CPU, named by its first hardware thread."""
+    complexes: Mapping[int, tuple[int, ...]]
+    """For every CPU those that share its last-level cache, itself alone where the kernel names none."""
     distances: Mapping[int, Mapping[int, int]]
     """From every online node to every other, as the firmware says."""
 
@@ -51,6 +53,12 @@ class HostCpus:
             found += [tuple(by_core[core]) for core in sorted(by_core)]
         return found
 
+    def complexes_of(self, node: int, allowed: frozenset[int]) -> list[tuple[int, ...]]:
+        """Return the allowed CPUs of a node, together where they share a last-level cache; the largest groups first."""
+        usable = [cpu for cpu in self.nodes[node] if cpu in allowed]
+        found = {tuple(other for other in usable if other in self.complexes[cpu]) for cpu in usable}
+        return sorted(found, key=lambda group: (-len(group), group))
+
     def distance(self, source: int, target: int) -> int:
         """Return how far a node is from another, by the kernel's own numbers where the firmware gives none."""
         known = self.distances.get(source, {}).get(target)
@@ -75,6 +83,7 @@ def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
         nodes=nodes,
         sockets={node: _socket(root, node, cpus) for node, cpus in nodes.items()},
         cores={cpu: _core(root, cpu) for cpus in nodes.values() for cpu in cpus},
+        complexes={cpu: _complex(root, cpu) for cpus in nodes.values() for cpu in cpus},
         distances={node: _distances(root, node, node_ids) for node in node_ids},
     )
 
@@ -88,6 +97,15 @@ def _socket(root: Path, node: int, cpus: Sequence[int]) -> int:
 def _core(root: Path, cpu: int) -> int:
     siblings = parse_id_list(read_text(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list") or "")
     return min(siblings, default=cpu)
+
+
+def _complex(root: Path, cpu: int) -> tuple[int, ...]:
+    found: tuple[int, tuple[int, ...]] = (0, (cpu,))
+    for cache in (root / _CPUS / f"cpu{cpu}/cache").glob("index*"):
+        level, sharers = read_text(cache / "level"), read_text(cache / "shared_cpu_list")
+        if level and sharers and read_text(cache / "type") in ("Unified", "Data"):
+            found = max(found, (int(level), parse_id_list(sharers)))
+    return found[1]
 
 
 def _distances(root: Path, node: int, node_ids: Sequence[int]) -> dict[int, int]:

@@ -111,6 +111,11 @@ def _bound(rank: int, homes: Sequence[int], usable: frozenset[int], mode: str, h
         node for node in host.nodes_of(usable) if node == own or (wide and host.sockets[node] == host.sockets[own])
     ]
     sharers = sorted((home, other) for other, home in enumerate(homes) if home in domain)
+    index = sharers.index((own, rank))
+    if mode == "core-complex":
+        groups = host.complexes_of(own, usable)
+        turn = index % len(groups)
+        return RankPlace(groups[turn], (own,), len(range(turn, len(sharers), len(groups))))
     cores = host.cores_of(domain, usable)
     if mode == "exclusive" and len(cores) < len(sharers):
         raise ConfigError(
@@ -119,7 +124,7 @@ def _bound(rank: int, homes: Sequence[int], usable: frozenset[int], mode: str, h
         )
     num_sharers = len(sharers)
     if mode in _SHARES_CORES and len(cores) >= len(sharers):
-        cores = _part(cores, sharers.index((own, rank)), len(sharers))
+        cores = _part(cores, index, len(sharers))
         num_sharers = 1
     cpus = tuple(sorted(cpu for core in cores for cpu in core))
     return RankPlace(cpus, host.nodes_of(cpus), num_sharers)

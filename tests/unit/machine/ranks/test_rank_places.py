@@ -68,6 +68,24 @@ def test_modes_of_torchrun(host):
     assert [place.num_sharers for place in off] == [2, 2]
 
 
+def test_a_core_complex_is_cpus_that_share_their_last_cache(tmp_path):
+    root = write_machine(tmp_path, ([0, 1, 2, 3, 4], [5, 6]), ("10 21", "21 10"))
+    for cpu, l3 in enumerate(("0-1", "0-1", "2-4", "2-4", "2-4", None, None)):
+        caches = {"index0": ("1", "Data", str(cpu)), "index1": ("1", "Instruction", "0-4")}
+        caches |= {"index3": ("3", "Unified", l3), "index4": ("4", "Instruction", "0-4")} if l3 else {}
+        for index, texts in caches.items():
+            folder = root / f"sys/devices/system/cpu/cpu{cpu}/cache/{index}"
+            folder.mkdir(parents=True)
+            for name, text in zip(("level", "type", "shared_cpu_list"), texts, strict=True):
+                (folder / name).write_text(text + "\n")
+    host = read_host_cpus(root, range(7))
+    places = decide(host, [0, 0, 0, 1, 1, 1], "core-complex", range(7))
+    assert cpus_of(places) == [(2, 3, 4), (0, 1), (2, 3, 4), (5,), (6,), (5,)]
+    assert [place.num_sharers for place in places] == [2, 1, 2, 2, 1, 2]
+    assert [place.node_ids for place in places] == [(0,)] * 3 + [(1,)] * 3
+    assert cpus_of(decide(host, [0, 0], "core-complex", (0, 1, 2, 5))) == [(0, 1), (2,)], "what is left of each"
+
+
 def test_a_socket_of_several_nodes(tmp_path):
     distances = ("10 12 21 21", "12 10 21 21", "21 21 10 12", "21 21 12 10")
     sockets = {0: 0, 1: 0, 2: 1, 3: 1}
