@@ -13,7 +13,7 @@ from lightning_cxl.units import parse_bytes
 
 Origin = Literal["argument", "environment", "default"]
 OnTierFull = Literal["spill", "error"]
-_BINDINGS = ("auto", "off", "node", "socket", "exclusive", "core-complex")
+_BINDINGS = ("auto", False, "node", "socket", "exclusive", "core-complex")
 _PREFIX = "LIGHTNING_CXL_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -72,11 +72,11 @@ class OffloadConfig:
     num_threads: int | None = None
     """Threads of the optimizer's kernels. None: every CPU that this process may use; two fewer, at least one, where
     they run behind what a device does, for the threads that keep it busy."""
-    numa_binding: Literal["auto", "off", "node", "socket", "exclusive", "core-complex"] = "auto"
+    numa_binding: Literal["auto", False, "node", "socket", "exclusive", "core-complex"] = "auto"
     """Where a process that shares its machine with others runs and allocates: on the CPUs of its device's NUMA node or
     socket, with memory near these first. ``"exclusive"``: each on cores of its own of that node; ``"core-complex"``:
     on cores that share a cache. ``"auto"``: each on cores of its own of that socket, where there are several processes
-    and several sockets. A process that its launcher has bound keeps its CPUs."""
+    and several sockets. A process that its launcher has bound keeps its CPUs. False: wherever the system puts it."""
     on_missing_tier: Literal["fallback", "error"] = "fallback"
     """Without CXL memory in the machine: back tier ``cxl`` by DRAM, with one warning, when something asks for it by
     name; or refuse to start."""

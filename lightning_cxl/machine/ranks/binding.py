@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -44,7 +45,7 @@ class RankBinding:
 
     local_rank: int
     num_local_ranks: int
-    mode: str
+    mode: str | Literal[False]
     """``OffloadConfig.numa_binding``."""
     device_node: int | None
     """The node at whose PCI bus the device is; None where it is the CPU, or the firmware does not say."""
@@ -128,7 +129,7 @@ def bind_rank(
         room = {name: nbytes for name, nbytes in shares.items() if name not in budgets}
         budgets = {name: shares[name] for name in budgets}
     threads = None
-    if config.numa_binding != "off" and (place.is_bound or num_local_ranks > 1):
+    if config.numa_binding and (place.is_bound or num_local_ranks > 1):
         threads = _num_threads(place, len(own.cpus), num_local_ranks)
         os.environ[_THREADS] = str(threads)
         torch.set_num_threads(threads)

@@ -5,7 +5,7 @@ Every process decides for all of them from the same facts, so they agree without
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.ranks.host_cpus import HostCpus
@@ -40,7 +40,7 @@ class RankPlace:
     notes: tuple[str, ...] = field(default=())
 
 
-def decide_places(facts: Sequence[RankFacts], mode: str, host: HostCpus) -> list[RankPlace]:
+def decide_places(facts: Sequence[RankFacts], mode: str | Literal[False], host: HostCpus) -> list[RankPlace]:
     """Return what every process of this machine gets, by local rank.
 
     Args:
@@ -52,7 +52,7 @@ def decide_places(facts: Sequence[RankFacts], mode: str, host: HostCpus) -> list
         ConfigError: ``"exclusive"`` with more processes on a node than cores.
     """
     usable = [frozenset(each.cpus) & host.all for each in facts]
-    if mode == "off" or (mode == "auto" and (len(facts) == 1 or len(host.sockets_of(host.all)) == 1)):
+    if not mode or (mode == "auto" and (len(facts) == 1 or len(host.sockets_of(host.all)) == 1)):
         return [_unbound(rank, usable, host) for rank in range(len(facts))]
     if _was_bound(usable, host):
         return [_kept(rank, facts, usable, host) for rank in range(len(facts))]

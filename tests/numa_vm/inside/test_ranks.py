@@ -151,6 +151,6 @@ def test_a_full_card_spills_to_the_other_socket_s_card(started):
 
 
 def test_without_binding_memory_is_striped_over_sockets(started):
-    for found in started(2, lambda rank, gather: seen_by(rank, 2, gather, numa_binding="off")):
+    for found in started(2, lambda rank, gather: seen_by(rank, 2, gather, numa_binding=False)):
         assert set(found["dram"][2]) == {0, 1} and set(found["cxl"][2]) == {2, 3}
         assert found["cpus"] == {(0, 1, 2, 3)}

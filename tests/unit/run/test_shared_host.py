@@ -15,7 +15,7 @@ MIB = 1 << 20
 @pytest.fixture
 def host():
     """Memory of the second of two processes, which are not bound."""
-    config = OffloadConfig(tiers={"dram": 64 * MIB}, numa_binding="off", on_tier_full="error")
+    config = OffloadConfig(tiers={"dram": 64 * MIB}, numa_binding=False, on_tier_full="error")
     topology, cpu = Topology.detect(), torch.device("cpu")
     sent = []
 

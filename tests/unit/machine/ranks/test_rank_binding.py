@@ -97,7 +97,7 @@ def test_one_process_stays_as_it_is(root, process):
 
 
 def test_off_divides_memory_and_nothing_else(root, process):
-    found = bound(root, 1, numa_binding="off", tiers={"dram": 2 * GIB})
+    found = bound(root, 1, numa_binding=False, tiers={"dram": 2 * GIB})
     assert process.moved is None and found.num_threads is None
     assert not found.topology.tier("dram").nearest_first
     assert found.budgets == {"dram": GIB} and set(found.room) == {"cxl"} and len(found.describe()) == 1

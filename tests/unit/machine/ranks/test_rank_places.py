@@ -63,7 +63,7 @@ def test_modes_of_torchrun(host):
     assert cpus_of(decide(host, [0, 0, 1], "socket")) == cpus_of(node)
     assert cpus_of(decide(host, [0, 0, 1], "exclusive")) == [(0, 1, 8, 9), (2, 3, 10, 11), tuple(TWO_SOCKETS[1])]
     assert cpus_of(decide(host, [1], "node")) == [tuple(TWO_SOCKETS[1])], "one process, where it is asked for"
-    off = decide(host, [0, 1], "off")
+    off = decide(host, [0, 1], False)
     assert cpus_of(off) == [EVERY, EVERY] and not any(place.is_bound for place in off)
     assert [place.num_sharers for place in off] == [2, 2]
 
