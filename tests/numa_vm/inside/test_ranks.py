@@ -36,17 +36,22 @@ def started():
             processes.append(context.Process(target=run, args=(rank, end, work)))
             processes[-1].start()
             end.close()  # so that a process that dies is noticed
-        facts = [ours.recv() for ours, _ in ends]
+        facts = answers(ends)
         for ours, _ in ends:
             ours.send(facts)
-        found = [ours.recv() for ours, _ in ends]
-        assert not any(isinstance(each, str) for each in found), found
-        return found
+        return answers(ends)
 
     yield start
     for process in processes:
         process.join(60)
         process.kill()
+
+
+def answers(ends):
+    found = [ours.recv() for ours, _ in ends]
+    for each in found:
+        assert not isinstance(each, str), each  # the traceback of a process that failed
+    return found
 
 
 def run(rank, end, work):
