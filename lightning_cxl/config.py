@@ -13,6 +13,7 @@ from lightning_cxl.units import parse_bytes
 
 Origin = Literal["argument", "environment", "default"]
 OnTierFull = Literal["spill", "error"]
+_BINDINGS = ("auto", False, "node", "socket", "exclusive", "core-complex")
 _PREFIX = "LIGHTNING_CXL_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -71,6 +72,11 @@ class OffloadConfig:
     num_threads: int | None = None
     """Threads of the optimizer's kernels. None: every CPU that this process may use; two fewer, at least one, where
     they run behind what a device does, for the threads that keep it busy."""
+    numa_binding: Literal["auto", False, "node", "socket", "exclusive", "core-complex"] = "auto"
+    """Where a process that shares its machine with others runs and allocates: on the CPUs of its device's NUMA node or
+    socket, with memory near these first. ``"exclusive"``: each on cores of its own of that node; ``"core-complex"``:
+    on cores that share a cache. ``"auto"``: each on cores of its own of that socket, where there are several processes
+    and several sockets. A process that its launcher has bound keeps its CPUs. False: wherever the system puts it."""
     on_missing_tier: Literal["fallback", "error"] = "fallback"
     """Without CXL memory in the machine: back tier ``cxl`` by DRAM, with one warning, when something asks for it by
     name; or refuse to start."""
@@ -114,6 +120,7 @@ class OffloadConfig:
         _check_choice("master", self.master, ("split", "fp32"))
         _check_choice("accumulate", self.accumulate, ("fp32", "bf16"))
         _check_choice("on_overflow", self.on_overflow, ("skip", "error", "ignore"))
+        _check_choice("numa_binding", self.numa_binding, _BINDINGS)
         _check_choice("on_missing_tier", self.on_missing_tier, ("fallback", "error"))
         _check_choice("on_tier_full", self.on_tier_full, ("spill", "error"))
         _check_choice("pin_memory", self.pin_memory, (True, False, "auto"))

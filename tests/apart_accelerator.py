@@ -23,6 +23,9 @@ class ApartDevices:
         properties = torch.apart.get_device_properties(index)
         return properties.name, properties.total_memory
 
+    def pci_address(self, index):
+        return None
+
     def register(self, address, nbytes):
         if not self.are_there:
             raise PinnedMemoryError("the device apart is not used by this test")

@@ -49,6 +49,7 @@ OPTIONS = {
     "on_overflow": "skip",
     "max_overflows": 20,
     "num_threads": None,
+    "numa_binding": "auto",
     "on_missing_tier": "fallback",
     "on_tier_full": "spill",
     "pin_memory": "auto",
@@ -163,6 +164,11 @@ def test_a_configuration_that_an_earlier_version_wrote_is_read(monkeypatch, caps
     written, found = yaml.safe_load(DUMPED.read_text()), yaml.safe_load(capsys.readouterr().out)
     for bar in (each for each in found["trainer"]["callbacks"] if each["class_path"].endswith("ProgressBar")):
         bar["init_args"] = {"plain_every_n_steps": bar["init_args"]["plain_every_n_steps"]}  # the rest is Lightning's
+    options = found["trainer"]["strategy"]["init_args"]
+    found["trainer"]["strategy"]["init_args"] = {
+        name: options.pop(name) for name in written["trainer"]["strategy"]["init_args"]
+    }
+    assert all(OPTIONS[name] == value for name, value in options.items())
     assert written.keys() <= found.keys()
     options = found["trainer"]["strategy"]["init_args"]  # those that came later have their defaults, too
     known = written["trainer"]["strategy"]["init_args"]

@@ -24,6 +24,13 @@ class CudaDevices:
         properties = torch.cuda.get_device_properties(index)
         return properties.name, properties.total_memory
 
+    def pci_address(self, index: int) -> str | None:
+        """Return where a GPU is, such as ``"0000:dc:00.0"``."""
+        properties = torch.cuda.get_device_properties(index)
+        # torch's annotations leave these out
+        domain, bus, device = (int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
+        return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock ``[address, address + nbytes)`` for all GPUs.
 

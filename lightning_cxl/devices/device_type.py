@@ -32,6 +32,9 @@ class DeviceType(Protocol):
     def describe(self, index: int) -> tuple[str, int]:
         """Return the name of a device and its memory in bytes."""
 
+    def pci_address(self, index: int) -> str | None:
+        """Return where a device is on the machine's PCI buses, as in ``"0000:dc:00.0"``; None where it is on none."""
+
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock ``[address, address + nbytes)`` and let the driver of every device copy from and to it directly.
 

@@ -30,10 +30,10 @@ def describe_machine(
     Args:
         topology: of a real machine (`Topology.root` is not None).
         devices: names of the accelerators.
-        allowed: the CPUs of this process; asked from the kernel when None.
+        allowed: the CPUs of this process; when None those that `topology` names, else asked from the kernel.
     """
     root = topology.root or Path("/")
-    cpus = usable_cpus(root, allowed)
+    cpus = usable_cpus(root, topology.measured_on if allowed is None else allowed)
     nodes = sorted({node.node_id: node for tier in topology.tiers for node in tier.nodes}.items())
     return {
         "cpu": cpu_model(root),

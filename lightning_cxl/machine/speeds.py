@@ -147,8 +147,8 @@ def adam_mix(read_bytes_per_s: float, write_bytes_per_s: float) -> float:
 
 def _rated(tier: Tier) -> dict[str, float]:
     """Return fields from the firmware's ratings of the nodes; those that a node lacks are left out."""
-    reads = [node.read_bytes_per_s for node in tier.nodes]
-    writes = [node.write_bytes_per_s for node in tier.nodes]
+    reads = [node.read_bytes_per_s for node in tier.near_nodes]
+    writes = [node.write_bytes_per_s for node in tier.near_nodes]
     mixes = [adam_mix(r, w) if r and w else None for r, w in zip(reads, writes, strict=True)]
     found = {
         "adam_bytes_per_s": _together(tier, mixes),
@@ -161,8 +161,8 @@ def _rated(tier: Tier) -> dict[str, float]:
 
 def _measured(tier: Tier, calibration: Calibration) -> dict[str, float]:
     """Return fields from measurements of the nodes; without a device, the CPUs show what the memory can do."""
-    nodes = [node for node_id in tier.node_ids if (node := calibration.node(node_id)) is not None]
-    if len(nodes) < len(tier.nodes):
+    nodes = [speeds for node in tier.near_nodes if (speeds := calibration.node(node.node_id)) is not None]
+    if len(nodes) < len(tier.near_nodes):
         return {}
     found = {
         "adam_bytes_per_s": _together(tier, [node.adam_bytes_per_s for node in nodes]),
@@ -174,12 +174,12 @@ def _measured(tier: Tier, calibration: Calibration) -> dict[str, float]:
 
 
 def _together(tier: Tier, speeds: Sequence[float | None]) -> float | None:
-    """Return the speed of all nodes, each at its part of a stripe: who ends last decides. None when one is not known.
+    """Return the speed of near nodes, each at its part of a stripe: who ends last decides. None when one is not known.
 
     A tier's stripes have parts in proportion to rated read bandwidths where all nodes have one, else equal parts
     (`lightning_cxl.memory.tier_pages.make_leaf`).
     """
-    ratings = [node.read_bytes_per_s for node in tier.nodes]
+    ratings = [node.read_bytes_per_s for node in tier.near_nodes]
     parts = [rating or 1.0 for rating in ratings] if all(ratings) else [1.0] * len(ratings)
     slowest = 0.0
     for part, speed in zip(parts, speeds, strict=True):
@@ -197,7 +197,7 @@ def _tier(topology: Topology, tier: Tier, speeds: TierSpeeds, capacity_bytes: Ma
         name=tier.name,
         kind=tier.kind,
         capacity_bytes=min((limit for limit in limits if limit is not None), default=tier.capacity_bytes),
-        num_nodes=len(tier.nodes),
+        num_nodes=len(tier.near_nodes),
         backed_by=None if backing is None else backing.name,
         **values,
     )

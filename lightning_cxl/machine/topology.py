@@ -51,11 +51,18 @@ class Tier:
     """How often every byte lies in these files: 2 where checkpoints refer to it."""
     drive_bytes: int = 0
     """Size of the drives together."""
+    nearest_first: bool = False
+    """Nodes that are further away get bytes only when the nearer ones are full; otherwise all nodes are striped."""
 
     @property
     def node_ids(self) -> tuple[int, ...]:
         """Ids of the nodes, nearest first."""
         return tuple(node.node_id for node in self.nodes)
+
+    @property
+    def near_nodes(self) -> tuple[Node, ...]:
+        """The nodes that hold the tier's bytes while they have room, in stripes."""
+        return tuple(n for n in self.nodes if not self.nearest_first or n.distance == self.nodes[0].distance)
 
     @property
     def capacity_bytes(self) -> int:
@@ -64,19 +71,19 @@ class Tier:
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """Rated read bandwidth of all nodes together; None when the firmware leaves out one of them."""
-        return _sum_or_none([node.read_bytes_per_s for node in self.nodes])
+        """Rated read bandwidth of the near nodes together; None when the firmware leaves out one of them."""
+        return _sum_or_none([node.read_bytes_per_s for node in self.near_nodes])
 
     @property
     def write_bytes_per_s(self) -> float | None:
-        """Rated write bandwidth of all nodes together; None when the firmware leaves out one of them."""
-        return _sum_or_none([node.write_bytes_per_s for node in self.nodes])
+        """Rated write bandwidth of the near nodes together; None when the firmware leaves out one of them."""
+        return _sum_or_none([node.write_bytes_per_s for node in self.near_nodes])
 
     @property
     def read_latency_ns(self) -> float | None:
-        """Rated read latency of the slowest node; None when the firmware leaves out one of them."""
-        latencies = [node.read_latency_ns for node in self.nodes if node.read_latency_ns is not None]
-        return max(latencies) if latencies and len(latencies) == len(self.nodes) else None
+        """Rated read latency of the slowest near node; None when the firmware leaves out one of them."""
+        latencies = [node.read_latency_ns for node in self.near_nodes if node.read_latency_ns is not None]
+        return max(latencies) if latencies and len(latencies) == len(self.near_nodes) else None
 
     def describe(self) -> str:
         """Return one line, e.g. ``"cxl: 2.0 GiB on nodes 1, 2 (57.3 GB/s read, 250 ns)"``."""
@@ -84,6 +91,7 @@ class Tier:
             return f"{self.name}: {format_bytes(self.capacity_bytes)} in {', '.join(map(str, self.folders))}"
         ids = ", ".join(map(str, self.node_ids))
         text = f"{self.name}: {format_bytes(self.capacity_bytes)} on node{'s' if len(self.nodes) > 1 else ''} {ids}"
+        text += ", nearest first" if self.nearest_first else ""
         speeds = [f"{self.read_bytes_per_s / 1e9:.1f} GB/s read"] if self.read_bytes_per_s is not None else []
         speeds += [f"{self.read_latency_ns:.0f} ns"] if self.read_latency_ns is not None else []
         text += f" ({', '.join(speeds)})" if speeds else ""
@@ -109,6 +117,9 @@ class Topology:
     """Whether DRAM may stand in for CXL memory that is asked for and missing."""
     ssd: Tier | None = None
     """The tier `ssd`. It is none of `tiers`: no memory is had from it, and nothing spills to it."""
+    measured_on: frozenset[int] | None = None
+    """The CPUs that this process had before it was bound to some of them: speeds of the machine are looked up by these.
+    None: those that it has."""
 
     @classmethod
     def detect(
@@ -269,7 +280,7 @@ class Topology:
 
     def _add_cxl(self) -> Tier:
         backing = self.tiers[0]
-        added = Tier(_CXL, TierKind.CXL, backing.nodes, emulated=True)
+        added = replace(backing, name=_CXL, kind=TierKind.CXL, emulated=True)
         with _ADDING:
             if _CXL in self.names:  # another thread was faster
                 return added

@@ -17,6 +17,7 @@ from lightning_cxl.memory.ledger import Counted, Ledger, SplitKey
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.split_stacks import Pinner, SplitStacks, make_pinner
 from lightning_cxl.memory.striped import stripe_bytes_for
+from lightning_cxl.memory.tier_limits import TierLimits
 from lightning_cxl.memory.tier_pages import MakeLeaf, TierPages, make_leaf
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.units import format_bytes
@@ -34,6 +35,7 @@ class HostMemory:
     Args:
         topology: the machine.
         budgets: most bytes to hold from the OS, per tier name; a tier without one may use its whole capacity.
+        room: less than that, of tiers without a budget, where other processes share the machine.
         on_tier_full: ``"spill"`` to the other tiers of a split, then to the next one of the placement, with one warning
             per role and tier, or ``"error"``.
         pin: honour ``Placement.pinned``; otherwise all memory is pageable.
@@ -52,6 +54,7 @@ class HostMemory:
         topology: Topology,
         *,
         budgets: Mapping[str, int] | None = None,
+        room: Mapping[str, int] | None = None,
         on_tier_full: Literal["spill", "error"] = "spill",
         pin: bool = False,
         reuse_below: int | None = None,
@@ -60,16 +63,12 @@ class HostMemory:
     ) -> None:
         if on_tier_full not in ("spill", "error"):
             raise ConfigError(f'on_tier_full must be "spill" or "error", got {on_tier_full!r}')
-        self._budgets = dict(budgets or {})
-        for name, budget in self._budgets.items():
-            topology.tier(name)
-            if budget < 0:
-                raise ConfigError(f"the budget of tier `{name}` must not be negative, got {budget}")
+        self._limits = TierLimits(topology, budgets, room)
         self.topology = topology
         self.on_tier_full = on_tier_full
         self._pin = pin
         self._reuse_below = reuse_below
-        most = sum(min(self._limit(tier), tier.capacity_bytes) for tier in topology.tiers)
+        most = sum(min(self._limits.of(tier), tier.capacity_bytes) for tier in topology.tiers)
         self._stripe_bytes = stripe_bytes_for(most)
         self._leaf = leaf or partial(make_leaf, topology=topology, stripe_bytes=self._stripe_bytes)
         self._pinner = pinner or make_pinner(topology)
@@ -138,15 +137,15 @@ class HostMemory:
         """Return whether all memory of this process is where `placement` wants it.
 
         So it is where all nodes of this machine are of the one DRAM tier that the placement asks for first. Not where
-        it asks for page-locked memory, nor where the tier has a budget.
+        it asks for page-locked memory, nor where the tier has a budget or is to be filled nearest nodes first.
         """
         wanted = self._split(placement)
         if len(wanted) != 1 or self.is_closed or self._pid != os.getpid() or (placement.pinned and self._pin):
             return False
         tier = self.topology.tier(wanted[0][0])
         nodes = {node for each in self.topology.tiers for node in each.node_ids}
-        is_all = tier.kind is TierKind.DRAM and nodes.issubset(tier.node_ids)
-        return is_all and tier.name not in self._budgets
+        is_all = tier.kind is TierKind.DRAM and nodes.issubset(tier.node_ids) and not tier.nearest_first
+        return is_all and not self._limits.has_budget(tier)
 
     @property
     def pins(self) -> bool:
@@ -220,15 +219,12 @@ class HostMemory:
         self._lock = threading.Lock()
         self._all_pages()
 
-    def _limit(self, tier: Tier) -> int:
-        return self._budgets.get(tier.name, tier.capacity_bytes)
-
     def _all_pages(self) -> dict[str, TierPages]:
         """Return the pages of every tier; the topology may have one more than at the last call."""
         if len(self._pages) < len(self.topology.tiers):
             with self._lock:
                 new = [tier for tier in self.topology.tiers if tier.name not in self._pages]
-                made = {tier.name: TierPages(tier, self._leaf, self._limit(tier)) for tier in new}
+                made = {tier.name: TierPages(tier, self._leaf, self._limits.of(tier)) for tier in new}
                 self._pages = {**self._pages, **made}  # others may be reading the old one
         return self._pages
 

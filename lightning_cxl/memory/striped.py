@@ -31,6 +31,8 @@ class StripedResource:
         stripe_bytes: granularity, a multiple of 2 MiB.
         strict: refuse where a child has no room for its share, except in `lending`. Otherwise it leaves its share to
             the others.
+        turns: not for strict ones, a number for each child: those with a higher one get a stripe when all with a lower
+            one have no room for it. None: all take part from the start.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class StripedResource:
         stripe_bytes: int = HUGE_PAGE_BYTES,
         *,
         strict: bool = False,
+        turns: Sequence[int] | None = None,
     ) -> None:
         if not children or any(not weight > 0 for _, weight in children):
             raise ValueError("a StripedResource needs at least one child, and weights above zero")
@@ -52,6 +55,7 @@ class StripedResource:
         self._shares = [weight / total for _, weight in children]
         self._stripe_bytes = stripe_bytes
         self._strict = strict
+        self._turns = [0] * len(children) if turns is None else list(turns)
         self._thread = _Thread()
         self._credit = [0.0] * len(children)  # bytes each child is behind its share, over all ranges so far
         self._lock = threading.Lock()
@@ -134,6 +138,8 @@ class StripedResource:
             while position < end:
                 size = min(self._stripe_bytes - position % self._stripe_bytes, end - position)
                 able = [child for child in everyone if left[child] >= size] if lend else everyone
+                turn = min((self._turns[child] for child in able), default=0)
+                able = [child for child in able if self._turns[child] == turn]
                 full.update(child for child in everyone if left[child] < size)
                 share = sum(self._shares[child] for child in able)
                 for index in able:

@@ -56,10 +56,14 @@ class TierPages:
 
 
 def make_leaf(tier: Tier, topology: Topology, stripe_bytes: int, *, inherit: bool = False) -> PageSource:
-    """Return the leaf of a tier: its node, or its nodes striped by their rated bandwidth (evenly when unknown)."""
+    """Return the leaf of a tier: its node, or its nodes striped by their rated bandwidth (evenly when unknown).
+
+    Of a tier that fills its nearest nodes first, nodes at equal distance are striped.
+    """
     leaves = [NumaResource(tier.name, node.node_id, topology, inherit=inherit) for node in tier.nodes]
     if len(leaves) == 1:
         return leaves[0]
     speeds = [node.read_bytes_per_s for node in tier.nodes]
     weights = [speed or 1.0 for speed in speeds] if all(speeds) else [1.0] * len(leaves)
-    return StripedResource(list(zip(leaves, weights, strict=True)), stripe_bytes)
+    turns = [node.distance if tier.nearest_first else 0 for node in tier.nodes]
+    return StripedResource(list(zip(leaves, weights, strict=True)), stripe_bytes, turns=turns)

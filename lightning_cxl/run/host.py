@@ -16,6 +16,7 @@ from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import Inventory, list_tensors
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.machine.ranks.binding import RankBinding
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.scope import activate
@@ -48,9 +49,10 @@ class Host:
     Args:
         config: the user's choices.
         device: where the model computes.
-        topology: this machine's tiers; detected when None.
+        topology: this machine's tiers; those of `binding` or detected when None.
         policy: places what no decorator or rule asks for; the one that ``config.policy`` names when None.
         engine: copies between host and device; the device's own when None. Closed with the host.
+        binding: what this process has of a machine that it shares with others; None where it has all of it.
 
     Raises:
         ConfigError: there is no such policy, it needs speeds that are not known, a path of the tier `ssd` is no
@@ -64,9 +66,13 @@ class Host:
         topology: Topology | None = None,
         policy: PlacementPolicy | PlanningPolicy | None = None,
         engine: TransferEngine | None = None,
+        binding: RankBinding | None = None,
     ) -> None:
         self.config = config
         self.device = device
+        self._shared = binding.describe() if binding else []
+        budgets, room = (binding.budgets, binding.room) if binding else (config.budgets(), {})
+        topology = binding.topology if binding else topology
         found = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
         options = config.ssd()
         if options is not None and options.key is not None:
@@ -75,7 +81,8 @@ class Host:
         self.ssd = None if options is None else SsdRoom.of(self.topology, options)
         """How much the tier `ssd` may hold; None where there is none."""
         pin = device.type != "cpu" if config.pin_memory == "auto" else bool(config.pin_memory)
-        self.memory = HostMemory(self.topology, budgets=config.budgets(), on_tier_full=config.on_tier_full, pin=pin)
+        full = config.on_tier_full
+        self.memory = HostMemory(self.topology, budgets=budgets, room=room, on_tier_full=full, pin=pin)
         self.policy = RunPolicy(config, self.topology, device, policy)
         self.placer = Placer(self.topology, self.policy.at_first, self.memory.free_bytes)
         self.engine = make_engine(device) if engine is None else engine
@@ -163,7 +170,7 @@ class Host:
             "streamed": {},
             "ssd": moved,
             "optimizers": [],
-            "notes": [*self.topology.notes, *self.memory.notes()],
+            "notes": [*self.topology.notes, *self._shared, *self.memory.notes()],
         }
 
     def close(self) -> None:

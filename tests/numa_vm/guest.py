@@ -145,16 +145,24 @@ def _write_out(data: bytes) -> None:
 
 def _machine_arguments(machine: Machine) -> list[str]:
     arguments = ["-accel", "tcg,thread=multi,tb-size=1024", "-cpu", "max,la57=off", *numa_arguments(machine)]
-    arguments += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-device", "virtio-rng-pci"]
+    arguments += [
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+        "-no-reboot",
+        "-device",
+        "virtio-rng-pci,bus=pcie.0",
+    ]
     return [*arguments, "-chardev", "stdio,id=con,signal=off", "-serial", "chardev:con"]
 
 
 def _device_arguments(sockets: Mapping[str, Path], sink: int) -> list[str]:
-    arguments = ["-device", "virtio-serial-pci", "-chardev", f"file,id=job,path=/dev/fd/{sink}"]
+    arguments = ["-device", "virtio-serial-pci,bus=pcie.0", "-chardev", f"file,id=job,path=/dev/fd/{sink}"]
     arguments += ["-device", "virtserialport,chardev=job,name=job"]
     for tag, socket in sockets.items():
         arguments += ["-chardev", f"socket,id={tag},path={socket}"]
-        arguments += ["-device", f"vhost-user-fs-pci,chardev={tag},tag={tag},queue-size=1024"]
+        arguments += ["-device", f"vhost-user-fs-pci,bus=pcie.0,chardev={tag},tag={tag},queue-size=1024"]
     return arguments
 
 

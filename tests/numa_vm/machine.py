@@ -1,12 +1,15 @@
 """The guest's NUMA nodes: how they are described, the kinds of machine that tests run on, and QEMU's arguments."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import permutations, product
 
 _DRAM = "cpus=2,mem=3G,lat=110,bw=120G,dist=10"
 _CARD = "mem=1G,lat=250,bw=28G,dist=24"
+_SOCKET = "cpus=2,mem=1536M,lat=110,bw=120G,dist=21"
+_SMALL_CARD = "mem=512M,lat=250,bw=28G,dist=17"
+_LOCAL = 10
+_FURTHER = 4
 
 
 class VmError(Exception):
@@ -26,7 +29,9 @@ class NodeSpec:
     bw: int = 0
     """Bytes per second."""
     dist: int = 20
-    """SLIT distance from the CPUs' node."""
+    """SLIT distance from the node at whose socket it is; of a socket, from the others."""
+    at: int = 0
+    """The socket at which a memory-only node is: the id of a node with CPUs."""
     hot: int = 0
     """1: a DIMM that the kernel adds late and puts into ZONE_MOVABLE, as CXL memory usually is. Only the last node may
     be one, because the firmware's tables name no node after it."""
@@ -38,6 +43,21 @@ class Machine:
 
     nodes: tuple[NodeSpec, ...]
     hmat: bool = True
+
+    @property
+    def sockets(self) -> tuple[int, ...]:
+        """Ids of the nodes with CPUs, each of which is a socket."""
+        return tuple(index for index, node in enumerate(self.nodes) if node.cpus)
+
+    def distance(self, source: int, target: int) -> int:
+        """Return the SLIT distance between two nodes: data goes from a card to its socket, and from there on."""
+        if source == target:
+            return _LOCAL
+        homes = [index if self.nodes[index].cpus else self.nodes[index].at for index in (source, target)]
+        cards = [self.nodes[index].dist for index in (source, target) if not self.nodes[index].cpus]
+        between = [max(self.nodes[home].dist for home in homes)] if homes[0] != homes[1] else []
+        legs = cards + between
+        return max(legs) + _FURTHER * (len(legs) - 1)
 
 
 def parse_nodes(text: str) -> tuple[NodeSpec, ...]:
@@ -56,8 +76,13 @@ def parse_nodes(text: str) -> tuple[NodeSpec, ...]:
                 raise VmError(f"{item!r} of node {len(nodes)} is no setting; there are: {known}")
             values[key] = parse_size(value)
         nodes.append(NodeSpec(**values))
-    if not nodes[0].cpus or not nodes[0].mem or any(node.cpus for node in nodes[1:]):
-        raise VmError(f"the first node, and no other, must have CPUs; it must have memory, too: {text!r}")
+    sockets = [node for node in nodes if node.cpus]
+    if not sockets or nodes[: len(sockets)] != sockets or not all(node.mem for node in sockets):
+        raise VmError(f"the first nodes, and no others, must have CPUs; those must have memory, too: {text!r}")
+    if len({node.cpus for node in sockets}) > 1:
+        raise VmError(f"all sockets must have as many CPUs: {text!r}")
+    if any(node.at >= len(sockets) for node in nodes):
+        raise VmError(f"a card must be at one of the sockets 0 to {len(sockets) - 1}: {text!r}")
     if any(node.hot for node in nodes[:-1]):
         raise VmError(f"only the last node can be hot-plugged: {text!r}")
     return tuple(nodes)
@@ -79,10 +104,12 @@ MACHINES = {
     "cxl2": Machine(parse_nodes(f"{_DRAM};{_CARD};{_CARD}")),
     "cxl1hot": Machine(parse_nodes(f"{_DRAM};{_CARD},hot=1")),
     "cxl1": Machine(parse_nodes(f"{_DRAM};{_CARD}")),
+    "dual2": Machine(parse_nodes(f"{_SOCKET};{_SOCKET};{_SMALL_CARD},at=0;{_SMALL_CARD},at=1")),
     "cxl1nohmat": Machine(parse_nodes(f"{_DRAM};{_CARD}"), hmat=False),
 }
-TESTED = ("cxl2", "cxl1hot")
-"""Those that all tests run on: three nodes; and two, one of them movable. Every boot costs minutes of imports."""
+TESTED = ("cxl2", "cxl1hot", "dual2")
+"""Those that tests run on: three nodes; two, one of them movable; and two sockets with a card each. Every boot costs
+minutes of imports."""
 
 
 def machine(text: str) -> Machine:
@@ -91,43 +118,53 @@ def machine(text: str) -> Machine:
 
 
 def numa_arguments(machine: Machine) -> list[str]:
-    """Return QEMU's arguments for CPUs, memory, nodes, distances and speeds."""
-    nodes = machine.nodes
+    """Return QEMU's arguments for CPUs, memory, nodes, distances and speeds; on several sockets also PCI bridges."""
+    nodes, sockets = machine.nodes, machine.sockets
     plugged = sum(node.mem for node in nodes if not node.hot) >> 20
     slots = f",slots={len(nodes)},maxmem=64G" if any(node.hot for node in nodes) else ""
     arguments = ["-machine", "q35,hmat=on" if machine.hmat else "q35"]
-    arguments += ["-smp", str(nodes[0].cpus), "-m", f"{plugged}M{slots}"]
+    cpus = nodes[0].cpus * len(sockets)
+    arguments += ["-smp", f"{cpus},sockets={len(sockets)},cores={nodes[0].cpus},threads=1", "-m", f"{plugged}M{slots}"]
     for index, node in enumerate(nodes):
         text = f"node,nodeid={index}"
-        text += f",cpus=0-{node.cpus - 1}" if node.cpus else ""
+        text += f",cpus={index * node.cpus}-{(index + 1) * node.cpus - 1}" if node.cpus else ""
         text += "" if node.hot or not node.mem else f",memdev=m{index}"
-        text += ",initiator=0" if machine.hmat else ""
+        text += f",initiator={index if node.cpus else node.at}" if machine.hmat else ""
         if node.mem:  # shared, because the file server of the host reads and writes it
             arguments += ["-object", f"memory-backend-memfd,id=m{index},size={node.mem},share=on"]
         arguments += ["-numa", text]
-    arguments += _distances(nodes)
-    arguments += _speeds(nodes) if machine.hmat else []
+    arguments += _distances(machine)
+    arguments += _speeds(machine) if machine.hmat else []
     for index, node in enumerate(nodes):
         if node.hot:
             arguments += ["-device", f"pc-dimm,id=dimm{index},memdev=m{index},node={index}"]
+    return arguments + (_bridges(machine) if len(sockets) > 1 else [])
+
+
+def _distances(machine: Machine) -> list[str]:
+    arguments = []
+    for source, target in permutations(range(len(machine.nodes)), 2):
+        arguments += ["-numa", f"dist,src={source},dst={target},val={machine.distance(source, target)}"]
     return arguments
 
 
-def _distances(nodes: Sequence[NodeSpec]) -> list[str]:
+def _speeds(machine: Machine) -> list[str]:
+    """Return the ratings of the way from every socket; from another socket than its own a node is slower."""
     arguments = []
-    for a, b in combinations(range(len(nodes)), 2):
-        # from card to card data goes through the CPUs
-        distance = nodes[b].dist if a == 0 else max(nodes[a].dist, nodes[b].dist) + 4
-        for source, target in ((a, b), (b, a)):
-            arguments += ["-numa", f"dist,src={source},dst={target},val={distance}"]
-    return arguments
-
-
-def _speeds(nodes: Sequence[NodeSpec]) -> list[str]:
-    arguments = []
-    for index, node in enumerate(nodes):
+    for socket, (index, node) in product(machine.sockets, enumerate(machine.nodes)):
         if node.lat and node.bw:
-            head = f"hmat-lb,initiator=0,target={index},hierarchy=memory"
-            arguments += ["-numa", f"{head},data-type=access-latency,latency={node.lat}"]
-            arguments += ["-numa", f"{head},data-type=access-bandwidth,bandwidth={node.bw >> 20}M"]
+            far = 2 if socket != (index if node.cpus else node.at) else 1
+            head = f"hmat-lb,initiator={socket},target={index},hierarchy=memory"
+            arguments += ["-numa", f"{head},data-type=access-latency,latency={node.lat * far}"]
+            arguments += ["-numa", f"{head},data-type=access-bandwidth,bandwidth={(node.bw >> 20) // far}M"]
+    return arguments
+
+
+def _bridges(machine: Machine) -> list[str]:
+    """Return a PCI root for each socket with one device, a port: its ``numa_node`` is what a GPU's there would be."""
+    arguments = []
+    for socket in machine.sockets:
+        bus = f"pci{socket}"
+        arguments += ["-device", f"pxb-pcie,id={bus},bus=pcie.0,bus_nr={64 * (socket + 1)},numa_node={socket}"]
+        arguments += ["-device", f"pcie-root-port,id=port{socket},bus={bus},chassis={socket + 1}"]
     return arguments

@@ -28,7 +28,7 @@ def test_nodes_are_read_clause_by_clause():
         ("cpus=2,mem=3G;size=1G", r"'size=1G' of node 1.*cpus, mem"),
         ("cpus=2,mem=3 GB", "not a size: '3 GB'"),
         ("", "'' of node 0"),
-        ("mem=1G;cpus=2,mem=1G", "first node, and no other, must have CPUs"),
+        ("mem=1G;cpus=2,mem=1G", "first nodes, and no others, must have CPUs"),
         ("cpus=2,mem=1G,hot=1;mem=1G", "only the last node"),
     ],
 )
@@ -73,3 +73,35 @@ def test_firmware_without_hmat_names_no_initiator_and_no_speed():
     arguments = numa_arguments(MACHINES["cxl1nohmat"])
     assert not any("hmat" in text or "initiator" in text for text in arguments)
     assert "node,nodeid=1,memdev=m1" in arguments
+
+
+def test_two_sockets_have_their_cpus_cards_and_pci_ports():
+    both = MACHINES["dual2"]
+    assert both.sockets == (0, 1)
+    arguments, nodes = numa_arguments(both), numa(both)
+    assert "4,sockets=2,cores=2,threads=1" in arguments
+    assert nodes[:4] == [
+        "node,nodeid=0,cpus=0-1,memdev=m0,initiator=0",
+        "node,nodeid=1,cpus=2-3,memdev=m1,initiator=1",
+        "node,nodeid=2,memdev=m2,initiator=0",
+        "node,nodeid=3,memdev=m3,initiator=1",
+    ]
+    rows = [[both.distance(source, target) for target in range(4)] for source in range(4)]
+    assert rows == [[10, 21, 17, 25], [21, 10, 25, 17], [17, 25, 10, 29], [25, 17, 29, 10]]
+    assert "dist,src=1,dst=3,val=17" in nodes and "dist,src=3,dst=0,val=25" in nodes
+    speeds = [text for text in nodes if "target=3" in text and "access-latency" in text]
+    assert [text.split(",")[1] + text[-4:] for text in speeds] == ["initiator=0=500", "initiator=1=250"]
+    assert "pxb-pcie,id=pci1,bus=pcie.0,bus_nr=128,numa_node=1" in arguments
+    assert not any("pxb" in text for text in numa_arguments(MACHINES["cxl2"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cpus=2,mem=1G;cpus=1,mem=1G", "as many CPUs"),
+        ("cpus=2,mem=1G;mem=1G,at=1", "one of the sockets 0 to 0"),
+    ],
+)
+def test_sockets_and_cards_that_make_no_machine_are_refused(text, message):
+    with pytest.raises(VmError, match=message):
+        parse_nodes(text)

@@ -83,3 +83,20 @@ def test_nonsense_is_refused() -> None:
         StripedResource([(Card(1), 0.0)])
     with pytest.raises(ValueError, match="multiple of 2097152"):
         StripedResource([(Card(1), 1.0)], stripe_bytes=4096)
+
+
+def test_a_turn_comes_when_all_before_it_are_full() -> None:
+    near, also_near, far = Card(1, free=9 * MIB), Card(2, free=9 * MIB), Card(3)
+    resource = StripedResource([(far, 1.0), (near, 1.0), (also_near, 1.0)], turns=[21, 10, 10])
+
+    buffer = resource.allocate(12 * MIB)
+    assert bytes_by_card(buffer.spans) == {1: 6 * MIB, 2: 6 * MIB}
+    buffer = resource.allocate(32 * MIB)
+    assert bytes_by_card(buffer.spans) == {1: 8 * MIB, 2: 8 * MIB, 3: 16 * MIB}
+    assert [span.node_id for span in buffer.spans][-1] == 3
+
+
+def test_a_turn_comes_when_one_before_it_turns_out_to_be_full() -> None:
+    buffer = StripedResource([(Card(1, full=True), 1.0), (Card(2), 1.0)], turns=[10, 21]).allocate(8 * MIB)
+
+    assert bytes_by_card(buffer.spans) == {2: 8 * MIB}

@@ -1,0 +1,149 @@
+"""What `bind_rank` asks, tells the other processes, and changes in its own."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_cxl import OffloadConfig, Topology
+from lightning_cxl.devices import device_type
+from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.machine.ranks import binding
+from lightning_cxl.machine.ranks.binding import bind_rank, device_node
+from lightning_cxl.native import _cpu
+from tests.unit.machine.ranks.sysfs import GIB, TWO_CARDS, write_machine
+
+NODES = ([0, 1, 2, 3], [4, 5, 6, 7], [], [])
+GPUS = {"0000:1b:00.0": 0, "0000:dc:00.0": 1, "0001:02:00.0": -1}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_machine(tmp_path, NODES, TWO_CARDS, devices=GPUS)
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch):
+    """This process, without its CPUs being touched."""
+    process = SimpleNamespace(cpus=set(range(8)), moved=None, quota=8)
+    fake_os = SimpleNamespace(**{name: getattr(os, name) for name in ("environ", "listdir")})
+    fake_os.sched_getaffinity = lambda thread: set(process.cpus)
+    monkeypatch.setattr(binding, "os", fake_os)
+    monkeypatch.setattr(binding, "move_threads", lambda cpus: setattr(process, "moved", tuple(cpus)))
+    monkeypatch.setattr(_cpu, "available_threads", lambda: min(process.quota, len(process.cpus)))
+    monkeypatch.setattr(binding.torch, "set_num_threads", lambda count: setattr(process, "threads", count))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    gpus = SimpleNamespace(name="cuda", pci_address=lambda index: list(GPUS)[index])
+    monkeypatch.setitem(device_type._known, "cuda", gpus)
+    yield process
+    monkeypatch.undo()
+    os.environ.pop("OMP_NUM_THREADS", None)
+
+
+def bound(root, local_rank=0, count=2, device=CPU, **options):
+    """Return what a process gets; the others are like it, but for rank 0, which measures."""
+    topology = Topology.detect(root)
+
+    def gather(own):
+        first = binding._facts(0, count, device, topology, root)
+        return [own if rank == local_rank else first for rank in range(count)]
+
+    return bind_rank(local_rank, count, device, OffloadConfig(**options), topology, gather=gather)
+
+
+def test_the_node_of_a_device_is_read_from_its_pci_address(root):
+    assert [device_node(torch.device("cuda", index), root) for index in range(3)] == [0, 1, None]
+    assert device_node(CPU, root) is None
+    (root / "sys/bus/pci/devices/0000:dc:00.0/numa_node").unlink()
+    assert device_node(torch.device("cuda", 1), root) is None
+
+
+def test_cuda_names_the_address_as_sysfs_does(monkeypatch):
+    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert device_type.CudaDevices().pci_address(0) == "0001:dc:03.0"
+
+
+def test_a_rank_is_bound_to_its_socket(root, process):
+    found = bound(root, 1)
+    assert process.moved == found.place.cpus == (4, 5, 6, 7)
+    assert found.num_threads == process.threads == 4 and os.environ["OMP_NUM_THREADS"] == "4"
+    assert found.topology.tier("dram").node_ids == (1, 0)
+    assert found.topology.measured_on == frozenset(range(8))
+    assert found.budgets == {} and found.room["dram"] == pytest.approx(4 * GIB, rel=0.05)
+    lines = found.describe()
+    assert lines[0] == "local rank 1 of 2: CPUs 4-7 of node 1 (auto)"
+    assert lines[1] == "local rank 1 of 2 sees dram: 8.0 GiB on nodes 1, 0, nearest first"
+    assert lines[3:] == [
+        "local rank 1 of 2: 4 threads",
+        "local rank 1 of 2 may take 3.9 GiB of dram, 3.9 GiB of cxl: the memory of this machine is divided",
+    ]
+
+
+def test_a_rank_is_bound_to_the_socket_of_its_device(root, process):
+    found = bound(root, 0, device=torch.device("cuda", 1))
+    assert found.device_node == 1 and process.moved == (4, 5)
+    assert found.describe()[0] == "local rank 0 of 2: CPUs 4-5 of node 1, device at node 1 (auto)"
+
+
+def test_one_process_stays_as_it_is(root, process):
+    found = bind_rank(0, 1, CPU, OffloadConfig(tiers={"cxl": GIB}), topology := Topology.detect(root))
+    assert found.topology is topology and found.describe() == []
+    assert found.budgets == {"cxl": GIB} and found.room == {}
+    assert process.moved is None and found.num_threads is None and "OMP_NUM_THREADS" not in os.environ
+
+
+def test_off_divides_memory_and_nothing_else(root, process):
+    found = bound(root, 1, numa_binding=False, tiers={"dram": 2 * GIB})
+    assert process.moved is None and found.num_threads is None
+    assert not found.topology.tier("dram").nearest_first
+    assert found.budgets == {"dram": GIB} and set(found.room) == {"cxl"} and len(found.describe()) == 1
+
+
+def test_one_socket_divides_threads_without_binding(tmp_path, process):
+    found = bound(write_machine(tmp_path / "one", ([*range(8)],), ("10",)), 1)
+    assert process.moved is None and found.num_threads == 4 and not found.place.is_bound
+
+
+@pytest.mark.parametrize(
+    ("given", "torchrun", "quota", "threads"),
+    [
+        (None, False, 8, 4),
+        ("3", False, 8, 3),
+        ("1", False, 8, 1),
+        ("1", True, 8, 4),  # torchrun's own default
+        ("2", True, 8, 2),
+        ("16", False, 8, 4),
+        (None, False, 4, 2),
+        (None, False, 1, 1),
+    ],
+)
+def test_threads_are_cpus_within_quota_and_limit(root, process, monkeypatch, given, torchrun, quota, threads):
+    process.quota = quota
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert bound(root, 1).num_threads == threads
+
+
+def test_ranks_on_the_same_cpus_divide_threads(root, process):
+    assert bound(root, 3, count=4, numa_binding="node").num_threads == 2
+    process.cpus = {4, 5}
+    found = bound(root, 1)
+    assert process.moved == (4, 5) and found.num_threads == 1 and len(found.notes) == 1
+    assert found.describe()[-1] == found.notes[0]
+
+
+def test_several_processes_must_hear_from_each_other(root, process):
+    topology = Topology.detect(root)
+    with pytest.raises(ConfigError, match="2 processes share this machine"):
+        bind_rank(0, 2, CPU, OffloadConfig(), topology)
+    with pytest.raises(ConfigError, match="returned 1 answers, and this machine has 2 processes"):
+        bind_rank(0, 2, CPU, OffloadConfig(), topology, gather=lambda own: [own])
+    with pytest.raises(TierNotFoundError, match="there is no tier 'hbm'"):
+        bind_rank(0, 1, CPU, OffloadConfig(tiers={"hbm": GIB}), topology)
+    assert process.moved is None
