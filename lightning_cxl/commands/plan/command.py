@@ -12,6 +12,7 @@ from lightning_cxl.commands.measuring.pictures import check_matplotlib
 from lightning_cxl.commands.plan.advice import what_fits
 from lightning_cxl.commands.plan.findings import Findings, as_data
 from lightning_cxl.commands.plan.planned_model import PlannedModel
+from lightning_cxl.commands.plan.ranks import ranks_data
 from lightning_cxl.commands.plan.settings import Settings
 from lightning_cxl.commands.plan.shared_weights import can_share, faster_weights
 from lightning_cxl.commands.plan.text import as_text
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     found = look(PlannedModel(options.model), settings, machine, options.policy, either=options.weights == "auto")
     print(as_text(found))
     if options.json is not None:
-        write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
+        write_text(options.json, json.dumps({**as_data(found), "ranks": ranks_data(found)}, indent=1) + "\n")
     if options.plot is not None:
         from lightning_cxl.commands.plan.picture import draw
 

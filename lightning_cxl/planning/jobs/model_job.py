@@ -119,9 +119,18 @@ def _traffic(inventory: Inventory) -> Traffic:
         arriving_bytes=mesh.machine_bytes(parameter_bytes(inventory.gradients), arriving),
         staged_bytes=inventory.staged_bytes,
         written_back_bytes=parameter_bytes(separate) - parameter_bytes(on_host),
+        root_bytes=_root_bytes(inventory),
         weight_parts=1 if mesh.shares_weights else mesh.num_devices,
         gradient_parts=mesh.num_devices,
     )
+
+
+def _root_bytes(inventory: Inventory) -> int:
+    """Return the weights on the host that a device reads once in forward and backward; see `Traffic`."""
+    if inventory.workload.computes_on_host or not inventory.workload.mesh.is_sharded:
+        return 0
+    weights = (each for each in inventory.tensors if each.role is TensorRole.COMPUTE_WEIGHTS)
+    return sum(each.nbytes for each in weights if not each.unit)
 
 
 def _device_parts(inventory: Inventory) -> dict[str, int]:

@@ -39,6 +39,8 @@ class Traffic:
     """Weights on the device that are overwritten from their masters after the update."""
     weight_parts: int = 1
     """Devices of the machine that copy a part of the weights each."""
+    root_bytes: int = 0
+    """Of several ranks, weights outside of units: they stay on the device until the backward ends."""
     gradient_parts: int = 1
     """Devices of the machine that a part of the gradients comes from each."""
 
@@ -55,7 +57,8 @@ def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move,
     if role is TensorRole.COMPUTE_WEIGHTS:
         update = traffic.trained_bytes * (2 if traffic.weights_are_read else 1)
         read = n * traffic.weight_bytes / traffic.weight_parts
-        return Move("forward", "h2d", read), Move("backward", "h2d", read), Move("update", "cpu", float(update))
+        again = n * (traffic.weight_bytes - traffic.root_bytes) / traffic.weight_parts
+        return Move("forward", "h2d", read), Move("backward", "h2d", again), Move("update", "cpu", float(update))
     if role in _GRADS:
         direct = arrivals * traffic.arriving_bytes - traffic.staged_bytes
         once = arrivals == 1
