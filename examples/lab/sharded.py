@@ -86,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     args = parser.parse_args(arguments)
     host, shape, results = load_machine(_MACHINE), PUBLISHED["llama-3.1-8b"], Results(machine(1))
-    rows: list[Sequence[str]] = [("GPUs, tokens, weights", "ahead", "step s", "x ideal", "x longest", "plan", "busiest")]
+    rows: list[Sequence[str]] = [
+        ("GPUs, tokens, weights", "ahead", "step s", "x ideal", "x longest", "plan", "busiest")
+    ]
     ratios: dict[str, tuple[int, float]] = {}
     for count in (2,) if args.quick else (2, 4, 8):
         for tokens in (2048,) if args.quick else (1024, 2048, 4096, 16384):

@@ -9,9 +9,7 @@ from lightning_cxl.inventory.tensors import HostTensor, StreamedUnit
 from lightning_cxl.placement.placement import TensorRole
 
 
-def of_machine(
-    tensors: Iterable[HostTensor], streamed: Iterable[StreamedUnit], mesh: Mesh
-) -> tuple[HostTensor, ...]:
+def of_machine(tensors: Iterable[HostTensor], streamed: Iterable[StreamedUnit], mesh: Mesh) -> tuple[HostTensor, ...]:
     """Return the tensors as large as all shards of one machine together; inputs of units stay as they are.
 
     Args:
@@ -26,7 +24,11 @@ def of_machine(
     def part(each: HostTensor) -> HostTensor:
         if each.parameter is None:
             return each
-        whole = pieces.get(id(each.parameter), [each.parameter]) if each.role is TensorRole.COMPUTE_WEIGHTS else [each.parameter]
+        whole = (
+            pieces.get(id(each.parameter), [each.parameter])
+            if each.role is TensorRole.COMPUTE_WEIGHTS
+            else [each.parameter]
+        )
         return each._replace(nbytes=mesh.machine_bytes(each.nbytes, whole))
 
     return tuple(map(part, tensors))

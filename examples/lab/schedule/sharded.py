@@ -7,7 +7,7 @@ memory of the machine is one for all ranks, and a gather uses the peer links of 
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from simulation.clock import Flow, LinkClock
@@ -137,9 +137,7 @@ class _Schedule:
 
     def _forward(self, unit: int) -> list[Flow]:
         computed = self._visit(unit, self._units.forward_s, [[] for _ in self._ranks])
-        return [
-            self._copy(rank, "d2h", self._units.activation_bytes, [flow]) for rank, flow in zip(self._ranks, computed)
-        ]
+        return [self._copy(rank, "d2h", self._units.activation_bytes, [computed[rank]]) for rank in self._ranks]
 
     def _backward(self, unit: int, stored: list[Flow]) -> list[Flow]:
         room = self._before(self._visits, self._slots)
