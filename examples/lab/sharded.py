@@ -76,7 +76,7 @@ def predicted_s(units: ShardedUnits, host: Machine) -> float:
         exchanges=exchanges(volume, mesh, n, 1, 1),
     )
     alone = replace(host, write_contention=float("inf")).with_devices(units.num_ranks)
-    return predict_step(job, dict.fromkeys(job.free_classes(), {host.tiers[0].name: 1.0}), alone).seconds
+    return predict_step(job, {role: {host.tiers[0].name: 1.0} for role in job.free_classes()}, alone).seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     host, shape, results = load_machine(_MACHINE), PUBLISHED["llama-3.1-8b"], Results(machine(1))
     rows: list[Sequence[str]] = [
-        ("GPUs, tokens, weights", "ahead", "step s", "x ideal", "x longest", "plan", "busiest")
+        ("GPUs, tokens, weights", "ahead", "step s", "x ideal", "x longest", "planned", "busiest")
     ]
     ratios: dict[str, tuple[int, float]] = {}
     for count in (2,) if args.quick else (2, 4, 8):

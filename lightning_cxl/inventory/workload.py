@@ -1,6 +1,6 @@
 """`Workload`: what a model is trained on, and where: what a plan needs to know beside the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_cxl.inventory.mesh import Mesh
@@ -25,7 +25,7 @@ class Workload:
     """The CPU is the device."""
     updates_in_backward: bool = False
     """Nothing calls a step off or looks at gradients, so that overlapped updates may run behind the backward."""
-    mesh: Mesh = Mesh()
+    mesh: Mesh = field(default_factory=Mesh)
     """The ranks; each keeps activations of its own."""
     no_sync: bool = False
     """With several ranks: gradients are added up on the devices, and only those of the last micro-batch are reduced."""

@@ -6,7 +6,7 @@ Every speed is what streaming work reaches in the steady state, not a data sheet
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.links import MachineLinks
@@ -144,7 +144,7 @@ class Machine:
     """False: all speeds of `tiers` and `device` are placeholders; bytes can be planned, seconds cannot be predicted."""
     ssd: MachineSsd | None = None
     """The tier `ssd`, which is none of `tiers`: it is no memory. None where there is none."""
-    links: MachineLinks = MachineLinks()
+    links: MachineLinks = field(default_factory=MachineLinks)
     """What several devices share, and the network."""
 
     def __post_init__(self) -> None:

@@ -190,8 +190,8 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         choices=["auto", "gathered", "shared"],
         default="auto",
-        help="of several devices: gathered from the others' shards, or read from one copy in host memory; auto: what is "
-        "predicted to be faster",
+        help="of several devices: gathered from the others' shards, or read from one copy in host memory; auto: "
+        "what is predicted to be faster",
     )
     add("--no-sync", action="store_true", help="several devices: only the last micro-batch reduces gradients")
     add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers, not the weights")

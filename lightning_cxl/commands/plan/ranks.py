@@ -30,8 +30,8 @@ def ranks_text(found: Findings) -> list[str]:
     )
     if machine.links.peer_bytes_per_s is None and count > 1 and not mesh.shares_weights and not machine.device.is_host:
         lines += wrapped(
-            "  links between devices are not known: what they exchange is counted as going through host memory. Say how "
-            "fast they are under `links` in a machine file (--tiers)"
+            "  links between devices are not known: what they exchange is counted as going through host memory. Say "
+            "how fast they are under `links` in a machine file (--tiers)"
         )
     if (time := found.chosen.time) is not None:
         lines += wrapped(f"  predicted: {_busy(time)}")

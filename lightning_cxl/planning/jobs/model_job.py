@@ -7,15 +7,15 @@ Device memory at the peak, or where the CPU computes, host memory that is not of
     activations, logits, loss                     the dry run's peak
     gradients on their way to the host            those of the two largest units or parameters outside of units
 
-Of several ranks, each gathers a unit in the place of a slot, reduces a unit's gradients before its shard of them leaves,
-and has a unit's shard on the device besides. What a job has in host memory and copies is that of one machine.
+Of several ranks, each gathers a unit in the place of a slot, reduces a unit's gradients before its shard of them
+leaves, and has a unit's shard on the device besides. What a job has in host memory and copies is that of one machine.
 
 It leaves out what a dry run does not see, the driver's and CUDA libraries' own memory (about 0.5 GiB a process) and
 what the allocator has cached.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch.nn.parameter import is_lazy
 
@@ -23,6 +23,7 @@ from lightning_cxl.inventory.activations import known_parameters
 from lightning_cxl.inventory.gradients import leaving_groups, parameter_bytes
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.mesh import Mesh
+from lightning_cxl.inventory.tensors import GRADIENTS
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.jobs.collectives import Group, Volume, groups_of, step_volume
 from lightning_cxl.planning.jobs.exchange import exchanges
@@ -43,8 +44,8 @@ class ModelJob:
     """Bytes by what they are for; `Job.device_bytes` is their sum."""
     notes: tuple[str, ...]
     """What is assumed or missing, one sentence each."""
-    mesh: Mesh = Mesh()
-    volume: Volume = Volume()
+    mesh: Mesh = field(default_factory=Mesh)
+    volume: Volume = field(default_factory=Volume)
     """What every rank receives from others in one step."""
 
 
@@ -92,12 +93,27 @@ def _classes(inventory: Inventory) -> tuple[MemoryClass, ...]:
     classes = []
     for (role, tier), nbytes in of_class.items():
         part = nbytes / max(1, of_role[role])
-        moves = tuple(m._replace(nbytes=m.nbytes * part) for m in engine_moves(role, of_role[role], traffic))
+        of_all = engine_moves(role, of_role[role], _of_role(role, traffic, inventory))
+        moves = tuple(move._replace(nbytes=move.nbytes * part) for move in of_all)
         if tier == SSD:
             on_drives = nbytes * inventory.copies_of(role)
             moves += ssd_moves(role, on_drives, updated[role, tier], traffic.num_micro_batches)
         classes.append(MemoryClass(role=role, nbytes=nbytes * inventory.copies_of(role), tier=tier, moves=moves))
     return tuple(classes)
+
+
+def _of_role(role: TensorRole, traffic: Traffic, inventory: Inventory) -> Traffic:
+    """Return the traffic of one role: some gradients may be compute gradients, and others master gradients."""
+    if role not in GRADIENTS:
+        return traffic
+    own = [each for each in inventory.gradients if each.role is role]
+    part = parameter_bytes(own) / max(1, parameter_bytes(inventory.gradients))
+    return replace(
+        traffic,
+        grad_bytes=sum(each.nbytes for each in own),
+        arriving_bytes=round(part * traffic.arriving_bytes),
+        staged_bytes=round(part * traffic.staged_bytes),
+    )
 
 
 def _traffic(inventory: Inventory) -> Traffic:
