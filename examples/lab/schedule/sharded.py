@@ -113,7 +113,6 @@ class _Schedule:
         self._ranks = range(units.num_ranks)
         self._slots = units.prefetch + 1
         self._visits: list[list[Flow]] = []  # computations of the ranks, visit after visit
-        self._gathers: list[list[Flow]] = []
         self._reductions: list[list[Flow]] = []
         self._updated: dict[int, list[Flow]] = {}  # by unit
 
@@ -136,33 +135,36 @@ class _Schedule:
         return max(flow.end_s or 0.0 for flow in self._visits[-1])
 
     def _forward(self, unit: int) -> list[Flow]:
-        computed = self._visit(unit, self._units.forward_s, [[] for _ in self._ranks])
+        read = self._read(unit)
+        computed = self._compute(self._units.forward_s, read, [[] for _ in self._ranks])
         return [self._copy(rank, "d2h", self._units.activation_bytes, [computed[rank]]) for rank in self._ranks]
 
     def _backward(self, unit: int, stored: list[Flow]) -> list[Flow]:
         room = self._before(self._visits, self._slots)
+        read = self._read(unit)  # the last unit's weights need not wait until its input has been stored
         loaded = [
             self._copy(rank, "h2d", self._units.activation_bytes, [stored[rank], *room[rank : rank + 1]])
             for rank in self._ranks
         ]
         waits = self._before(self._reductions, 2)  # gradients of two units fit on a device: computed, and reduced
-        computed = self._visit(unit, self._units.backward_s, [[flow, *waits] for flow in loaded])
+        computed = self._compute(self._units.backward_s, read, [[flow, *waits] for flow in loaded])
         reduced = [self._ring("reduce", computed)]
         self._reductions.append(reduced)
         return [self._copy(rank, "d2h", self._units.shard_bytes, reduced) for rank in self._ranks]
 
-    def _visit(self, unit: int, seconds: float, needed: list[list[Flow]]) -> list[Flow]:
-        """Bring a unit to all devices and compute there."""
+    def _read(self, unit: int) -> list[Flow]:
+        """Copy a unit, or every rank's shard of it, to the devices."""
         updated, room = self._updated.get(unit, []), self._before(self._visits, self._slots)
-        buffers = room if self._units.shares_weights else self._before(self._gathers, self._slots)
-        read = [
-            self._copy(rank, "h2d", self._units.read_bytes, [*updated[rank : rank + 1], *buffers])
-            for rank in self._ranks
+        return [
+            self._copy(rank, "h2d", self._units.read_bytes, [*updated[rank : rank + 1], *room]) for rank in self._ranks
         ]
+
+    def _compute(self, seconds: float, read: list[Flow], needed: list[list[Flow]]) -> list[Flow]:
+        """Gather what was read, and compute with it on all devices."""
+        room = self._before(self._visits, self._slots)
         here = [[flow] for flow in read]
         if not self._units.shares_weights:
             gathered = [self._ring("gather", [*read, *room])]
-            self._gathers.append(gathered)
             here = [gathered for _ in self._ranks]
         computed = [
             self._submit(f"compute {rank}", 1.0, Route({f"compute {rank}": seconds}, 0.0), [*here[rank], *needed[rank]])

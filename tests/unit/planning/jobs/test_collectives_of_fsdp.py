@@ -58,9 +58,9 @@ def received(monkeypatch):
         found["all_gather"] += output.nbytes - input.nbytes
         return gather(output, input, *args, **options)
 
-    def reduce_scatter(output, input, *args, **options):
+    def reduce_scatter(output, input, **options):
         found["reduce_scatter"] += input.nbytes - output.nbytes
-        return scatter(output=output, input=input, *args, **options)
+        return scatter(output=output, input=input, **options)
 
     def all_reduce(tensor, *args, group, **options):
         count = group.size()

@@ -74,8 +74,11 @@ def test_volumes_grow_towards_those_of_whole_parameters(devices, machines, repli
     volume = step_volume(groups, mesh, batches)
     n = mesh.num_shards
     padded = mesh.shard_numel(parameters.weight) * 4 * n
-    assert volume.forward_gather == volume.backward_gather == volume.reduce_scatter == pytest.approx(
-        batches * (n - 1) / n * padded
+    assert (
+        volume.forward_gather
+        == volume.backward_gather
+        == volume.reduce_scatter
+        == pytest.approx(batches * (n - 1) / n * padded)
     )
     # an all-reduce of all shards is what one of whole parameters would be, spread over the devices of a machine
     r = mesh.num_replicas
@@ -144,7 +147,7 @@ def test_machines_exchange_over_the_network_while_devices_do_over_their_links():
     assert time.forward.resources["network"] == pytest.approx(50 + 1)
     assert time.forward.seconds == pytest.approx(51 + 1 / 4)
     unknown = replace(MACHINE, links=replace(LINKS, network_bytes_per_s=None))
-    with pytest.raises(ConfigError, match="machine `two` does not say how fast: give network_bytes_per_s under `links`"):
+    with pytest.raises(ConfigError, match="`two` does not say how fast: give network_bytes_per_s under `links`"):
         time_of(job_of(Exchange("forward", "gather", 200, 200, 10)), unknown)
 
 
