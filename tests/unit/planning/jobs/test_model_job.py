@@ -232,6 +232,18 @@ def test_several_devices_each_keep_activations():
         assert jobs[1].bytes_of()[role] == jobs[0].bytes_of()[role]
 
 
+@pytest.mark.parametrize("master", ["split", "fp32"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_every_gradient_is_copied_once(num_micro_batches, master):
+    model = llama().to("meta", torch.bfloat16)
+    load = Workload(batch=BATCH, sequence=128, num_micro_batches=num_micro_batches)
+    job = model_job("llama", list_tensors(model, None, OffloadConfig(master=master), load)).job
+    grads = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS, TensorRole.STAGING)
+    assert {TensorRole.MASTER_GRADS, *([TensorRole.COMPUTE_GRADS] * (master == "split"))} <= {*job.bytes_of()}
+    copied = sum(m.nbytes for each in job.classes if each.role in grads for m in each.moves if m.kind == "d2h")
+    assert copied == num_micro_batches * sum(p.nbytes for p in model.parameters())
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_inputs_on_the_tier_ssd_are_written_and_read_once_in_every_micro_batch_of_every_device(count):
     with torch.device("meta"):
