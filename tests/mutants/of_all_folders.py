@@ -197,8 +197,8 @@ MUTANTS = (
     Mutant(
         "each of the slots holds the largest record",
         _SETTLE,
-        "slots = slot_bytes([*there, *chosen], ssd.num_drives) * copies",
-        "slots = slot_bytes(there, ssd.num_drives) * copies",
+        "slots = slot_bytes([*there, *chosen], ssd.num_drives, num_devices)",
+        "slots = slot_bytes(there, ssd.num_drives, num_devices)",
         T_SETTLE,
     ),
     Mutant(
