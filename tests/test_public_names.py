@@ -93,7 +93,7 @@ ARGUMENTS = {
     lightning_cxl.OffloadProgressBar: {"plain_every_n_steps": 10, "kwargs": inspect.Parameter.empty},
 }
 KEYS_OF_FILES = {
-    Machine: "name tiers device cache host_bytes write_contention source has_speeds ssd",
+    Machine: "name tiers device cache host_bytes write_contention source has_speeds ssd links",
     MachineSsd: "capacity_bytes read_bytes_per_s write_bytes_per_s drive_bytes num_drives versions",
     MachineTier: "name kind capacity_bytes num_nodes adam_bytes_per_s device_read_bytes_per_s device_write_bytes_per_s "
     "device_write_buffer_bytes latency_ns backed_by",

@@ -61,8 +61,8 @@ def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> Stage
     total, landing = 0, []
     for each in tensors:
         if each.role in GRADIENTS and (each.unit or not workload.computes_on_host):
-            is_first_kept = each.nbytes == each.parameter_nbytes or workload.num_micro_batches > 1
-            num_landed = workload.num_micro_batches - is_first_kept
+            is_first_kept = each.nbytes == each.parameter_nbytes or workload.num_arrivals > 1
+            num_landed = workload.num_arrivals - is_first_kept
             total += num_landed * each.parameter_nbytes
             if num_landed:
                 landing.append(each._replace(nbytes=each.parameter_nbytes))

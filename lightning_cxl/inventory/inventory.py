@@ -23,6 +23,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.activations import Measured, estimate, known_parameters, units_of
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.gradients import gradients_at_once, staged_gradients, widened_gradients
+from lightning_cxl.inventory.machine_part import of_machine
 from lightning_cxl.inventory.records import PlannedRecord, record_names, records_on_ssd, with_slots
 from lightning_cxl.inventory.sensitive import sensitive_parameters
 from lightning_cxl.inventory.state import state_tensors
@@ -82,8 +83,8 @@ class Inventory:
         return self.asked.weights_may_leave(weights.owner, weights.role)
 
     def copies_of(self, role: TensorRole) -> int:
-        """Return how often tensors of a role exist: each device has its own of what only it uses."""
-        return self.workload.num_devices if role in (TensorRole.ACTIVATIONS, TensorRole.STAGING) else 1
+        """Return how often tensors of a role exist on one machine: each device keeps the inputs of its own units."""
+        return self.workload.mesh.num_devices if role is TensorRole.ACTIVATIONS else 1
 
     def bytes_of(self, role: TensorRole) -> int:
         """Return the bytes of a role."""
@@ -121,16 +122,17 @@ def list_tensors(
     found = list(streamable(model, units if streams else []))
     foreign = _held_by(each for each in optimizers if not precisions.becomes_cpu_adam(each))
     asked.may_leave_memory(p for _, _, own in found for p in own if id(p) not in foreign)
-    trained, ssd = _held_by(optimizers), config.ssd()
+    held, ssd = _held_by(optimizers), config.ssd()
 
     def is_updated(parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad and id(parameter) in trained
+        return parameter.requires_grad and id(parameter) in held
 
     def piece_of(parameter: nn.Parameter) -> tuple[str | None, bool]:
         return asked.tier(parameter, TensorRole.COMPUTE_WEIGHTS), ssd is not None and is_updated(parameter)
 
     streamed = tuple(StreamedUnit(name, module, grouped(own, piece_of)) for name, module, own in found)
     unit_of = units_by_parameter(streamed)
+    all_on_host = workload.computes_on_host or workload.mesh.is_sharded  # with several ranks, shards of all weights
     overlap: Overlap = "none"
     if streamed and config.overlaps_step(workload.computes_on_host):
         overlap = "backward" if workload.updates_in_backward else "forward"
@@ -140,20 +142,23 @@ def list_tensors(
             optimizers,
             precisions,
             config,
-            accumulates=workload.num_micro_batches > 1,
-            on_host=lambda p: workload.computes_on_host or id(p) in unit_of or is_sharded(p),
+            accumulates=workload.num_arrivals > 1,
+            on_host=lambda p: all_on_host or id(p) in unit_of or is_sharded(p),
         )
     ]
-    reserves_all = overlap != "backward" or workload.num_micro_batches > 1
+    reserves_all = overlap != "backward" or workload.num_arrivals > 1
     staged = staged_gradients(state, workload)
     tensors = (
-        *_weights(model, streamed, is_updated, computes_on_host=workload.computes_on_host),
+        *_weights(model, streamed, is_updated, all_on_host=all_on_host),
         *(state if reserves_all else gradients_at_once(state)),
         *widened_gradients(state),
         *staged.at_once,
         *(_inputs(measured, units, asked) if optimizers else ()),
     )
     tensors = tuple(each._replace(tier=asked.tier(each.owner, each.role, in_state=each.in_state)) for each in tensors)
+    tensors = of_machine(tensors, streamed, workload.mesh)
+    gradients = [each for each in state if each.role in GRADIENTS]
+    trained = [each.parameter for each in gradients if each.parameter is not None]
     blocks = units if config.activation_offload else find_units(model, config.units)
     record_of = record_names(model, blocks, streamed)
     return Inventory(
@@ -162,9 +167,9 @@ def list_tensors(
         asked=asked,
         units=units,
         streamed=streamed,
-        tensors=with_slots(tensors, record_of, 1 if ssd is None else len(ssd.paths)),
-        gradients=tuple(each for each in state if each.role in GRADIENTS),
-        staged_bytes=staged.nbytes,
+        tensors=with_slots(tensors, record_of, 1 if ssd is None else len(ssd.paths), workload.mesh.num_devices),
+        gradients=of_machine(gradients, streamed, workload.mesh),
+        staged_bytes=workload.mesh.machine_bytes(staged.nbytes, trained),
         measured=measured,
         overlap=overlap,
         reserves_all_gradients=reserves_all,
@@ -187,12 +192,12 @@ def _weights(
     streamed: Sequence[StreamedUnit],
     is_updated: Callable[[nn.Parameter], bool],
     *,
-    computes_on_host: bool,
+    all_on_host: bool,
 ) -> list[HostTensor]:
-    """Return the weights on the host: pieces of units that stream, and where the CPU computes, all other weights."""
+    """Return the weights on the host: pieces of units that stream, and all other weights where these are there, too."""
     role = TensorRole.COMPUTE_WEIGHTS
     in_units = units_by_parameter(streamed)
-    rest = [p for p in known_parameters(model) if (computes_on_host or is_sharded(p)) and id(p) not in in_units]
+    rest = [p for p in known_parameters(model) if (all_on_host or is_sharded(p)) and id(p) not in in_units]
     tensors = tensors_by_parameter(model) if rest else {}
     return [
         HostTensor(group[0], role, piece_nbytes(unit.module, group), unit.name, is_updated=is_updated(group[0]))

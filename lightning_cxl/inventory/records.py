@@ -164,7 +164,7 @@ def records_on_ssd(tensors: Sequence[HostTensor], record_of: Mapping[int, str]) 
 
 
 def with_slots(
-    tensors: Iterable[HostTensor], record_of: Mapping[int, str], num_drives: int = 1
+    tensors: Iterable[HostTensor], record_of: Mapping[int, str], num_drives: int = 1, num_devices: int = 1
 ) -> tuple[HostTensor, ...]:
     """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now.
 
@@ -172,16 +172,18 @@ def with_slots(
         tensors: of the inventory.
         record_of: see `record_names`.
         num_drives: over which each record is cut.
+        num_devices: of the machine; each has slots of its own for inputs.
     """
     others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)
     records = records_on_ssd(others, record_of)
-    nbytes = slot_bytes(records, num_drives)
+    nbytes = slot_bytes(records, num_drives, num_devices)
     return (*others, HostTensor(None, TensorRole.STAGING, nbytes, SLOTS_OWNER)) if nbytes else others
 
 
-def slot_bytes(records: Sequence[PlannedRecord], num_drives: int = 1) -> int:
-    """Return the bytes of all slots that these records visit, each cut over some drives."""
-    return sum(count(records, num_drives) for count in (update_slot_bytes, hop_slot_bytes, input_slot_bytes))
+def slot_bytes(records: Sequence[PlannedRecord], num_drives: int = 1, num_devices: int = 1) -> int:
+    """Return the bytes of all slots that these records visit, each cut over some drives; see `with_slots`."""
+    once = update_slot_bytes(records, num_drives) + hop_slot_bytes(records, num_drives)
+    return once + num_devices * input_slot_bytes(records, num_drives)
 
 
 def update_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:

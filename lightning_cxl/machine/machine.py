@@ -6,9 +6,10 @@ Every speed is what streaming work reaches in the steady state, not a data sheet
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.machine.links import MachineLinks
 from lightning_cxl.machine.reader import Positive, Rate, Size
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.ssd_options import SSD
@@ -143,6 +144,8 @@ class Machine:
     """False: all speeds of `tiers` and `device` are placeholders; bytes can be planned, seconds cannot be predicted."""
     ssd: MachineSsd | None = None
     """The tier `ssd`, which is none of `tiers`: it is no memory. None where there is none."""
+    links: MachineLinks = field(default_factory=MachineLinks)
+    """What several devices share, and the network."""
 
     def __post_init__(self) -> None:
         """Refuse tiers that cannot be told apart."""
@@ -197,6 +200,28 @@ class Machine:
             self.tier(name)
         tiers = tuple(replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in self.tiers)
         return replace(self, tiers=tiers, host_bytes=self.host_bytes if host_bytes is None else host_bytes)
+
+    def with_devices(self, count: int) -> "Machine":
+        """Return this machine as a run on `count` of its devices has it.
+
+        Devices that share a port share its speed. Where the CPU is the device, its ranks share the CPU.
+
+        Raises:
+            ConfigError: it has not so many devices.
+        """
+        device, links = self.device, self.links
+        if device.is_host:
+            own = device.flops * device.count / max(1, count)
+            return replace(self, device=replace(device, count=count, flops=own))
+        if not 1 <= count <= device.count:
+            raise ConfigError(
+                f"machine `{self.name}` has {device.count} x {device.name}, got {count} devices: choose 1 to "
+                f"{device.count} of each machine, and more machines for more (--num-nodes)"
+            )
+        port = math.inf if links.port_bytes_per_s is None else links.port_bytes_per_s
+        share = port / min(count, links.devices_per_port)
+        h2d, d2h = min(device.h2d_bytes_per_s, share), min(device.d2h_bytes_per_s, share)
+        return replace(self, device=replace(device, count=count, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h))
 
 
 def check_split(split: Split, machine: Machine) -> None:

@@ -1,8 +1,8 @@
 """Machines as YAML files: whole ones (`load_machine`, `save_machine`), and some fields of one (`load_overrides`).
 
 A file has the fields of `Machine`: ``tiers`` is a list with the fields of `MachineTier`, ``device`` has those of
-`Device`, ``cache`` those of `Cache`, ``ssd`` those of `MachineSsd`. Sizes may be written as ``128GiB``, bytes per
-second as ``51.8 GiB/s``.
+`Device`, ``cache`` those of `Cache`, ``ssd`` those of `MachineSsd`, ``links`` those of `MachineLinks`. Sizes may be
+written as ``128GiB``, bytes per second as ``51.8 GiB/s``.
 """
 
 import os

@@ -81,15 +81,21 @@ def can_predict(job: Job, machine: Machine) -> bool:
 
 def with_working_memory(job: Job, machine: Machine) -> Machine:
     """Return the machine that is left when the CPU computes: what it works in lies in DRAM."""
-    if not (machine.device.is_host and job.device_bytes):
+    working = working_bytes(job, machine)
+    if not working:
         return machine
-    left, capacity = job.device_bytes, {}
+    left, capacity = working, {}
     for tier in machine.select(TierKind.DRAM):
         taken = min(left, tier.capacity_bytes)
         capacity[tier.name] = tier.capacity_bytes - taken
         left -= taken
-    together = None if machine.host_bytes is None else max(0, machine.host_bytes - job.device_bytes)
+    together = None if machine.host_bytes is None else max(0, machine.host_bytes - working)
     return machine.with_capacity(capacity, together)
+
+
+def working_bytes(job: Job, machine: Machine) -> int:
+    """Return the host memory that ranks compute in: none where a device has memory of its own."""
+    return machine.device.count * (job.device_bytes or 0) if machine.device.is_host else 0
 
 
 def _check_ssd(job: Job, machine: Machine) -> None:

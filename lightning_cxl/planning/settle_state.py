@@ -108,8 +108,8 @@ def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequ
         return []
     there, movable = inventory.ssd_records, _movable(inventory)
     room = ssd.capacity_bytes - sum(map(ssd.bytes_of, there))
-    copies = inventory.copies_of(TensorRole.STAGING)
-    without_slots = needed - slot_bytes(there, ssd.num_drives) * copies
+    num_devices = inventory.workload.mesh.num_devices
+    without_slots = needed - slot_bytes(there, ssd.num_drives, num_devices)
     enough = memory_bytes * (1 - ssd.memory_left_free)
     best: Sequence[PlannedRecord] = []
     for choices in (_choices_of_state(movable), _choices_of_weights(movable), _choices_of_inputs(movable)):
@@ -118,7 +118,7 @@ def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequ
             chosen = [*before, *more]
             if sum(map(ssd.bytes_of, chosen)) > room:
                 continue
-            slots = slot_bytes([*there, *chosen], ssd.num_drives) * copies
+            slots = slot_bytes([*there, *chosen], ssd.num_drives, num_devices)
             left = without_slots - sum(_bytes_in_memory(inventory, record) for record in chosen) + slots
             if left < needed:
                 best, needed = chosen, left
@@ -199,4 +199,5 @@ def _placed(
         return each.in_state and id(each.parameter) in state
 
     tensors = (each._replace(tier=tier) if is_moved(each) else each for each in inventory.tensors)
-    return replace(inventory, tensors=with_slots(tensors, inventory.record_of, num_drives))
+    num_devices = inventory.workload.mesh.num_devices
+    return replace(inventory, tensors=with_slots(tensors, inventory.record_of, num_drives, num_devices))

@@ -82,8 +82,8 @@ MUTANTS = (
     Mutant(
         "every device copies",
         _STEP,
-        "                    nbytes *= self._device.count\n",
-        "",
+        "together = nbytes * self._device.count\n        if",
+        "together = nbytes\n        if",
         ("tests/unit/planning/jobs",),
     ),
     Mutant(
@@ -92,6 +92,34 @@ MUTANTS = (
         "in job.in_one_order():",
         "in job.classes:",
         T_STEP,
+    ),
+    Mutant(
+        "machines exchange over the network, too",
+        "lightning_cxl/planning/jobs/exchange.py",
+        "nbytes if crosses else 0.0",
+        "0.0",
+        ("tests/unit/planning/jobs/test_exchange.py",),
+    ),
+    Mutant(
+        "padding is gathered, too",
+        "lightning_cxl/inventory/mesh.py",
+        "math.ceil(length / self.num_shards) * parameter.numel() // length",
+        "parameter.numel() // self.num_shards",
+        ("tests/unit/inventory/test_mesh.py", "tests/unit/planning/jobs/test_collectives_of_fsdp.py"),
+    ),
+    Mutant(
+        "the root is gathered once",
+        "lightning_cxl/planning/jobs/collectives.py",
+        "for group in found if not group.is_root)",
+        "for group in found)",
+        ("tests/unit/planning/jobs/test_collectives_of_fsdp.py",),
+    ),
+    Mutant(
+        "gradients of two roles are copied once each",
+        "lightning_cxl/planning/jobs/model_job.py",
+        "engine_moves(role, of_role[role], _of_role(role, traffic, inventory))",
+        "engine_moves(role, of_role[role], traffic)",
+        ("tests/unit/planning/jobs/test_model_job.py::test_every_gradient_is_copied_once",),
     ),
     Mutant(
         "copies of several devices share a tier",
@@ -169,8 +197,8 @@ MUTANTS = (
     Mutant(
         "each of the slots holds the largest record",
         _SETTLE,
-        "slots = slot_bytes([*there, *chosen], ssd.num_drives) * copies",
-        "slots = slot_bytes(there, ssd.num_drives) * copies",
+        "slots = slot_bytes([*there, *chosen], ssd.num_drives, num_devices)",
+        "slots = slot_bytes(there, ssd.num_drives, num_devices)",
         T_SETTLE,
     ),
     Mutant(

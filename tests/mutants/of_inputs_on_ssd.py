@@ -202,8 +202,8 @@ MUTANTS = (
     Mutant(
         "slots for inputs are planned",
         _RECORDS,
-        ", hop_slot_bytes, input_slot_bytes)",
-        ", hop_slot_bytes)",
+        "once + num_devices * input_slot_bytes(records, num_drives)",
+        "once",
         T_SETTLE,
     ),
     Mutant(

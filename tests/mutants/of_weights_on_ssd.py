@@ -265,7 +265,7 @@ MUTANTS = (
     Mutant(
         "no update visits weights that no optimizer has",
         "lightning_cxl/inventory/inventory.py",
-        "return parameter.requires_grad and id(parameter) in trained",
+        "return parameter.requires_grad and id(parameter) in held",
         "return parameter.requires_grad",
         T_SETTLE,
     ),

@@ -72,6 +72,9 @@ def _changes(settings: Settings, machine: Machine) -> Iterator[Change]:
             "as the main job has it (--loss chunked)",
             loss="chunked",
         )
+    if settings.num_nodes > 1 and settings.between_nodes == "replicate":
+        in_parts = {"between_nodes": "shard", "weights": "gathered"}
+        yield option("the model cut over all machines (--between-nodes shard)", **in_parts)
     if settings.batch > 1:
         yield option(f"half the batch, {settings.batch // 2}", batch=settings.batch // 2)
     if settings.sequence > 1:

@@ -12,7 +12,9 @@ from lightning_cxl.commands.measuring.pictures import check_matplotlib
 from lightning_cxl.commands.plan.advice import what_fits
 from lightning_cxl.commands.plan.findings import Findings, as_data
 from lightning_cxl.commands.plan.planned_model import PlannedModel
+from lightning_cxl.commands.plan.ranks import ranks_data
 from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.commands.plan.shared_weights import can_share, faster_weights
 from lightning_cxl.commands.plan.text import as_text
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError
@@ -58,13 +60,18 @@ def main(arguments: Sequence[str]) -> int:
         loss=options.loss,
         lora=options.lora,
         quantize=options.quantize,
+        num_nodes=options.num_nodes,
+        between_nodes=options.between_nodes,
+        weights="shared" if options.weights == "shared" else "gathered",
+        no_sync=options.no_sync,
     )
     ssd = _ssd(options)
     machine = _this_machine(ssd) if options.tiers is None else load_machine(options.tiers)
-    found = look(PlannedModel(options.model), settings, machine, options.policy)
+    machine = machine.with_devices(machine.device.count if options.devices is None else options.devices)
+    found = look(PlannedModel(options.model), settings, machine, options.policy, either=options.weights == "auto")
     print(as_text(found))
     if options.json is not None:
-        write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
+        write_text(options.json, json.dumps({**as_data(found), "ranks": ranks_data(found)}, indent=1) + "\n")
     if options.plot is not None:
         from lightning_cxl.commands.plan.picture import draw
 
@@ -72,7 +79,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def look(model: PlannedModel, settings: Settings, machine: Machine, policy: str | None = None) -> Findings:
+def look(
+    model: PlannedModel, settings: Settings, machine: Machine, policy: str | None = None, *, either: bool = False
+) -> Findings:
     """Return everything there is to say about a job.
 
     Args:
@@ -81,11 +90,14 @@ def look(model: PlannedModel, settings: Settings, machine: Machine, policy: str 
         machine: to run on.
         policy: shown in full; built-in, or the import path of a class. None: ``"bandwidth"`` where speeds are known,
             else ``"latency_first"``, which does not need them.
+        either: several devices may share weights, too, if the step is predicted to be shorter then.
 
     Raises:
         ConfigError: no such policy, one that needs speeds that are not known, or settings that do not go together.
     """
     policy = policy or ("bandwidth" if machine.has_speeds else "latency_first")
+    if either and can_share(settings, machine):
+        settings = faster_weights(model, settings, machine, policy)
     planned = model.job(settings, machine)
     plans = compare(planned.job, machine, dict.fromkeys([*POLICIES, policy]))
     if plans[policy].needs_speeds:
@@ -166,6 +178,22 @@ def _parser() -> argparse.ArgumentParser:
         default=default.loss,
         help="chunked: under lightning_cxl.chunked_loss, as the main job computes it (%(default)s)",
     )
+    add("--devices", type=int, metavar="N", help="of each machine, a rank for each (all that the machine has)")
+    add("--num-nodes", type=int, default=default.num_nodes, metavar="M", help="machines like this one (%(default)s)")
+    add(
+        "--between-nodes",
+        choices=["replicate", "shard"],
+        default=default.between_nodes,
+        help="machines each hold the whole model (HSDP), or it is cut over all ranks (%(default)s)",
+    )
+    add(
+        "--weights",
+        choices=["auto", "gathered", "shared"],
+        default="auto",
+        help="of several devices: gathered from the others' shards, or read from one copy in host memory; auto: "
+        "what is predicted to be faster",
+    )
+    add("--no-sync", action="store_true", help="several devices: only the last micro-batch reduces gradients")
     add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers, not the weights")
     add("--quantize", choices=["4bit", "8bit"], help="weights below adapters (needs --lora)")
     add("--json", type=Path, metavar="FILE", help="write everything there")

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_cxl.commands.plan.advice import Change
 from lightning_cxl.commands.plan.settings import Settings
 from lightning_cxl.machine.machine import Device, Machine
-from lightning_cxl.planning.compare import PolicyPlan, fits_device
+from lightning_cxl.planning.compare import PolicyPlan, fits_device, working_bytes
 from lightning_cxl.planning.jobs.model_job import ModelJob
 from lightning_cxl.planning.jobs.step import StepTime
 from lightning_cxl.planning.wear import Wear
@@ -43,8 +43,7 @@ class Findings:
     def host_bytes(self) -> int:
         """Host memory in all: every role, and where the CPU computes, what it works in; not what the tier `ssd` has."""
         job = self.planned.job
-        working = job.device_bytes or 0 if self.machine.device.is_host else 0
-        return sum(job.bytes_of().values()) - job.ssd_bytes + working
+        return sum(job.bytes_of().values()) - job.ssd_bytes + working_bytes(job, self.machine)
 
     @property
     def wear(self) -> Wear | None:

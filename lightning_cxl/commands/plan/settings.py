@@ -6,6 +6,7 @@ from typing import Literal
 from lightning_cxl.commands.plan.meta_model import PlannedPrecision
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.mesh import Mesh
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.machine.machine import Machine
 
@@ -32,10 +33,19 @@ class Settings:
     """Rank of adapters on all linear layers of the blocks, which alone are trained; None: all weights are."""
     quantize: Literal["4bit", "8bit"] | None = None
     """What the weights below adapters are quantised to, as ``quantization`` of the main job."""
+    num_nodes: int = 1
+    """Machines, all alike."""
+    between_nodes: Literal["replicate", "shard"] = "replicate"
+    """What machines do with the model: each holds all of it, or it is cut over all ranks of all of them."""
+    weights: Literal["gathered", "shared"] = "gathered"
+    """How several devices of a machine come to a unit's weights: each reads its shard and gathers those of the others,
+    or all read one copy in host memory."""
+    no_sync: bool = False
+    """Several devices: with several micro-batches, only the last one reduces gradients."""
 
     def __post_init__(self) -> None:
         """Refuse counts below one, and quantised weights that would be trained."""
-        for name in ("batch", "sequence", "accumulate_grad_batches", "lora"):
+        for name in ("batch", "sequence", "accumulate_grad_batches", "lora", "num_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -45,6 +55,8 @@ class Settings:
     def config(self, machine: Machine) -> OffloadConfig:
         """Return the strategy's options."""
         overlaps: bool | Literal["auto"] = "auto"
+        if self.stream_weights is False and self.mesh(machine).is_sharded and not machine.device.is_host:
+            raise ConfigError("several devices keep their shards of weights on the host: leave out --no-stream-weights")
         if self.overlap == "none":
             overlaps = False
         elif self.overlap in ("backward", "forward"):
@@ -74,5 +86,15 @@ class Settings:
             mixed=self.precision == "bf16-mixed",
             computes_on_host=machine.device.is_host,
             updates_in_backward=self.overlap == "backward",
+            mesh=self.mesh(machine),
+            no_sync=self.no_sync,
+        )
+
+    def mesh(self, machine: Machine) -> Mesh:
+        """Return the ranks on so many machines like this one."""
+        return Mesh(
             num_devices=machine.device.count,
+            num_machines=self.num_nodes,
+            replicates=self.num_nodes > 1 and self.between_nodes == "replicate",
+            shares_weights=self.weights == "shared" and machine.device.count > 1,
         )

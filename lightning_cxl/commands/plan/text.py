@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 from lightning_cxl.commands.plan.findings import Findings
+from lightning_cxl.commands.plan.ranks import ranks_text
 from lightning_cxl.commands.plan.settings import Settings
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.compare import PolicyPlan, fits_device
+from lightning_cxl.planning.compare import PolicyPlan, fits_device, working_bytes
 from lightning_cxl.planning.jobs.job import Job
 from lightning_cxl.planning.jobs.step import StepTime
 from lightning_cxl.planning.wear import wear_advice
@@ -21,7 +22,8 @@ _NO_SPEEDS = (
 
 def as_text(found: Findings) -> str:
     """Return the findings as text; sentences are wrapped at the terminal's width."""
-    blocks = [_head(found), _roles(found), _ssd(found), _device(found), _policies(found), _verdict(found)]
+    blocks = [_head(found), _roles(found), _ssd(found), _device(found), ranks_text(found)]
+    blocks += [_policies(found), _verdict(found)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -29,6 +31,7 @@ def _head(found: Findings) -> list[str]:
     job, machine, chosen = found.planned.job, found.machine, found.settings
     steps = "" if chosen.accumulate_grad_batches == 1 else f" x {chosen.accumulate_grad_batches} micro-batches"
     devices = "" if machine.device.count == 1 else f" x {machine.device.count} devices"
+    devices += "" if chosen.num_nodes == 1 else f" x {chosen.num_nodes} machines"
     tiers = ", ".join(f"{tier.name} {format_bytes(tier.capacity_bytes)}" for tier in machine.tiers)
     flops = f", {machine.device.flops / 1e12:.3g} TFLOP/s in training" if machine.has_speeds else ""
     return [
@@ -87,7 +90,7 @@ def _roles(found: Findings) -> list[str]:
     for reason, names in roles_of.items():
         lines += wrapped(f"  {', '.join(names)}: {reason}")
     if found.machine.device.is_host and found.planned.job.device_bytes:
-        working = format_bytes(found.planned.job.device_bytes)
+        working = format_bytes(working_bytes(found.planned.job, found.machine))
         lines.append(f"host memory in all: {format_bytes(found.host_bytes)}, with {working} that the CPU works in")
     return lines
 

@@ -22,6 +22,20 @@ class Move(NamedTuple):
     nbytes: float
 
 
+class Exchange(NamedTuple):
+    """Bytes that the ranks of a run exchange in one phase of one optimizer step."""
+
+    phase: Phase
+    kind: Literal["gather", "reduce"]
+    """Before the device computes with it, or after it has computed it."""
+    peer_bytes: float
+    """That each device receives from devices of its machine, and sends to them."""
+    network_bytes: float
+    """That each machine receives from others, and sends."""
+    hops: float
+    """Steps of rings, one after the other: each takes the latency of its links."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryClass:
     """The tensors of one role that are placed alike."""
@@ -55,6 +69,10 @@ class Job:
     overlap: Overlap = "none"
     device_bytes: int | None = None
     """Peak on the device; None where it is not known."""
+    exchanges: tuple[Exchange, ...] = ()
+    """What several ranks exchange; all other bytes of the job are those of one machine."""
+    shares_weights: bool = False
+    """All devices of the machine read the same compute weights, wherever these lie."""
 
     @property
     def ssd_bytes(self) -> int:

@@ -3,6 +3,7 @@
 Per micro-batch the device reads the weights of units twice, for the forward and for the recompute, and activations go
 out and come back. A gradient comes once per micro-batch. With one micro-batch it lands where it stays and the host
 reads it once to measure it; with several, each is read where it landed and added to sums that are read and written.
+Of several devices each copies its part, unless they share weights; the rest is done once for the machine.
 The update reads gradients, and reads and writes weights, masters and moments; weights beside float32 masters are only
 written. Where the CPU computes, the same bytes are read and written by it instead of copied.
 """
@@ -20,6 +21,8 @@ class Traffic:
     """What of a job decides about its moves."""
 
     num_micro_batches: int = 1
+    num_arrivals: int | None = None
+    """How often gradients come to the host; None: with every micro-batch."""
     weight_bytes: int
     """Compute weights on the host, all of them."""
     trained_bytes: int
@@ -34,6 +37,12 @@ class Traffic:
     """Of those, what lands in staging memory first."""
     written_back_bytes: int = 0
     """Weights on the device that are overwritten from their masters after the update."""
+    weight_parts: int = 1
+    """Devices of the machine that copy a part of the weights each."""
+    root_bytes: int = 0
+    """Of several ranks, weights outside of units: they stay on the device until the backward ends."""
+    gradient_parts: int = 1
+    """Devices of the machine that a part of the gradients comes from each."""
 
 
 def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move, ...]:
@@ -44,19 +53,21 @@ def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move,
         nbytes: that are kept of it.
         traffic: of the job.
     """
-    n = traffic.num_micro_batches
+    n, arrivals = traffic.num_micro_batches, traffic.num_arrivals or traffic.num_micro_batches
     if role is TensorRole.COMPUTE_WEIGHTS:
         update = traffic.trained_bytes * (2 if traffic.weights_are_read else 1)
-        read = float(n * traffic.weight_bytes)
-        return Move("forward", "h2d", read), Move("backward", "h2d", read), Move("update", "cpu", float(update))
+        read = n * traffic.weight_bytes / traffic.weight_parts
+        again = n * (traffic.weight_bytes - traffic.root_bytes) / traffic.weight_parts
+        return Move("forward", "h2d", read), Move("backward", "h2d", again), Move("update", "cpu", float(update))
     if role in _GRADS:
-        direct = n * traffic.arriving_bytes - traffic.staged_bytes
-        touched = traffic.arriving_bytes if n == 1 else n * (traffic.arriving_bytes + 2 * traffic.grad_bytes)
-        kept = touched + (traffic.staged_bytes if n == 1 else 0)  # copied out of staging memory
-        found = (Move("backward", "d2h", float(direct)), Move("backward", "cpu", float(kept)))
+        direct = arrivals * traffic.arriving_bytes - traffic.staged_bytes
+        once = arrivals == 1
+        touched = traffic.arriving_bytes if once else arrivals * (traffic.arriving_bytes + 2 * traffic.grad_bytes)
+        kept = touched + (traffic.staged_bytes if once else 0)  # copied out of staging memory
+        found = (Move("backward", "d2h", direct / traffic.gradient_parts), Move("backward", "cpu", float(kept)))
         return tuple(m for m in (*found, Move("update", "cpu", float(traffic.grad_bytes))) if m.nbytes)
     if role is TensorRole.STAGING:
-        return Move("backward", "d2h", float(traffic.staged_bytes)), Move(
+        return Move("backward", "d2h", traffic.staged_bytes / traffic.gradient_parts), Move(
             "backward", "cpu", float(traffic.staged_bytes)
         )
     if role is TensorRole.ACTIVATIONS:

@@ -9,13 +9,15 @@ Resources work side by side: the device, each direction of its link, every memor
                      (read + written) / adam_bytes_per_s)
 
 where ``read`` and ``written`` are copies of all devices and ``cpu`` is what the host's cores read and write. A phase
-fetches, computes and writes back unit after unit, in a pipeline of three stages that take F, C and W seconds in all::
+fetches, computes and writes back unit after unit, in a pipeline of stages that take F, C and W seconds in all, and
+where several ranks gather weights and reduce gradients, G and R (`lightning_cxl.planning.jobs.exchange`)::
 
     F = max(link h2d, read of every tier)       W = soft maximum(link d2h, written of the slowest tier)
-    phase = max((F + C + W) / units + (1 - 1 / units) * max(F, C, W), busiest tier + C / units)
+    phase = max((F + G + C + R + W) / units + (1 - 1 / units) * max(F, G, C, R, W), busiest shared + C / units)
 
 The first term is such a pipeline's exact length when units are alike: its longest stage, and of the others one unit's
-part, the fill and the drain. The second says that a tier, which may serve all stages, rests while one unit is computed.
+part, the fill and the drain. The second says that what may serve several stages, a tier, peer links or the network,
+rests while one unit is computed.
 `soft_maximum` is how writes of copies slow down, see `lightning_cxl.planning.jobs.perf`; a cache that takes in a copy's
 writes does not help here, as a step writes many times its size.
 
@@ -32,8 +34,10 @@ gives and takes for these transfers is left out.
 The update is a phase of its own (`Overlap` "none"), or it shares the resources of the backward or of the next forward,
 except for one unit's part: the last unit's gradients are there only when the backward ends, and the first unit's
 weights must be new before the forward starts. On a machine whose device is the host nothing is copied: the CPUs read
-and write what would be. Several devices each do the job's copies and flops on an own link (data parallel); the update
-runs once. A tier that another one backs uses that one's bandwidth.
+and write what would be. Several devices each do the job's copies and flops on an own link, and share tiers; the update
+runs once, each rank that of its shards. Devices that read one copy of the weights read it on all sockets alike: what
+lies on other sockets than theirs comes over the way between sockets, at the same time. A tier that another one backs
+uses that one's bandwidth.
 """
 
 from collections.abc import Mapping
@@ -43,6 +47,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.workload import Overlap
 from lightning_cxl.machine.machine import Machine, Split, check_split
 from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.jobs.exchange import NETWORK, PEERS, SOCKETS, ExchangeLoads, exchange_loads
 from lightning_cxl.planning.jobs.job import SSD_MOVES, Job, Phase
 from lightning_cxl.planning.jobs.perf import soft_maximum
 from lightning_cxl.ssd_options import SSD
@@ -60,7 +65,8 @@ class PhaseTime:
     """What it adds to the step."""
     resources: Mapping[str, float]
     """Seconds that each resource is busy: ``"compute"``, ``"link h2d"``, ``"link d2h"``, ``"tier <name>"``, and where
-    state is on the tier `ssd`, ``"ssd read"`` and ``"ssd write"``."""
+    state is on the tier `ssd`, ``"ssd read"`` and ``"ssd write"``; of several ranks ``"peer links"``, ``"network"``,
+    and ``"between sockets"`` where they share weights."""
 
     @property
     def bound_by(self) -> str:
@@ -130,16 +136,28 @@ def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine)
 class _Load:
     """What one phase asks of the machine: bytes of the links, by tier and kind, of drives, and seconds of compute."""
 
-    __slots__ = ("compute", "link", "ssd", "tiers")
+    __slots__ = ("compute", "exchange", "link", "sockets", "ssd", "tiers")
 
-    def __init__(self, compute: float, link: list[float], tiers: list[list[float]], ssd: list[float]) -> None:
+    def __init__(
+        self,
+        compute: float,
+        link: list[float],
+        tiers: list[list[float]],
+        ssd: list[float],
+        exchange: ExchangeLoads,
+        sockets: float = 0.0,
+    ) -> None:
         self.compute = compute
         self.link = link  # h2d, d2h
         self.tiers = tiers  # each h2d, d2h, cpu
         self.ssd = ssd  # read, written
+        self.exchange = exchange
+        self.sockets = sockets  # read from other sockets
 
     def copy(self) -> "_Load":
-        return _Load(self.compute, self.link, [list(each) for each in self.tiers], self.ssd)
+        return _Load(
+            self.compute, self.link, [list(each) for each in self.tiers], self.ssd, self.exchange, self.sockets
+        )
 
     def with_part(self, other: "_Load", part: float) -> "_Load":
         """Return this load with a part of another phase's."""
@@ -151,6 +169,8 @@ class _Load:
                 for mine, theirs in zip(self.tiers, other.tiers, strict=True)
             ],
             [own + part * extra for own, extra in zip(self.ssd, other.ssd, strict=True)],
+            self.exchange.plus(other.exchange, part),
+            self.sockets + part * other.sockets,
         )
 
 
@@ -173,9 +193,21 @@ class StepModel:
         ]
         flops = (job.forward_flops, job.backward_flops, 0.0)
         self._fixed = [
-            _Load(each / self._device.flops, [0.0, 0.0], [[0.0, 0.0, 0.0] for _ in machine.tiers], [0.0, 0.0])
-            for each in flops
+            _Load(
+                each / self._device.flops,
+                [0.0, 0.0],
+                [[0.0, 0.0, 0.0] for _ in machine.tiers],
+                [0.0, 0.0],
+                exchange_loads(job, machine, phase),
+            )
+            for phase, each in zip(_PHASES, flops, strict=True)
         ]
+        self._has_exchanges = bool(job.exchanges)
+        nearest = {machine.tiers[_NEAREST].name: 1.0}
+        for index, load in enumerate(self._fixed):
+            if load.exchange.through_host:
+                ways = [self._copied(index, kind, load.exchange.through_host) for kind in (0, 1)]
+                self._add(self._fixed, ways, nearest)
         self._visits = max(1, job.num_visits)
         self._ssd_speeds = (0.0, 0.0)  # seconds per byte; as if it took no time where they are not known
         if machine.ssd is not None and machine.ssd.read_bytes_per_s and machine.ssd.write_bytes_per_s:
@@ -188,13 +220,9 @@ class StepModel:
                     self._fixed[_PHASES.index(move.phase)].ssd[SSD_MOVES.index(move.kind)] += move.nbytes
                     continue
                 phase, kind = _PHASES.index(move.phase), _KINDS.index(move.kind)
-                if self._device.is_host:
-                    kind = 2
-                nbytes = move.nbytes
-                if kind < 2:
-                    self._fixed[phase].link[kind] += nbytes
-                    nbytes *= self._device.count
-                moves.append((phase, kind, nbytes))
+                if job.shares_weights and each.role is TensorRole.COMPUTE_WEIGHTS and kind == 0:
+                    self._fixed[phase].sockets += self._from_other_sockets(move.nbytes)
+                moves.append((phase, kind, move.nbytes) if kind == 2 else self._copied(phase, kind, move.nbytes))
             if each.tier is None:
                 if moves:
                     self._free.setdefault(each.role, []).extend(moves)
@@ -236,6 +264,21 @@ class StepModel:
             self._add(loads, moves, splits[role])
         return loads
 
+    def _copied(self, phase: int, kind: int, nbytes: float) -> tuple[int, int, float]:
+        """Return what copies of each device ask of tiers; the CPUs read and write it where the host is the device."""
+        together = nbytes * self._device.count
+        if self._device.is_host:
+            return phase, 2, together
+        self._fixed[phase].link[kind] += nbytes
+        return phase, kind, together
+
+    def _from_other_sockets(self, nbytes: float) -> float:
+        """Return the seconds in which every socket receives from the others what its devices read there."""
+        links, together = self._machine.links, nbytes * self._device.count
+        if links.socket_bytes_per_s is None or self._device.is_host:
+            return 0.0
+        return together * (links.sockets - 1) / links.sockets**2 / links.socket_bytes_per_s
+
     def _add(self, loads: list[_Load], moves: list[tuple[int, int, float]], split: Split) -> None:
         for tier, share in split.items():
             index = self._index[tier]
@@ -256,7 +299,7 @@ class StepModel:
 
     def _seconds_in_memory(self, load: _Load) -> float:
         h2d, d2h = self._link_seconds(load)
-        fetch, stored, busiest = h2d, 0.0, 0.0
+        fetch, stored, busiest = max(h2d, load.sockets), 0.0, max(load.exchange.busy)
         for (read, written, cpu), (per_read, per_write, per_byte) in zip(load.tiers, self._speeds, strict=True):
             if read or written or cpu:
                 reading, writing = read * per_read, written * per_write
@@ -266,7 +309,7 @@ class StepModel:
         if self._device.is_host:
             return max(load.compute, busiest)
         store = soft_maximum(d2h, stored, self._machine.write_contention)
-        stages = (fetch, load.compute, store)
+        stages = (fetch, max(load.exchange.gather), load.compute, max(load.exchange.reduce), store)
         pipeline = sum(stages) / self._units + (1 - 1 / self._units) * max(stages)
         return max(pipeline, busiest + load.compute / self._units)
 
@@ -289,6 +332,10 @@ class StepModel:
                 per_read, per_write, per_byte = speeds
                 copies = max(read * per_read, written * per_write, (read + written) * per_byte)
                 busy[f"tier {tier.name}"] = cpu * per_byte + copies
+        if self._has_exchanges:
+            busy[PEERS], busy[NETWORK] = load.exchange.busy
+        if load.sockets:
+            busy[SOCKETS] = load.sockets
         if any(load.ssd):
             busy["ssd read"], busy["ssd write"] = self._ssd_seconds(load)
         return busy

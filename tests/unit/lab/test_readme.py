@@ -16,4 +16,4 @@ def test_the_readme_of_the_lab_gives_the_command_that_each_script_gives():
     text = (LAB / "README.md").read_text()
     for script in re.findall(r"python (examples/lab/\w+\.py) --quick", text):
         assert f"python {script} " in (ROOT / script).read_text()
-    assert text.count("python examples/lab/") == 2
+    assert text.count("python examples/lab/") == 4

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.machine.links import MachineLinks
 from lightning_cxl.machine.machine import Cache, Device, Machine, MachineSsd, MachineTier
-from lightning_cxl.machine.machine_file import load_machine, save_machine
+from lightning_cxl.machine.machine_file import load_machine, load_overrides, save_machine
 from lightning_cxl.machine.topology import TierKind
 
 MACHINES = sorted((Path(__file__).resolve().parents[3] / "examples" / "machines").glob("*.yaml"))
@@ -87,6 +88,16 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         source="measured, 1 run",
         host_bytes=11,
         has_speeds=False,
+        links=MachineLinks(
+            devices_per_port=3,
+            port_bytes_per_s=1e-3,
+            peer_bytes_per_s=1 / 3,
+            peer_latency_s=1e-6,
+            network_bytes_per_s=1e12,
+            network_latency_s=0.5,
+            sockets=2,
+            socket_bytes_per_s=5.0,
+        ),
         ssd=MachineSsd(
             capacity_bytes=13, read_bytes_per_s=1 / 7, write_bytes_per_s=None, drive_bytes=17, num_drives=2, versions=2
         ),
@@ -123,6 +134,30 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("device:", "ssd: {capacity_bytes: 1, num_drives: 0}\ndevice:", "ssd: num_drives must be at least 1"),
         ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions 1 or 2, got 1 and 3"),
         ("device:", "ssd: {capacity_bytes: 1, drive_bytes: 0}\ndevice:", "drive_bytes must be positive, or left out"),
+        ("device:", "links: 5\ndevice:", "the file: links must map devices_per_port, port_bytes_per_s, peer_bytes"),
+        (
+            "device:",
+            "links: {nvlink: 1}\ndevice:",
+            "the file: links has the unknown key 'nvlink'; its keys are: devices",
+        ),
+        ("device:", "links: {peer_bytes_per_s: 0}\ndevice:", "links: peer_bytes_per_s must be positive, got 0"),
+        ("device:", "links: {network_bytes_per_s: fast}\ndevice:", "network_bytes_per_s must be a number of bytes per"),
+        ("device:", "links: {sockets: 0}\ndevice:", "sockets must be at least 1, got 1 and 0"),
+        (
+            "device:",
+            "links: {devices_per_port: 2}\ndevice:",
+            "2 devices share a port, and port_bytes_per_s does",
+        ),
+        (
+            "device:",
+            "links: {sockets: 2}\ndevice:",
+            "there are 2 sockets, and socket_bytes_per_s does",
+        ),
+        (
+            "device:",
+            "links: {peer_latency_s: -1}\ndevice:",
+            "links: peer_latency_s must be a number, at least 0",
+        ),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(old, new, message, tmp_path):
@@ -160,3 +195,38 @@ def test_the_tier_ssd_is_read_as_people_write_it(tmp_path):
     assert found.ssd.has_speeds
     assert found.names == ("dram0",)
     assert not MachineSsd(capacity_bytes=1, read_bytes_per_s=7e9).has_speeds
+
+
+def test_links_are_read_as_people_write_them_and_left_out_by_files_of_one_device(tmp_path):
+    text = SMALL + "links: {peer_bytes_per_s: 360 GB/s, network_bytes_per_s: 5.0e+10, network_latency_s: 2.0e-5}\n"
+    found = load_machine(written(tmp_path, text)).links
+    assert found == MachineLinks(peer_bytes_per_s=360e9, network_bytes_per_s=5e10, network_latency_s=2e-5)
+    assert load_machine(written(tmp_path, SMALL)).links == MachineLinks()
+
+
+def test_links_of_this_machine_may_be_in_a_file_of_overrides(tmp_path):
+    found = load_overrides(written(tmp_path, "links: {peer_bytes_per_s: 25 GB/s}\n"))
+    assert found.machine == {"links": MachineLinks(peer_bytes_per_s=25e9)}
+
+
+def test_devices_share_a_port_with_those_that_are_used():
+    small = Device(name="gpu", flops=1e12, h2d_bytes_per_s=50e9, d2h_bytes_per_s=40e9, count=4)
+    tier = MachineTier(
+        name="dram0",
+        kind=TierKind.DRAM,
+        capacity_bytes=1,
+        adam_bytes_per_s=1,
+        device_read_bytes_per_s=1,
+        device_write_bytes_per_s=1,
+    )
+    links = MachineLinks(devices_per_port=2, port_bytes_per_s=60e9)
+    machine = Machine(name="ports", tiers=(tier,), device=small, links=links)
+    assert machine.with_devices(1).device == replace(small, count=1)
+    for count in (2, 3, 4):
+        expected = replace(small, count=count, h2d_bytes_per_s=30e9, d2h_bytes_per_s=30e9)
+        assert machine.with_devices(count).device == machine.with_devices(count).with_devices(count).device == expected
+    for count in (0, 5):
+        with pytest.raises(ConfigError, match=f"`ports` has 4 x gpu, got {count} devices: choose 1 to 4 of each"):
+            machine.with_devices(count)
+    cpu = replace(machine, device=replace(small, is_host=True, count=1))
+    assert cpu.with_devices(4).device == replace(small, is_host=True, count=4, flops=0.25e12)

@@ -14,6 +14,7 @@ from lightning_cxl.gradients.leaving import MAX_STAGED
 from lightning_cxl.inventory.activations import measure
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import list_tensors
+from lightning_cxl.inventory.mesh import Mesh
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
@@ -220,15 +221,27 @@ def test_several_devices_each_keep_activations():
             "llama",
             model,
             OffloadConfig(),
-            Workload(batch=BATCH, sequence=128, num_devices=count, num_micro_batches=2),
+            Workload(batch=BATCH, sequence=128, mesh=Mesh(num_devices=count), num_micro_batches=2),
             lambda: model(input_ids=ids, labels=ids, use_cache=True).loss,
         )
         for count in (1, 4)
     ]
-    for role in (TensorRole.ACTIVATIONS, TensorRole.STAGING):
-        assert jobs[1].bytes_of()[role] == 4 * jobs[0].bytes_of()[role]
+    assert jobs[1].bytes_of()[TensorRole.ACTIVATIONS] == 4 * jobs[0].bytes_of()[TensorRole.ACTIVATIONS]
     assert jobs[1].num_tokens == 4 * jobs[0].num_tokens
-    assert jobs[1].bytes_of()[TensorRole.MOMENTUM] == jobs[0].bytes_of()[TensorRole.MOMENTUM]
+    for role in (TensorRole.MOMENTUM, TensorRole.STAGING):  # of shards: all together as large as the whole
+        assert jobs[1].bytes_of()[role] == jobs[0].bytes_of()[role]
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_every_gradient_is_copied_once(num_micro_batches, master):
+    model = llama().to("meta", torch.bfloat16)
+    load = Workload(batch=BATCH, sequence=128, num_micro_batches=num_micro_batches)
+    job = model_job("llama", list_tensors(model, None, OffloadConfig(master=master), load)).job
+    grads = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS, TensorRole.STAGING)
+    assert {TensorRole.MASTER_GRADS, *([TensorRole.COMPUTE_GRADS] * (master == "split"))} <= {*job.bytes_of()}
+    copied = sum(m.nbytes for each in job.classes if each.role in grads for m in each.moves if m.kind == "d2h")
+    assert copied == num_micro_batches * sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -236,7 +249,7 @@ def test_inputs_on_the_tier_ssd_are_written_and_read_once_in_every_micro_batch_o
     with torch.device("meta"):
         model = llama()
     names = resolve(model.named_modules(), {"model.layers.[01]": {"activations": "ssd"}}, WITH_SSD)
-    load = Workload(batch=BATCH, sequence=128, num_devices=count, num_micro_batches=3)
+    load = Workload(batch=BATCH, sequence=128, mesh=Mesh(num_devices=count), num_micro_batches=3)
     inventory = list_tensors(model, None, OffloadConfig(), load, asked=AskedTiers(model, names))
     job = model_job("llama", inventory).job
     nbytes = sum(each.nbytes for each in inventory.tensors if each.tier == "ssd")

@@ -1,0 +1,180 @@
+"""`plan` of several devices and machines: bytes, volumes, text, and what cannot be."""
+
+import json
+
+import pytest
+
+from lightning_cxl.commands.plan.command import main
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.placement.placement import TensorRole
+from tests.integration.llama import tiny_llama
+
+MACHINE = """
+name: test machine
+tiers:
+  - {{name: dram0, kind: dram, capacity_bytes: {dram}, adam_bytes_per_s: 200 GB/s,
+     device_read_bytes_per_s: 200 GB/s, device_write_bytes_per_s: 200 GB/s}}
+device: {{name: test gpu, memory_bytes: 1GiB, flops: 1.0e+14, h2d_bytes_per_s: {link}, d2h_bytes_per_s: {link},
+         count: {count}, is_host: {is_host}}}
+links: {{{links}}}
+"""
+LINKS = "peer_bytes_per_s: 300 GB/s, network_bytes_per_s: 50 GB/s, sockets: 2, socket_bytes_per_s: 100 GB/s"
+GATHERED = ["--weights", "gathered"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(4, vocab_size=2048, hidden_size=256, intermediate_size=768).config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def plan(model, tmp_path, capsys):
+    """Runs the command on an invented machine of four devices; returns status, text and the JSON it wrote."""
+
+    def run(*arguments, dram="1GiB", link="55 GB/s", links=LINKS, count=4, is_host="false"):
+        machine, data = tmp_path / "machine.yaml", tmp_path / "plan.json"
+        machine.write_text(MACHINE.format(dram=dram, link=link, links=links, count=count, is_host=is_host))
+        status = main(["--model", model, "--tiers", str(machine), "--seq", "512", "--json", str(data), *arguments])
+        return status, capsys.readouterr().out, json.loads(data.read_text())
+
+    return run
+
+
+def test_one_device_is_planned_as_on_a_machine_that_has_one(plan):
+    texts, found = [], []
+    for count in (1, 4):
+        _, text, data = plan("--devices", "1", "--num-nodes", "1", count=count)
+        texts.append(text)
+        found.append(data)
+    assert texts[0] == texts[1] and found[0] == found[1]
+    assert found[0]["ranks"]["received_bytes_per_step"] == 0 and "gather" not in texts[0]
+    _, without, data = plan(count=1, links="")
+    assert without == texts[0] and data == found[0]
+
+
+def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(plan):
+    alone, four = (plan("--devices", count, *GATHERED)[2] for count in ("1", "4"))
+    for role in (TensorRole.MOMENTUM, TensorRole.VARIANCE):
+        assert four["roles"][role.value] == alone["roles"][role.value]
+    assert four["roles"]["activations"] == 4 * alone["roles"]["activations"]
+    assert four["num_tokens"] == 4 * alone["num_tokens"]
+    # weights outside of units are cut, too, and then lie on the host
+    assert four["roles"]["compute_weights"] == 2 * four["num_parameters"]
+    assert alone["roles"]["compute_weights"] < four["roles"]["compute_weights"]
+
+
+def test_machines_that_replicate_hold_all_and_others_a_part(plan):
+    one = plan(*GATHERED)[2]
+    replicas, parts = (plan("--num-nodes", "2", "--between-nodes", how, *GATHERED)[2] for how in ("replicate", "shard"))
+    assert replicas["roles"] == one["roles"]
+    for role, nbytes in one["roles"].items():
+        assert parts["roles"][role] == (nbytes if role == "activations" else nbytes / 2)
+    assert replicas["num_tokens"] == parts["num_tokens"] == 2 * one["num_tokens"]
+    bytes_of = [data["ranks"]["device_bytes_per_step"] for data in (one, replicas, parts)]
+    assert [each["all-reduce between machines"] > 0 for each in bytes_of] == [False, True, False]
+    assert bytes_of[0]["all-gather, forward"] == 3 / 4 * 2 * one["num_parameters"]
+    assert bytes_of[2]["all-gather, forward"] == 7 / 8 * 2 * one["num_parameters"]
+    assert bytes_of[1]["all-reduce between machines"] == 2 * 1 / 2 * 2 * one["num_parameters"] / 4
+    assert parts["ranks"]["predicted_busy_seconds"]["network"] > replicas["ranks"]["predicted_busy_seconds"]["network"]
+
+
+def test_copies_of_each_device_are_its_part(plan):
+    moved = {n: plan("--devices", n, *GATHERED)[2]["ranks"]["device_bytes_per_step"] for n in ("2", "4")}
+    inputs = plan("--devices", "2", *GATHERED)[2]["roles"]["activations"] / 2
+    for way in ("copies to the device", "copies from the device"):
+        assert moved["4"][way] - inputs == pytest.approx((moved["2"][way] - inputs) / 2)
+    gathered, shared = moved["4"], plan("--weights", "shared")[2]["ranks"]["device_bytes_per_step"]
+    assert shared["copies to the device"] - inputs == pytest.approx(4 * (gathered["copies to the device"] - inputs))
+    assert shared["all-gather, forward"] == shared["all-gather, backward"] == 0
+    assert shared["reduce-scatter"] == gathered["reduce-scatter"] > 0
+
+
+def test_weights_come_the_way_that_is_predicted_to_be_faster(plan):
+    def chosen(*arguments, **machine):
+        data = plan(*arguments, **machine)[2]
+        return data["settings"]["weights"], data["policies"]["bandwidth"]["predicted"]["seconds"]
+
+    fast_peers, slow_peers = {"link": "1 GB/s"}, {"link": "55 GB/s", "links": "peer_bytes_per_s: 0.1 GB/s"}
+    assert chosen(**fast_peers)[0] == "gathered" and chosen(**slow_peers)[0] == "shared"
+    for machine in (fast_peers, slow_peers):
+        both = [chosen("--weights", way, **machine)[1] for way in ("gathered", "shared")]
+        assert chosen(**machine)[1] == min(both)
+    # a machine that has a part of the model only has nothing to share
+    across = [*("--num-nodes", "2", "--between-nodes", "shard")]
+    links = "peer_bytes_per_s: 0.1 GB/s, network_bytes_per_s: 1 GB/s"
+    assert chosen(*across, links=links)[0] == "gathered"
+    with pytest.raises(ConfigError, match="the model is cut over 2 machines"):
+        plan(*across, "--weights", "shared")
+
+
+def test_gradients_that_wait_on_the_devices_are_reduced_once(plan):
+    every, last = (plan("--accumulate-grad-batches", "3", *GATHERED, *more)[2] for more in ((), ("--no-sync",)))
+    moved = [data["ranks"]["device_bytes_per_step"] for data in (every, last)]
+    assert moved[0]["reduce-scatter"] == 3 * moved[1]["reduce-scatter"]
+    assert moved[0]["all-gather, forward"] == moved[1]["all-gather, forward"]
+    waiting = last["device_parts"]["gradients that wait for the last micro-batch"]
+    assert waiting == 2 * last["num_parameters"]
+    assert last["roles"]["compute_grads"] < every["roles"]["compute_grads"]
+    assert moved[1]["copies from the device"] < moved[0]["copies from the device"]
+
+
+def test_the_text_says_what_each_device_and_each_machine_does(plan):
+    status, text, data = plan("--num-nodes", "3", "--devices", "4", *GATHERED)
+    assert status == 0
+    said = " ".join(text.split())
+    assert "1 x 512 tokens x 4 devices x 3 machines" in said
+    assert (
+        "12 ranks on 3 machines like this one, 4 on each: every machine holds the whole model; each reads its shard of "
+        "the weights and gathers those of the others" in said
+    )
+    # 4.19 M parameters of 2 bytes, of which 3.15 M in units; three quarters come from the other three devices
+    rows = {line[:27].strip(): line[27:].split() for line in text.splitlines()}
+    assert rows["in one step"] == ["each", "device", "4", "devices"]
+    assert rows["all-gather, forward"] == ["6.0", "MiB", "24.0", "MiB"]
+    assert rows["all-gather, backward"] == ["4.5", "MiB", "18.0", "MiB"]
+    assert rows["reduce-scatter"] == ["6.0", "MiB", "24.0", "MiB"]
+    assert rows["all-reduce between machines"] == ["2.7", "MiB", "10.7", "MiB"]
+    assert "counted once for all of its ranks" in said and "predicted: busy in" in said
+    assert f"most of all {data['ranks']['predicted_bound_by']}" in said
+    assert "measured" not in text and max(map(len, text.splitlines())) <= 118
+    assert "one copy in host memory" in " ".join(plan("--weights", "shared")[1].split())
+
+
+def test_links_that_are_not_known(plan):
+    text = " ".join(plan(*GATHERED, links="")[1].split())
+    assert "links between devices are not known: what they exchange is counted as going through host memory" in text
+    with pytest.raises(ConfigError, match="machines exchange data, and machine `test machine` does not say how fast"):
+        plan("--num-nodes", "2", links="")
+
+
+def test_ranks_of_the_cpu_share_it(plan):
+    alone, four = (plan("--devices", count, *GATHERED, count=1, is_host="true")[2] for count in ("1", "4"))
+    assert four["roles"]["momentum"] == alone["roles"]["momentum"]
+    assert four["host_bytes"] == sum(four["roles"].values()) + 4 * four["device_bytes"]
+    compute = [data["ranks"]["predicted_busy_seconds"]["compute"] for data in (alone, four)]
+    assert compute[1] == pytest.approx(4 * compute[0])  # four times the tokens
+    shared = plan("--devices", "4", "--weights", "shared", count=1, is_host="true")[2]
+    assert shared["device_bytes"] < four["device_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "5"], "machine `test machine` has 4 x test gpu, got 5 devices"),
+        (["--devices", "0"], "got 0 devices: choose 1 to 4"),
+        (["--num-nodes", "0"], "num_nodes must be at least 1, got 0"),
+        (["--no-stream-weights"], "several devices keep their shards of weights on the host"),
+    ],
+)
+def test_what_cannot_be_is_refused(plan, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(*arguments)
+
+
+def test_what_does_not_fit_may_be_cut_over_the_machines(plan):
+    needed = plan("--num-nodes", "2", *GATHERED)[2]["host_bytes"]
+    status, _, data = plan("--num-nodes", "2", *GATHERED, dram=f"{needed * 3 // 4}B")
+    assert status == 2 and "the model cut over all machines (--between-nodes shard)" in data["what_fits"]
+    assert plan("--num-nodes", "2", "--between-nodes", "shard", dram=f"{needed * 3 // 4}B")[0] == 0

@@ -1,0 +1,60 @@
+"""Shards as torch cuts them, what one machine has of them, and ranks that no run can have."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.mesh import Mesh
+
+SHAPES = st.lists(st.integers(1, 40), max_size=3).map(lambda shape: torch.empty(shape, device="meta"))
+MESHES = st.builds(Mesh, num_devices=st.integers(1, 9), num_machines=st.integers(1, 5), replicates=st.booleans())
+
+
+@given(SHAPES.filter(lambda parameter: parameter.ndim > 0), MESHES)
+def test_a_shard_is_the_longest_of_torch_s_chunks(parameter, mesh):
+    assert mesh.shard_numel(parameter) == torch.chunk(parameter, mesh.num_shards)[0].numel()
+
+
+def test_shards_by_hand():
+    parameter = torch.empty(10, 3, device="meta")
+    assert Mesh(num_devices=4).shard_numel(parameter) == 9  # three rows, and the last rank has one
+    assert Mesh(num_devices=2, num_machines=8).shard_numel(parameter) == 3
+    assert Mesh(num_devices=2, num_machines=8, replicates=True).shard_numel(parameter) == 15
+    assert Mesh(num_devices=4).shard_numel(torch.empty((), device="meta")) == 1
+    assert Mesh(num_devices=4).shard_numel(torch.empty(0, 3, device="meta")) == 0
+
+
+def test_a_machine_has_its_ranks_shards():
+    even, odd = torch.empty(8, 4, device="meta"), torch.empty(3, device="meta")
+    shards = Mesh(num_devices=2, num_machines=2)
+    assert shards.machine_bytes(128, [even]) == 64
+    assert shards.machine_bytes(12, [odd]) == 8  # two ranks of one padded number of four bytes
+    assert shards.machine_bytes(140, [even, odd]) == 72
+    assert Mesh(num_devices=2, num_machines=2, replicates=True).machine_bytes(128, [even]) == 128
+    assert Mesh(num_devices=4).machine_bytes(12, [odd]) == 16
+    assert Mesh().machine_bytes(77, [even]) == 77
+    assert shards.machine_bytes(5, []) == 5
+
+
+@given(SHAPES, MESHES)
+def test_all_machines_together_hold_every_replica(parameter, mesh):
+    nbytes = 4 * parameter.numel()
+    together = mesh.num_machines * mesh.machine_bytes(nbytes, [parameter])
+    assert together >= mesh.num_replicas * nbytes
+    rows = parameter.shape[0] if parameter.ndim else 1
+    assert together <= mesh.num_replicas * (nbytes + mesh.num_shards * nbytes // rows) + mesh.num_machines
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_devices": 0}, "at least one device on at least one machine, got 0 devices on 1 machines"),
+        ({"num_machines": 0}, "got 1 devices on 0 machines"),
+        ({"num_machines": 2, "shares_weights": True}, "the model is cut over 2 machines. Let every machine hold all"),
+    ],
+)
+def test_a_mesh_that_no_run_can_have(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Mesh(**fields)

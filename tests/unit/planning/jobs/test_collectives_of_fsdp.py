@@ -1,0 +1,110 @@
+"""The formulas of [Note: Communication volume] against what torch's FSDP2 asks its process group for.
+
+The process group is torch's fake one: it is one rank of many, and moves nothing.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_cxl.inventory.mesh import Mesh
+from lightning_cxl.planning.jobs.collectives import groups_of, step_volume
+
+WIDTH = 12
+
+
+class Block(nn.Module):
+    """Its parameters cannot be cut evenly over four or eight ranks; one of them is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(WIDTH, 7)
+        self.up = nn.Linear(7, WIDTH)
+        self.up.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return x + self.up(torch.relu(self.down(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(WIDTH, 5, bias=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+    @property
+    def units(self):
+        return [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
+
+
+@pytest.fixture
+def received(monkeypatch):
+    """Bytes that this rank receives, by collective."""
+    found = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    gather, scatter, reduce = dist.all_gather_single, dist.reduce_scatter_single, dist.all_reduce
+
+    def all_gather(output, input, *args, **options):
+        found["all_gather"] += output.nbytes - input.nbytes
+        return gather(output, input, *args, **options)
+
+    def reduce_scatter(output, input, **options):
+        found["reduce_scatter"] += input.nbytes - output.nbytes
+        return scatter(output=output, input=input, **options)
+
+    def all_reduce(tensor, *args, group, **options):
+        count = group.size()
+        found["all_reduce"] += 2 * (count - 1) * tensor.nbytes // count  # of a ring
+        return reduce(tensor, *args, group=group, **options)
+
+    monkeypatch.setattr(dist, "all_gather_single", all_gather)
+    monkeypatch.setattr(dist, "reduce_scatter_single", reduce_scatter)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    yield found
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        Mesh(num_devices=2),
+        Mesh(num_devices=4),
+        Mesh(num_devices=2, num_machines=4),
+        Mesh(num_devices=4, num_machines=2, replicates=True),
+    ],
+    ids=lambda ranks: f"{ranks.num_machines} x {ranks.num_devices}{', replicates' * ranks.replicates}",
+)
+def test_the_volume_of_a_step_is_what_fsdp_asks_for(ranks, num_micro_batches, no_sync, reduce_dtype, received):
+    dist.init_process_group("fake", rank=0, world_size=ranks.num_ranks, store=FakeStore())
+    shape = (ranks.num_replicas, ranks.num_shards) if ranks.replicates else (ranks.num_shards,)
+    options = {
+        "mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+    }
+    model = Model()
+    itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
+    groups = groups_of(model, model.units, ranks, reduce_itemsize=itemsize)
+    for _, block in model.units:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    for index in range(num_micro_batches):
+        model.set_requires_gradient_sync(not no_sync or index == num_micro_batches - 1)
+        model(torch.ones(2, 3)).sum().backward()
+    volume = step_volume(groups, ranks, num_micro_batches, no_sync=no_sync)
+    assert volume.forward_gather + volume.backward_gather == received["all_gather"] > 0
+    assert volume.reduce_scatter == received["reduce_scatter"] > 0
+    assert volume.all_reduce == pytest.approx(received["all_reduce"], abs=4 * num_micro_batches)
+    assert (volume.all_reduce > 0) == ranks.replicates

@@ -1,0 +1,198 @@
+"""What ranks exchange in a step and what that keeps busy, by hand; and what holds for any number of ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.mesh import Mesh
+from lightning_cxl.machine.links import MachineLinks
+from lightning_cxl.machine.machine import Device, Machine, MachineTier
+from lightning_cxl.machine.topology import TierKind
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.jobs.collectives import Group, Volume, groups_of, step_volume
+from lightning_cxl.planning.jobs.exchange import exchanges
+from lightning_cxl.planning.jobs.job import Exchange, Job, MemoryClass, Move
+from lightning_cxl.planning.jobs.step import predict_step
+
+TIER = MachineTier(
+    name="dram0",
+    kind=TierKind.DRAM,
+    capacity_bytes=0,
+    adam_bytes_per_s=100,
+    device_read_bytes_per_s=100,
+    device_write_bytes_per_s=100,
+)
+LINKS = MachineLinks(peer_bytes_per_s=20, network_bytes_per_s=4, peer_latency_s=0.01, network_latency_s=0.1)
+MACHINE = Machine(
+    name="two",
+    tiers=(TIER,),
+    device=Device(flops=1, h2d_bytes_per_s=10, d2h_bytes_per_s=10, count=2),
+    links=LINKS,
+)
+UNITS = [Group(name=f"unit {index}", shard_bytes=10, reduced_bytes=20) for index in range(3)]
+ROOT = Group(name="", shard_bytes=5, reduced_bytes=0)
+
+
+def test_volumes_by_hand():
+    shards = step_volume([*UNITS, ROOT], Mesh(num_devices=4), num_micro_batches=2)
+    assert shards == Volume(forward_gather=2 * 3 * 35, backward_gather=2 * 3 * 30, reduce_scatter=2 * 3 * 60)
+    assert shards.total == 210 + 180 + 360
+    once = step_volume([*UNITS, ROOT], Mesh(num_devices=4), num_micro_batches=2, no_sync=True)
+    assert once == replace(shards, reduce_scatter=180)
+    replicas = step_volume(UNITS, Mesh(num_devices=2, num_machines=5, replicates=True))
+    assert replicas == Volume(forward_gather=30, backward_gather=30, reduce_scatter=60, all_reduce=2 * 4 / 5 * 60)
+    assert step_volume(UNITS, Mesh(num_devices=2, shares_weights=True)) == Volume(reduce_scatter=60)
+    assert step_volume(UNITS, Mesh()) == Volume()
+
+
+def test_groups_of_a_model():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 6)).to(torch.bfloat16)
+    model[1].weight.requires_grad_(False)
+    model[2].weight = model[0].weight  # tied: it belongs to the first
+    units = [("0", model[0]), ("1", model[1])]
+    half = Mesh(num_devices=2)
+    assert groups_of(model, units, half) == [
+        Group(name="0", shard_bytes=2 * (12 + 2), reduced_bytes=2 * (12 + 2)),
+        Group(name="1", shard_bytes=2 * 8, reduced_bytes=0),
+        Group(name="", shard_bytes=2 * 3, reduced_bytes=2 * 3),
+    ]
+    assert groups_of(model, units, half, reduce_itemsize=4)[0].reduced_bytes == 4 * 14
+    assert [group.is_root for group in groups_of(model, [("all", model)], half)] == [False]
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.booleans(), st.integers(1, 4))
+def test_volumes_grow_towards_those_of_whole_parameters(devices, machines, replicates, batches):
+    parameters = nn.Linear(64 * 8 * 9, 1, bias=False, device="meta")
+    parameters.weight = nn.Parameter(torch.empty(64 * 8 * 9, device="meta"))
+    mesh = Mesh(num_devices=devices, num_machines=machines, replicates=replicates)
+    groups = groups_of(parameters, [("all", parameters)], mesh)
+    volume = step_volume(groups, mesh, batches)
+    n = mesh.num_shards
+    padded = mesh.shard_numel(parameters.weight) * 4 * n
+    assert (
+        volume.forward_gather
+        == volume.backward_gather
+        == volume.reduce_scatter
+        == pytest.approx(batches * (n - 1) / n * padded)
+    )
+    # an all-reduce of all shards is what one of whole parameters would be, spread over the devices of a machine
+    r = mesh.num_replicas
+    assert volume.all_reduce == pytest.approx(batches * 2 * (r - 1) / r * padded / n)
+    assert (volume.total == 0) == (mesh.num_ranks == 1)
+
+
+def test_exchanges_between_devices_and_between_machines():
+    volume = Volume(forward_gather=40, backward_gather=30, reduce_scatter=60, all_reduce=24)
+    alone = exchanges(volume, Mesh(num_devices=4), 3, 2, 1)
+    assert alone == (
+        Exchange("forward", "gather", 40, 0, 3 * 2 * 3),
+        Exchange("backward", "gather", 30, 0, 3 * 2 * 3),
+        Exchange("backward", "reduce", 60, 0, 3 * 1 * 3),
+        Exchange("backward", "reduce", 0, 4 * 24, 0),
+        Exchange("update", "reduce", 16, 0, 6),
+    )
+    across = exchanges(volume, Mesh(num_devices=4, num_machines=2), 3, 1, 1)
+    assert across[0] == Exchange("forward", "gather", 40, 40, 3 * 7)
+    single = exchanges(volume, Mesh(num_devices=1, num_machines=2), 3, 1, 1)
+    assert single[0] == Exchange("forward", "gather", 0, 40, 3)
+    replicas = exchanges(volume, Mesh(num_devices=4, num_machines=3, replicates=True), 3, 2, 2)
+    assert replicas[0].network_bytes == 0
+    assert replicas[3] == Exchange("backward", "reduce", 0, 4 * 24, 3 * 2 * 2 * 2)
+    assert exchanges(volume, Mesh(), 3, 2, 1) == ()
+
+
+def job_of(*found, units=4, forward=20.0, backward=60.0, moves=(), shares=False, overlap="none"):
+    return Job(
+        name="job",
+        classes=(MemoryClass(role=TensorRole.COMPUTE_WEIGHTS, nbytes=1, moves=moves),),
+        num_units=units,
+        forward_flops=forward,
+        backward_flops=backward,
+        exchanges=found,
+        shares_weights=shares,
+        overlap=overlap,
+    )
+
+
+def time_of(job, machine=MACHINE):
+    return predict_step(job, {TensorRole.COMPUTE_WEIGHTS: {"dram0": 1.0}}, machine)
+
+
+def test_the_first_gather_and_the_last_reduction_are_waited_for():
+    time = time_of(
+        job_of(Exchange("forward", "gather", 80, 0, 0), Exchange("backward", "reduce", 160, 0, 100)),
+    )
+    assert time.forward.seconds == pytest.approx(20 + 4 / 4)
+    assert time.backward.seconds == pytest.approx(60 + (8 + 1) / 4)
+    assert time.backward.resources["peer links"] == pytest.approx(9)
+    assert time.backward.resources["network"] == 0
+
+
+def test_gathers_and_reductions_share_links_and_may_decide_about_a_phase():
+    time = time_of(
+        job_of(Exchange("backward", "gather", 800, 0, 0), Exchange("backward", "reduce", 800, 0, 0), backward=4.0)
+    )
+    assert time.backward.seconds == pytest.approx(40 + 40 + 4 / 4)
+    assert time.backward.bound_by == "peer links"
+
+
+def test_machines_exchange_over_the_network_while_devices_do_over_their_links():
+    time = time_of(job_of(Exchange("forward", "gather", 200, 200, 10), forward=1.0))
+    assert time.forward.resources["peer links"] == pytest.approx(10)
+    assert time.forward.resources["network"] == pytest.approx(50 + 1)
+    assert time.forward.seconds == pytest.approx(51 + 1 / 4)
+    unknown = replace(MACHINE, links=replace(LINKS, network_bytes_per_s=None))
+    with pytest.raises(ConfigError, match="`two` does not say how fast: give network_bytes_per_s under `links`"):
+        time_of(job_of(Exchange("forward", "gather", 200, 200, 10)), unknown)
+
+
+def test_devices_without_links_exchange_through_host_memory():
+    machine = replace(MACHINE, links=MachineLinks())
+    time = time_of(job_of(Exchange("forward", "gather", 80, 0, 5), forward=1.0), machine)
+    # each of two devices sends and receives 80 bytes over its link, and memory is written and read twice
+    assert time.forward.resources == pytest.approx(
+        {"compute": 1, "link h2d": 8, "link d2h": 8, "tier dram0": 3.2, "peer links": 0, "network": 0}
+    )
+    assert time.forward.seconds >= 8
+    cpu = replace(machine, device=replace(machine.device, is_host=True))
+    assert time_of(job_of(Exchange("forward", "gather", 80, 0, 5), forward=1.0), cpu).forward.resources[
+        "tier dram0"
+    ] == pytest.approx(3.2)
+
+
+def test_weights_that_all_devices_share_come_from_all_sockets():
+    moves = (Move("forward", "h2d", 80),)
+    machine = replace(MACHINE, links=replace(LINKS, sockets=2, socket_bytes_per_s=2))
+    time = time_of(job_of(moves=moves, shares=True, forward=1.0), machine)
+    # two devices read 160 bytes; a quarter of that goes from each socket to the other
+    assert time.forward.resources["between sockets"] == pytest.approx(20)
+    assert time.forward.seconds == pytest.approx(20 + 1 / 4)
+    own = time_of(job_of(moves=moves, forward=1.0), machine)
+    assert "between sockets" not in own.forward.resources and own.forward.seconds == pytest.approx(8 + 1 / 4)
+
+
+@given(st.floats(0, 1e3), st.floats(0, 1e3), st.sampled_from(["none", "backward", "forward"]))
+def test_more_bytes_never_make_a_step_shorter_and_no_resource_is_busier_than_the_step(gathered, reduced, overlap):
+    moves = (Move("forward", "h2d", 80), Move("backward", "h2d", 80), Move("update", "cpu", 300))
+
+    def seconds(gather, reduce):
+        time = time_of(
+            job_of(
+                Exchange("forward", "gather", gather, 0, 1),
+                Exchange("backward", "reduce", reduce, reduce, 1),
+                moves=moves,
+                overlap=overlap,
+            )
+        )
+        for phase in time.phases().values():
+            assert max(phase.resources.values()) <= phase.seconds * (1 + 1e-9)
+        return time.seconds
+
+    time = seconds(gathered, reduced)
+    assert time <= seconds(gathered + 10, reduced) * (1 + 1e-12)
+    assert time <= seconds(gathered, reduced + 10) * (1 + 1e-12)
