@@ -1,15 +1,18 @@
-"""One rank of the runs that `test_shared_host.py` looks at: FSDP2 as it is, and with shared weights.
+"""One rank of the runs that `test_shared_host.py` and others look at: FSDP2 as it is, and with shared weights.
 
     python -m tests.integration.shared_host_run FOLDER RANK RANKS CASE [CASE ...]
 
 Writes `FOLDER/CASE.RANK.pt`: losses and weights, or what a case is about.
 """
 
+import contextlib
 import datetime
+import os
+import signal
 import sys
 import time
-import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -20,11 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.adaptors import Budget, BudgetResource
 from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.sharding import shared_memory
 from lightning_cxl.sharding.shared_memory import share_weights
 from tests.models import TINY_LLAMA
 
-STEPS = 4
+STEPS = 3
+DELAY_S = 0.2
 
 
 def model_of(**options):
@@ -49,12 +55,26 @@ def batches(rank, count):
     return [torch.randint(0, 63, (2, 8), generator=made) for _ in range(count)]
 
 
-def train(model, shared, rank, *, micro_batches=1, clip=None, delay=0.0, validate=False, steps=STEPS):
-    """Train, and return losses and full weights."""
+def train(model, shared, rank, *, micro_batches=1, clip=None, validate=None, late_writer=None, late_reader=None):
+    """Train, and return losses and full weights.
+
+    Args:
+        validate: a forward without backward `"before"` or `"after"` the update; None for none.
+        late_writer: the rank that takes its time before it writes.
+        late_reader: the rank that takes its time in a validation, before it reads the last block.
+    """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
-    data = batches(rank, steps * micro_batches)
-    for step in range(steps):
+    data = batches(rank, STEPS * micro_batches)
+
+    def validation(when):
+        if validate == when:
+            late = model.model.layers[0].register_forward_hook(lambda *_: time.sleep(DELAY_S * (rank == late_reader)))
+            with torch.no_grad():
+                losses.append(model(input_ids=data[0], labels=data[0]).loss.item())
+            late.remove()
+
+    for step in range(STEPS):
         for micro in range(micro_batches):
             model.set_requires_gradient_sync(micro == micro_batches - 1)
             tokens = data[step * micro_batches + micro]
@@ -63,16 +83,12 @@ def train(model, shared, rank, *, micro_batches=1, clip=None, delay=0.0, validat
             losses.append(loss.item())
         if clip is not None:
             losses.append(nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor().item())
-        if shared is None:
+        validation("before")
+        with shared.writing() if shared is not None else contextlib.nullcontext():
+            time.sleep(DELAY_S * (rank == late_writer))
             optimizer.step()
-        else:
-            with shared.writing():
-                time.sleep(delay)
-                optimizer.step()
         optimizer.zero_grad()
-        if validate:
-            with torch.no_grad():
-                losses.append(model(input_ids=data[0], labels=data[0]).loss.item())
+        validation("after")
     return losses, {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
 
 
@@ -89,6 +105,14 @@ def mixed_dtypes(model):
         block.mlp.up_proj.to(torch.bfloat16).requires_grad_(False)
         block.mlp.up_proj.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(),))
         block.mlp.up_proj.register_forward_hook(lambda _, inputs, output: output.float())
+    return model
+
+
+def whole_numbers(model):
+    """Frozen parameters that are no floats: in bf16 the others are cast, and all are gathered as bytes."""
+    for block in model.model.layers:
+        block.mlp.codes = nn.Parameter(torch.arange(9, dtype=torch.int32), requires_grad=False)
+        block.mlp.register_forward_hook(lambda module, _, output: output + module.codes.to(output.dtype).sum() / 99)
     return model
 
 
@@ -110,17 +134,24 @@ PARITY = {
     "tied": {"model": {"tie_word_embeddings": True}},
     "frozen": {"change": frozen},
     "mixed": {"change": mixed_dtypes},
-    "mixed_bf16": {"change": mixed_dtypes, "shard": {"precision": torch.bfloat16}},
+    "whole_numbers": {"change": whole_numbers, "shard": {"precision": torch.bfloat16}},
     "scalars": {"change": scalars},
     "kept": {"shard": {"reshard_after_forward": False}},
-    "validated": {"train": {"validate": True}},
+    "validated": {"train": {"validate": "after"}},
     "all_at_once": {
         "shard": {"precision": torch.bfloat16},
         "model": {"tie_word_embeddings": True},
-        "train": {"clip": 0.5, "micro_batches": 2, "validate": True},
+        "train": {"clip": 0.5, "micro_batches": 2, "validate": "after"},
     },
 }
 """Cases that are trained with and without shared weights, by name."""
+LATE = {
+    "late_writer": {"train": {"late_writer": 0}},
+    "late_writer_is_the_last": {"train": {"late_writer": 1}},
+    "late_reader": {"train": {"validate": "before", "late_reader": 1}},
+    "late_reader_is_the_first": {"train": {"validate": "before", "late_reader": 0}},
+}
+"""Those in which one rank is late, where it would read or write what it must not."""
 OF_FOUR = {
     "hsdp": {"mesh": (2, 2)},
     "resharded": {"shard": {"reshard_after_forward": 2}},
@@ -142,6 +173,109 @@ def parity(rank, ranks, case):
         if shared is not None:
             shared.close()
     return results
+
+
+def elsewhere(rank, ranks):
+    """The last rank runs on another machine: refused on all, and FSDP2 gathers as before."""
+    before, place = shared_memory.own_place, shared_memory.own_place()
+    if rank == ranks - 1:
+        shared_memory.own_place = lambda: place._replace(boot_id="another", host="far")
+    model = sharded_model(ranks)
+    raised = error_of(lambda: share(model))
+    reason = shared_memory.why_not_shared(None)
+    shared_memory.own_place = before
+    return raised, reason, shared_memory.why_not_shared(None), train(model, None, rank)[0]
+
+
+def full(rank, ranks):
+    """The last rank has no room: refused on all, and FSDP2 gathers as before."""
+    model = sharded_model(ranks)
+    free = {"free_bytes": lambda: 4096} if rank == ranks - 1 else {}
+    raised = error_of(lambda: share_weights(model, NumaResource("dram", 0, Topology.detect(), **free)))
+    return raised, train(model, None, rank)[0]
+
+
+def counted_once(rank, ranks):
+    """What a machine holds of shared weights: budget of this rank, bytes of its shards, and what the kernel says."""
+    model = sharded_model(ranks, hidden_size=256, intermediate_size=512)
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    before = shared_bytes()
+    budget = Budget("dram", 2**30)
+    shared = share_weights(model, BudgetResource(NumaResource("dram", 0, Topology.detect()), budget))
+    model(input_ids=batches(rank, 1)[0])
+    dist.barrier()  # all have read all
+    return shards, budget.held_bytes, shared_bytes() - before, len(shared.modules)
+
+
+def shared_bytes():
+    """Return this process's part of memory that processes share, each page divided by their number."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss_Shmem:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/smaps_rollup has no Pss_Shmem")
+
+
+def misuse(rank, ranks):
+    """What is refused while weights are shared, and after."""
+    model = sharded_model(ranks)
+    shared = share(model)
+    tokens = batches(rank, 1)[0]
+    model(input_ids=tokens)
+    with shared.writing():
+        closure = error_of(lambda: model(input_ids=tokens))
+    unknown = error_of(lambda: shared.writing([nn.Linear(1, 1)]).__enter__())
+    others = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(others, assign=True)
+    replaced = error_of(lambda: model(input_ids=tokens))
+    shared.close()
+    shared.close()
+    return closure, unknown, replaced, error_of(lambda: shared.writing().__enter__())
+
+
+def locked(rank, ranks):
+    """Which memory is page-locked for a device, in order."""
+    calls = []
+    lock = SimpleNamespace(
+        register=lambda address, nbytes: calls.append(("lock", address, nbytes)),
+        unregister=lambda address: calls.append(("unlock", address)),
+    )
+    shared = share(sharded_model(ranks), page_lock=lock)
+    nbytes = shared.segment.nbytes
+    shared.close()
+    return calls, nbytes
+
+
+def killed(rank, ranks):
+    """Rank 1 is killed while it writes; returns what rank 0 gets, and after how many seconds."""
+    model = sharded_model(ranks)
+    shared = share(model)
+    tokens = batches(rank, 1)[0]
+    model(input_ids=tokens)
+    with shared.writing():
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    raised = error_of(lambda: model(input_ids=tokens))
+    return raised, time.monotonic() - begin
+
+
+def error_of(call):
+    """Return the class and message of the error that a call raises, None where it raises none."""
+    try:
+        call()
+    except (LightningCXLError, ValueError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def sharded_model(ranks, **options):
+    model = model_of(**options)
+    shard(model, init_device_mesh("cpu", (ranks,)))
+    return model
+
+
+OTHERS = {each.__name__: each for each in (elsewhere, full, counted_once, misuse, locked, killed)}
+"""By name; `killed` must be the last."""
 
 
 def dist_calls():
@@ -175,9 +309,10 @@ def main():
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
+    trained = {**PARITY, **LATE, **OF_FOUR}
     for name in cases:
-        torch.save(parity(rank, ranks, {**PARITY, **OF_FOUR}[name]), folder / f"{name}.{rank}.pt")
-    dist.destroy_process_group()
+        result = OTHERS[name](rank, ranks) if name in OTHERS else parity(rank, ranks, trained[name])
+        torch.save(result, folder / f"{name}.{rank}.pt")
 
 
 if __name__ == "__main__":
