@@ -8,11 +8,7 @@ boot id, and containers may hide processes from each other.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import torch.distributed as dist
-
-_T = TypeVar("_T")
+from typing import NamedTuple
 
 
 class Place(NamedTuple):
@@ -39,15 +35,10 @@ def own_place(root: Path = Path("/")) -> Place:
     return Place(boot_id, os.readlink(root / "proc/self/ns/pid"), os.uname().nodename)
 
 
-def gather_objects(mine: _T, group: Any) -> list[_T]:
-    """Return what all ranks of a group give, in the order of the ranks. All ranks must call it."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
-
-
 def why_apart(places: Sequence[Place]) -> str | None:
-    """Return why these ranks do not share one machine's memory, naming one rank that is elsewhere; None if they do."""
+    """Return why these ranks have no use for one machine's memory, naming one that is elsewhere; None if they have."""
+    if len(places) == 1:
+        return "one rank has the whole weights, so nothing is gathered"
     for rank, place in enumerate(places):
         if not places[0].reaches(place):
             what = "another machine" if place.boot_id != places[0].boot_id else "another namespace of process ids"

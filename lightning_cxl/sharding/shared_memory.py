@@ -11,15 +11,17 @@ others, too, as far as a process has read them.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cxl.errors import LightningCXLError, UnsupportedError
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.numa import PageSource
-from lightning_cxl.memory.shared import ForeignSegment, SegmentName, SharedSegment, segment_bytes
-from lightning_cxl.sharding.same_machine import Place, gather_objects, own_place, why_apart
+from lightning_cxl.memory.shared import SharedSegment, segment_bytes
+from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.sharding.same_machine import Place, own_place, why_apart
+from lightning_cxl.sharding.segments import PageLock, Segments
 from lightning_cxl.sharding.shared_gather import SharedGather, SharedShard
 from lightning_cxl.sharding.turns import Counters, Peer, Turns, counters_bytes
 from lightning_cxl.torch_private import FsdpUnit, flat_shard, fsdp_units, gathered_dtype, move_shard, shard_name
@@ -27,48 +29,25 @@ from lightning_cxl.torch_private import FsdpUnit, flat_shard, fsdp_units, gather
 _TIMEOUT_S = 1800.0  # as long as torch.distributed waits for a rank with gloo
 
 
-_T = TypeVar("_T")
-
-
-class PageLock(Protocol):
-    """Page-locks memory for a device: a `DeviceType`."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock a range."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-
-
 class SharedWeights:
     """The shards of a model in shared memory, until `close`.
 
     Args:
         units: of the model.
-        segment: of this rank, with the shards of the units in it.
-        others: segments of the other ranks, by rank in the group, in the order in which they are read.
+        segments: of all ranks, with the shards of the units in them.
         peers: the other ranks.
         turns: who may read and write.
-        page_lock: of this rank's device.
     """
 
-    def __init__(
-        self,
-        units: Sequence[FsdpUnit],
-        segment: SharedSegment,
-        others: dict[int, ForeignSegment],
-        peers: Sequence[Peer],
-        turns: Turns,
-        page_lock: PageLock | None,
-    ) -> None:
-        self.segment = segment
-        self._page_lock = page_lock
+    def __init__(self, units: Sequence[FsdpUnit], segments: Segments, peers: Sequence[Peer], turns: Turns) -> None:
+        self.segment = segments.own
         self._units = units
-        self._others = others
+        self._segments = segments
         self._peers = peers
         self._turns = turns
         self._before = [unit.gather for unit in units]
         self._number = {unit.module: number for number, unit in enumerate(units)}
+        self._closed = False
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -88,7 +67,7 @@ class SharedWeights:
             LostRankError: another rank has ended, or does not come.
             ValueError: weights are not shared any more, or a module is not one of `modules`, or it is being written.
         """
-        if not self._others:
+        if self._closed:
             raise ValueError("the weights are not shared any more: `close` has been called")
         unknown = [module for module in modules or () if module not in self._number]
         if unknown:
@@ -101,16 +80,14 @@ class SharedWeights:
 
         Shards stay where they are: this rank's memory is free when the parameters are, and the others have let go.
         """
-        if not self._others:
+        if self._closed:
             return
+        self._closed = True
         for unit, gather in zip(self._units, self._before, strict=True):
             unit.module.set_custom_all_gather(gather)
         for peer in self._peers:
             peer.close()
-        if self._page_lock is not None:
-            for address in (self.segment.address, *(other.address for other in self._others.values())):
-                self._page_lock.unregister(address)
-        self._others = {}
+        self._segments.close()
 
 
 def share_weights(
@@ -124,8 +101,8 @@ def share_weights(
 ) -> SharedWeights:
     """Move the shards of all units of a model into shared memory, and let FSDP2 read there in the place of a gather.
 
-    All ranks of the group that shards the model call it, before they make an optimizer on what shards point to now:
-    parameters stay the objects that they are, their local tensors change.
+    All ranks of the group that shards the model call it, before anything keeps the memory of the shards (an optimizer
+    that looks at local tensors): parameters stay the objects that they are, their local tensors change.
 
     Args:
         model: with units made by ``fully_shard``, all sharded over one group; not meta, nothing gathered now.
@@ -138,83 +115,56 @@ def share_weights(
     Raises:
         UnsupportedError: ranks run on several machines, cannot map each other's memory, or units are not of this kind.
         TierFullError: no room for the shards on the tier of one rank.
+        PinnedMemoryError: a rank cannot page-lock a segment.
     """
     units = fsdp_units(model)
     group = _one_group(units)
     host_group = _same_ranks(group, host_group)
-    rank = dist.get_rank(group)
-    sizes = [flat_shard(shard).nbytes for unit in units for shard in unit.shards]
+    sizes = [_checked_bytes(shard) for unit in units for shard in unit.shards]
     facts = on_all_ranks(lambda: (own_place(), sizes), host_group)
     _check([place for place, _ in facts], [sizes for _, sizes in facts])
 
-    made: list[tuple[SharedSegment, Counters, list[list[SharedShard]]]] = []
-    found: list[tuple[dict[int, ForeignSegment], list[Peer]]] = []
+    shards: list[list[SharedShard]] = []
+    counters_size = counters_bytes(len(units))
 
-    def make() -> SegmentName:
-        segment = SharedSegment(segment_bytes([counters_bytes(len(units)), *sizes]), source)
-        counters = Counters(segment.allocate(counters_bytes(len(units))), len(units))
-        made.append((segment, counters, [[_move(shard, segment) for shard in unit.shards] for unit in units]))
-        return segment.name
+    def fill() -> SharedSegment:
+        segment = SharedSegment(segment_bytes([counters_size, *sizes]), source)
+        counters.append(Counters(segment.allocate(counters_size), len(units)))
+        shards.extend([_move(shard, segment) for shard in unit.shards] for unit in units)
+        return segment
 
-    def map_others() -> None:
-        # each rank begins with its neighbour, so that not all read the same segment at once
-        order = [(rank + step) % len(names) for step in range(1, len(names))]
-        others = {other: ForeignSegment(names[other]) for other in order}
-        if page_lock is not None:
-            page_lock.register(made[0][0].address, made[0][0].nbytes)
-            for segment in others.values():
-                page_lock.register(segment.address, segment.nbytes)
-        at = made[0][0].offset(made[0][1].buffer)
-        nbytes = made[0][1].buffer.nbytes
-        counters = {other: Counters(others[other].part(at, nbytes), len(units)) for other in order}
-        found.append((others, [Peer(other, names[other].pid, counters[other]) for other in order]))
-
-    names = on_all_ranks(make, host_group)
-    on_all_ranks(map_others, host_group)
-    (segment, counters, shards), (others, peers) = made[0], found[0]
-    segment.lock_door()
-    turns = Turns(counters, peers, len(units), timeout_s=timeout_s, finish_reads=finish_reads)
-    shared = SharedWeights(units, segment, others, peers, turns, page_lock)
+    counters: list[Counters] = []
+    segments = Segments(fill, host_group, page_lock)
+    at = segments.own.offset(counters[0].buffer)
+    peers = [
+        Peer(rank, segments.pids[rank], Counters(other.part(at, counters_size), len(units)))
+        for rank, other in segments.others.items()
+    ]
+    turns = Turns(counters[0], peers, len(units), timeout_s=timeout_s, finish_reads=finish_reads)
+    shared = SharedWeights(units, segments, peers, turns)
     for number, unit in enumerate(units):
-        gather = SharedGather(number, shards[number], others, group, turns, unit.gather)
+        gather = SharedGather(number, shards[number], segments.others, group, turns, unit.gather)
         unit.module.set_custom_all_gather(gather)
     return shared
 
 
 def why_not_shared(group: Any) -> str | None:
     """Return why the ranks of a group cannot share weights; None where names say that they can. All ranks call it."""
-    if dist.get_world_size(group) == 1:
-        return "one rank has the whole weights: there is nothing to gather"
     return why_apart(on_all_ranks(own_place, group))
 
 
-def on_all_ranks(step: Callable[[], _T], group: Any) -> list[_T]:
-    """Do a step on all ranks of a group and return what it gives on each, which is pickled.
-
-    Raises:
-        LightningCXLError: on all ranks, where the step raises one on some of them, of the same class.
-    """
-    mine: tuple[_T | None, LightningCXLError | None]
-    try:
-        mine = step(), None
-    except LightningCXLError as error:
-        mine = None, error
-    except OSError as error:
-        mine = None, UnsupportedError(f"the kernel refuses what sharing memory needs: {error}.")
-    results = gather_objects(mine, group)
-    for rank, (_, failure) in enumerate(results):
-        if failure is not None:
-            raise type(failure)(f"rank {rank} of the group: {failure}") from mine[1]
-    return [result for result, _ in results]  # type: ignore[misc]  # not None where there is no error
-
-
-def _move(shard: Any, segment: SharedSegment) -> SharedShard:
+def _checked_bytes(shard: Any) -> int:
     flat = flat_shard(shard)
     if flat.device.type != "cpu" or type(flat) is not Tensor:
         raise UnsupportedError(
             f"the shard of `{shard_name(shard)}` is a {type(flat).__name__} on `{flat.device}`: only plain tensors in "
             "host memory can be shared"
         )
+    return flat.nbytes
+
+
+def _move(shard: Any, segment: SharedSegment) -> SharedShard:
+    flat = flat_shard(shard)
     buffer = segment.allocate(flat.nbytes)
     moved = buffer.tensor(flat.shape, flat.dtype)
     moved.copy_(flat)
@@ -258,7 +208,7 @@ def _same_ranks(group: Any, host_group: Any) -> Any:
 
 
 def _check(places: Sequence[Place], sizes: Sequence[list[int]]) -> None:
-    reason = "one rank has all shards" if len(places) == 1 else why_apart(places)
+    reason = why_apart(places)
     if reason is not None:
         raise UnsupportedError(
             f"weights cannot be shared: {reason}. Gather them (share_weights=False), or use a mesh of two dimensions "

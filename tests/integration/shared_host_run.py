@@ -7,6 +7,7 @@ Writes `FOLDER/CASE.RANK.pt`: losses and weights, or what a case is about.
 
 import contextlib
 import datetime
+import gc
 import os
 import signal
 import sys
@@ -199,6 +200,8 @@ def counted_once(rank, ranks):
     """What a machine holds of shared weights: budget of this rank, bytes of its shards, and what the kernel says."""
     model = sharded_model(ranks, hidden_size=256, intermediate_size=512)
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    gc.collect()  # segments of the cases before
+    dist.barrier()
     before = shared_bytes()
     budget = Budget("dram", 2**30)
     shared = share_weights(model, BudgetResource(NumaResource("dram", 0, Topology.detect()), budget))

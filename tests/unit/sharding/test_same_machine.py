@@ -11,6 +11,10 @@ def test_processes_of_one_kernel_and_namespace_share():
     assert why_apart([HERE, HERE._replace(host="other")]) is None
 
 
+def test_one_rank_gathers_nothing():
+    assert why_apart([HERE]) == "one rank has the whole weights, so nothing is gathered"
+
+
 def test_another_machine_is_named():
     there = HERE._replace(boot_id="later", host="node2")
     assert why_apart([HERE, HERE, there]) == (
