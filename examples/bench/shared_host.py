@@ -40,7 +40,7 @@ from lightning_cxl.commands.measuring.timing import cpu_seconds, others_fraction
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.sharding.shared_memory import SharedWeights, share_weights
-from lightning_cxl.torch_private import flat_shard, fsdp_units
+from lightning_cxl.torch_private_fsdp import flat_shard, fsdp_units
 
 MIB = 2**20
 UNIT_BYTES = {"20M": (1 * MIB, 16 * MIB, 64 * MIB), "tiny": (64 * 1024, 1 * MIB)}

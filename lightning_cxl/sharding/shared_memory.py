@@ -24,7 +24,7 @@ from lightning_cxl.sharding.same_machine import Place, own_place, why_apart
 from lightning_cxl.sharding.segments import PageLock, Segments
 from lightning_cxl.sharding.shared_gather import SharedGather, SharedShard
 from lightning_cxl.sharding.turns import Counters, Peer, Turns, counters_bytes
-from lightning_cxl.torch_private import FsdpUnit, flat_shard, fsdp_units, gathered_dtype, move_shard, shard_name
+from lightning_cxl.torch_private_fsdp import FsdpUnit, flat_shard, fsdp_units, gathered_dtype, move_shard, shard_name
 
 _TIMEOUT_S = 1800.0  # as long as torch.distributed waits for a rank with gloo
 

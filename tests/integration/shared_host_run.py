@@ -27,6 +27,7 @@ from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import Budget, BudgetResource
 from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.sharding import shared_memory
+from lightning_cxl.sharding.measured_gather import measure_gather
 from lightning_cxl.sharding.shared_memory import share_weights
 from tests.models import TINY_LLAMA
 
@@ -248,6 +249,13 @@ def locked(rank, ranks):
     return calls, nbytes
 
 
+def measured(rank, ranks):
+    """What a measurement says, and how long it takes."""
+    begin = time.monotonic()
+    found = measure_gather(NumaResource("dram", 0, Topology.detect()), dist.group.WORLD)
+    return found, time.monotonic() - begin
+
+
 def killed(rank, ranks):
     """Rank 1 is killed while it writes; returns what rank 0 gets, and after how many seconds."""
     model = sharded_model(ranks)
@@ -277,7 +285,7 @@ def sharded_model(ranks, **options):
     return model
 
 
-OTHERS = {each.__name__: each for each in (elsewhere, full, counted_once, misuse, locked, killed)}
+OTHERS = {each.__name__: each for each in (elsewhere, full, measured, counted_once, misuse, locked, killed)}
 """By name; `killed` must be the last."""
 
 
