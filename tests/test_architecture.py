@@ -29,7 +29,8 @@ COMPILED = {
 # third-party packages that what a training run uses may import; the others are front ends and commands
 OUTSIDE = {
     "errors": (), "config": (), "units": (), "cache": (), "storage": ("cryptography", "xxhash"), "tables": ("rich",),
-    "torch_private": ("torch",), "torch_private_fsdp": ("torch",), "weights": ("torch", "transformers", "huggingface_hub", "bitsandbytes", "peft"),
+    "torch_private": ("torch",), "torch_private_fsdp": ("torch",),
+    "weights": ("torch", "transformers", "huggingface_hub", "bitsandbytes", "peft"),
     "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),
     "streaming": ("torch",), "optim": ("torch",), "gradients": ("torch",), "updates": ("torch",),
     "inventory": ("torch",), "planning": ("torch",), "run": ("torch",),

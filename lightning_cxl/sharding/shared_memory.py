@@ -148,11 +148,6 @@ def share_weights(
     return shared
 
 
-def why_not_shared(group: Any) -> str | None:
-    """Return why the ranks of a group cannot share weights; None where names say that they can. All ranks call it."""
-    return why_apart(on_all_ranks(own_place, group))
-
-
 def _checked_bytes(shard: Any) -> int:
     flat = flat_shard(shard)
     if flat.device.type != "cpu" or type(flat) is not Tensor:

@@ -22,11 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_cxl.errors import LightningCXLError
+from lightning_cxl.errors import LightningCXLError, UnsupportedError
+from lightning_cxl.machine.gathers import GatherSeconds
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import Budget, BudgetResource
 from lightning_cxl.memory.numa import NumaResource
-from lightning_cxl.sharding import shared_memory
+from lightning_cxl.sharding import same_machine, share_choice, shared_memory
 from lightning_cxl.sharding.measured_gather import measure_gather
 from lightning_cxl.sharding.shared_memory import share_weights
 from tests.models import TINY_LLAMA
@@ -179,14 +180,36 @@ def parity(rank, ranks, case):
 
 def elsewhere(rank, ranks):
     """The last rank runs on another machine: refused on all, and FSDP2 gathers as before."""
-    before, place = shared_memory.own_place, shared_memory.own_place()
+    place = shared_memory.own_place()
     if rank == ranks - 1:
-        shared_memory.own_place = lambda: place._replace(boot_id="another", host="far")
+        shared_memory.own_place = share_choice.own_place = lambda: place._replace(boot_id="another", host="far")
     model = sharded_model(ranks)
     raised = error_of(lambda: share(model))
-    reason = shared_memory.why_not_shared(None)
-    shared_memory.own_place = before
-    return raised, reason, shared_memory.why_not_shared(None), train(model, None, rank)[0]
+    choices = error_of(lambda: choose(True)), choose("auto")
+    shared_memory.own_place = share_choice.own_place = same_machine.own_place
+    return raised, choices, train(model, None, rank)[0]
+
+
+def choose(asked, measure=None):
+    return tuple(share_choice.choose_sharing(asked, dist.group.WORLD, measure))
+
+
+def chosen(rank, ranks):
+    """What is chosen on one machine: as asked, with one measurement or another, and where memory cannot be mapped."""
+
+    def hidden():
+        raise UnsupportedError("cannot open the memory of another process")
+
+    def measured(shared):
+        return lambda: GatherSeconds(10**9, shared, 0.5, "measured")
+
+    return [
+        choose(False),
+        choose(True),
+        choose("auto", measured(0.25)),
+        choose("auto", measured(1.0)),
+        choose("auto", hidden),
+    ]
 
 
 def full(rank, ranks):
@@ -285,7 +308,7 @@ def sharded_model(ranks, **options):
     return model
 
 
-OTHERS = {each.__name__: each for each in (elsewhere, full, measured, counted_once, misuse, locked, killed)}
+OTHERS = {each.__name__: each for each in (elsewhere, chosen, full, measured, counted_once, misuse, locked, killed)}
 """By name; `killed` must be the last."""
 
 

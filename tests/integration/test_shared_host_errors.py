@@ -16,12 +16,23 @@ def results(case):
 
 
 def test_ranks_on_several_machines_are_refused_and_gather():
-    for raised, reason, without, losses in results("elsewhere"):
+    for raised, (asked, auto), losses in results("elsewhere"):
         name, message = raised
         assert name == "UnsupportedError" and "rank 1 of the group runs in another machine (`far`)" in message
         assert "share_weights=False" in message and "HSDP" in message
-        assert reason in message and without is None
+        assert asked[0] == "UnsupportedError" and asked[1].startswith("share_weights=True cannot be honoured: rank 1")
+        assert auto[0] is False and auto[1].startswith("weights are gathered between ranks: rank 1 of the group runs")
         assert losses == results("plain")[0][0][0] or losses == results("plain")[1][0][0]
+
+
+def test_what_is_asked_for_or_faster_is_chosen():
+    first, second = results("chosen")
+    assert first == second
+    assert [shares for shares, _ in first] == [False, True, True, False, False]
+    reasons = [reason for _, reason in first]
+    assert reasons[2].startswith("weights come together by shared host memory: 4.00 GB/s")
+    assert reasons[3].startswith("weights come together by gathers between ranks: 2.00 GB/s")
+    assert reasons[4] == "weights are gathered between ranks: cannot open the memory of another process"
 
 
 def test_a_full_tier_of_one_rank_is_an_error_of_all():
