@@ -35,15 +35,13 @@ class SharedWeights:
     Args:
         units: of the model.
         segments: of all ranks, with the shards of the units in them.
-        peers: the other ranks.
         turns: who may read and write.
     """
 
-    def __init__(self, units: Sequence[FsdpUnit], segments: Segments, peers: Sequence[Peer], turns: Turns) -> None:
+    def __init__(self, units: Sequence[FsdpUnit], segments: Segments, turns: Turns) -> None:
         self.segment = segments.own
         self._units = units
         self._segments = segments
-        self._peers = peers
         self._turns = turns
         self._before = [unit.gather for unit in units]
         self._number = {unit.module: number for number, unit in enumerate(units)}
@@ -85,8 +83,7 @@ class SharedWeights:
         self._closed = True
         for unit, gather in zip(self._units, self._before, strict=True):
             unit.module.set_custom_all_gather(gather)
-        for peer in self._peers:
-            peer.close()
+        self._turns.close()
         self._segments.close()
 
 
@@ -141,7 +138,7 @@ def share_weights(
         for rank, other in segments.others.items()
     ]
     turns = Turns(counters[0], peers, len(units), timeout_s=timeout_s, finish_reads=finish_reads)
-    shared = SharedWeights(units, segments, peers, turns)
+    shared = SharedWeights(units, segments, turns)
     for number, unit in enumerate(units):
         gather = SharedGather(number, shards[number], segments.others, group, turns, unit.gather)
         unit.module.set_custom_all_gather(gather)

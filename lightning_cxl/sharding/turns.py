@@ -140,7 +140,7 @@ class Turns:
         numbers = range(self._num_units) if units is None else units
         own = self._own
         for unit in numbers:
-            self._check_closed(unit, "written again")
+            self._check_not_writing(unit, "written again")
         self._finish_reads()
         for unit in numbers:
             own.arrived[unit] += 1
@@ -160,11 +160,17 @@ class Turns:
             LostRankError: another rank has ended, or does not come.
             ValueError: this rank itself is writing the unit.
         """
-        self._check_closed(unit, "read")
+        self._check_not_writing(unit, "read")
         for peer in self._peers:
             self._wait(peer, peer.counters.written, unit, "finish its update of")
 
-    def _check_closed(self, unit: int, use: str) -> None:
+    def close(self) -> None:
+        """Wait until nothing is read any more, and let go of the other processes. Idempotent."""
+        self._finish_reads()
+        for peer in self._peers:
+            peer.close()
+
+    def _check_not_writing(self, unit: int, use: str) -> None:
         if self._own.written[unit] != self._own.arrived[unit]:
             raise ValueError(
                 f"unit {unit} is {use} while this rank writes it: forwards and backwards must be over before `writing` "

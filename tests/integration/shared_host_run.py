@@ -266,7 +266,7 @@ def locked(rank, ranks):
         register=lambda address, nbytes: calls.append(("lock", address, nbytes)),
         unregister=lambda address: calls.append(("unlock", address)),
     )
-    shared = share(sharded_model(ranks), page_lock=lock)
+    shared = share(sharded_model(ranks), page_lock=lock, finish_reads=lambda: calls.append(("finish",)))
     nbytes = shared.segment.nbytes
     shared.close()
     return calls, nbytes

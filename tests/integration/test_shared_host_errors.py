@@ -70,10 +70,9 @@ def test_misuse_is_refused():
 
 def test_all_segments_are_page_locked_until_they_are_closed():
     for calls, nbytes in results("locked"):
-        locks = [call[1:] for call in calls if call[0] == "lock"]
-        assert [size for _, size in locks] == [nbytes, nbytes]
-        assert [call[1] for call in calls[2:]] == [address for address, _ in locks]
-        assert {call[0] for call in calls[2:]} == {"unlock"}
+        assert [call[0] for call in calls] == ["lock", "lock", "finish", "unlock", "unlock"]
+        assert [call[2] for call in calls[:2]] == [nbytes, nbytes]
+        assert [call[1] for call in calls[3:]] == [call[1] for call in calls[:2]]
 
 
 def test_a_rank_that_is_killed_is_named_within_seconds():

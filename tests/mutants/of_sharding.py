@@ -40,8 +40,8 @@ MUTANTS = (
     Mutant(
         "reads of the device are over before others write",
         _TURNS,
-        "        self._finish_reads()\n",
-        "",
+        "        self._finish_reads()\n        for unit in numbers:\n",
+        "        for unit in numbers:\n",
         T_TURNS,
     ),
     Mutant(
@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "nobody reads what it is writing itself",
         _TURNS,
-        '        self._check_closed(unit, "read")\n',
+        '        self._check_not_writing(unit, "read")\n',
         "",
         T_TURNS,
     ),
@@ -71,6 +71,14 @@ MUTANTS = (
         "            if now - begin > self._timeout_s:\n",
         "            if False:\n",
         T_TURNS,
+    ),
+    Mutant(
+        "reads of the device are over before memory is let go of",
+        _TURNS,
+        '        """Wait until nothing is read any more, and let go of the other processes. Idempotent."""\n'
+        "        self._finish_reads()\n",
+        "",
+        T_ERRORS,
     ),
     # -- segments
     Mutant(
