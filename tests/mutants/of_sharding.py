@@ -28,7 +28,7 @@ MUTANTS = (
         _TURNS,
         '                    self._wait(peer, peer.counters.arrived, unit, "stop reading")\n',
         "                    pass\n",
-        T_LATE,
+        T_TURNS,
     ),
     Mutant(
         "a rank has written when its update is over, not when it begins",
