@@ -76,6 +76,10 @@ class GradientOverflowError(LightningCXLError, ArithmeticError):
     """Gradients are infinite or not a number, too often to go on."""
 
 
+class LostRankError(LightningCXLError, RuntimeError):
+    """Another process of the same job has ended, or does not come to where this one waits for it."""
+
+
 class LightningCXLWarning(UserWarning):
     """Base of every warning of this package."""
 

@@ -29,11 +29,12 @@ COMPILED = {
 # third-party packages that what a training run uses may import; the others are front ends and commands
 OUTSIDE = {
     "errors": (), "config": (), "units": (), "cache": (), "storage": ("cryptography", "xxhash"), "tables": ("rich",),
-    "torch_private": ("torch",), "weights": ("torch", "transformers", "huggingface_hub", "bitsandbytes", "peft"),
+    "torch_private": ("torch",),
+    "weights": ("torch", "transformers", "huggingface_hub", "bitsandbytes", "peft"),
     "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),
     "streaming": ("torch",), "optim": ("torch",), "gradients": ("torch",), "updates": ("torch",),
     "inventory": ("torch",), "planning": ("torch",), "run": ("torch",), "sequences": ("torch", "transformers"),
-    "sharding": ("torch",),
+    "sharding": ("torch",), "shards": ("torch",),
 }  # fmt: skip
 MAX_LINES = 350
 

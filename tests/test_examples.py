@@ -119,6 +119,18 @@ def test_the_benchmark_of_qlora_writes_rows(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_shared_weights_writes_rows(tmp_path):
+    """It compares losses itself."""
+    target = tmp_path / "rows.json"
+    command = [sys.executable, EXAMPLES / "bench" / "shared_host.py", "--size=tiny", "--ranks", "2", "--json", target]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    few = ["--rounds=3", "--steps=2"]
+    subprocess.run([*command, *few], env=environment, check=True, capture_output=True, timeout=200)
+    values = {row["name"]: row["value"] for row in json.loads(target.read_text())["rows"]}
+    assert values["2 ranks, 1 MiB: gloo / shared"] > 0 and values["2 ranks: step, shared"] > 0
+
+
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
     target = tmp_path / "rows.json"
     command = [sys.executable, EXAMPLES / "bench" / "gpu.py", "--shape=tiny", "--seq=64", "--device=cpu", "--steps=3"]

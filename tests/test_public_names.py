@@ -24,7 +24,7 @@ DUMPED = Path(__file__).parent / "fixtures" / "configs" / "dumped_earlier.yaml"
 
 NAMES = """
     CPUAdam CXLFabricStrategy CXLOffloadStrategy CheckpointError ConfigError Decision GradientOverflowError Job
-    LightningCXLError
+    LightningCXLError LostRankError
     LightningCXLWarning LoadReport Machine MachineTier MemoryClass MissingTierWarning Move Node OffloadConfig
     OffloadProgressBar PinnedMemoryError Placement PlacementError PlacementPolicy PlacementRequest PlanningPolicy
     RoleHomePolicy SpillWarning StorageError TensorRole Tier TierFullError TierKind TierNotFoundError Topology

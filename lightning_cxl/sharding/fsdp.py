@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
-from lightning_cxl.sharding.torch_private import give_shard, padded_size, put_shard, sharded_parameters
+from lightning_cxl.sharding.torch_private import move_shard, padded_size, put_shard, sharded_parameters
 from lightning_cxl.shards import local, shard_of
 from lightning_cxl.streaming.units import NamedUnits
 from lightning_cxl.transfer.engine import TransferEngine
@@ -131,7 +131,7 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
         padded.zero_()
         dim = each.fsdp_placement.dim
         padded.narrow(dim, 0, shard.size(dim) if shard.numel() else 0).copy_(shard)
-        give_shard(each, padded)
+        move_shard(each, home)
 
 
 def _num_uses(module: nn.Module) -> int:

@@ -1,0 +1,46 @@
+"""`choose_sharing`: whether ranks of a machine share weights, as the user says or as a measurement does."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.machine.gathers import GatherSeconds
+from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.sharding.same_machine import own_place, why_apart
+
+
+class ShareChoice(NamedTuple):
+    """Whether weights are shared, and why, in one line for the report."""
+
+    shares: bool
+    reason: str
+
+
+def choose_sharing(asked: bool | Literal["auto"], group: Any, measure: Callable[[], GatherSeconds]) -> ShareChoice:
+    """Decide for a group over which weights are sharded. All of its ranks call it, and get the same.
+
+    Args:
+        asked: what the user wants; `"auto"`: what is faster on this machine.
+        group: can exchange objects of the host.
+        measure: times both ways on all ranks, see `measure_gather`; called for `"auto"` where ranks can share.
+
+    Raises:
+        UnsupportedError: the user asks for shared weights, and ranks cannot share.
+    """
+    if asked is False:
+        return ShareChoice(False, "weights are gathered between ranks, as share_weights=False asks for")
+    apart = why_apart(on_all_ranks(own_place, group))
+    if asked is True:
+        if apart is not None:
+            raise UnsupportedError(
+                f"share_weights=True cannot be honoured: {apart}. Use share_weights='auto', or a mesh of two "
+                "dimensions whose last one, over which weights are sharded, stays inside a machine (HSDP)."
+            )
+        return ShareChoice(True, "weights lie in shared host memory, as share_weights=True asks for")
+    if apart is not None:
+        return ShareChoice(False, f"weights are gathered between ranks: {apart}")
+    try:
+        found = measure()
+    except UnsupportedError as error:  # on all ranks, or on none
+        return ShareChoice(False, f"weights are gathered between ranks: {error}")
+    return ShareChoice(found.shares_weights, found.explain())
