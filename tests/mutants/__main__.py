@@ -25,6 +25,7 @@ from tests.mutants import (
     of_encryption,
     of_finetuning,
     of_hf_trainer,
+    of_host_shards,
     of_inputs_on_ssd,
     of_quantised,
     of_ranks,
@@ -59,6 +60,7 @@ MUTANTS = (
     *of_accelerate.MUTANTS,
     *of_shared_weights.MUTANTS,
     *of_hf_trainer.MUTANTS,
+    *of_host_shards.MUTANTS,
     *of_all_folders.MUTANTS,
 )
 ROOT = Path(__file__).resolve().parents[2]
