@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant(
         "what belongs to a weight is planned where the CPU computes",
         _INVENTORY,
-        "sum(t.nbytes for t in tensors[id(parameter)])",
+        "sum(local(t).nbytes for t in tensors[id(parameter)])",
         "parameter.nbytes",
         T_CPU,
     ),
