@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.machine.ranks.binding import Gather, RankBinding, bind_rank
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.planning.policies.registry import check_policy
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report, merged
@@ -38,6 +40,7 @@ class Session:
         self._policy = None if isinstance(given, str) else options.pop("policy")
         self.config, self.origins = OffloadConfig.resolve(**options)
         check_policy(self.config.policy if self._policy is None else self._policy)
+        self._binding: RankBinding | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -54,8 +57,24 @@ class Session:
     def host_on(self, device: torch.device) -> Host:
         """Return memory and policy of the next or present run; built at first use, replaced after `close`."""
         if self.host is None:
-            self.host = Host(self.config, device, policy=self._policy)
+            self.host = Host(self.config, device, policy=self._policy, binding=self._binding)
         return self.host
+
+    def bind(self, local_rank: int, num_local_ranks: int, device: torch.device, gather: Gather) -> None:
+        """Give this process its part of a machine that it shares with others, before anything is placed.
+
+        Args:
+            local_rank: of this process, among those of its machine.
+            num_local_ranks: how many there are.
+            device: that this process computes on.
+            gather: returns what each of them gives.
+
+        Raises:
+            ConfigError, TierNotFoundError: see `bind_rank`.
+        """
+        if self._binding is None:
+            topology = Topology.detect(on_missing_tier=self.config.on_missing_tier)
+            self._binding = bind_rank(local_rank, num_local_ranks, device, self.config, topology, gather=gather)
 
     def open(self, device: torch.device) -> None:
         """Let `lightning_cxl.empty` use the memory of this session from now on."""
@@ -116,6 +135,7 @@ class Session:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew, with the same options."""
         self.__dict__.update(state)
+        self._binding = None
         self._forget()
 
     # -- what it did -------------------------------------------------------------------------------------------------

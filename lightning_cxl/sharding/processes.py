@@ -64,6 +64,18 @@ def make_mesh(device: torch.device, num_machines: int, per_machine: int, *, repl
     return init_device_mesh(device.type, (num_machines * per_machine,), mesh_dim_names=(SHARD,))
 
 
+def gather_on_machine(value: Any, machine: int) -> list[Any]:
+    """Return what each rank of this machine gives, in their order; all ranks of all machines call it.
+
+    Args:
+        value: anything that can be pickled.
+        machine: the number of this machine.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (machine, value))
+    return [given for where, given in found if where == machine]
+
+
 def broadcast(value: Any, source: int = 0) -> Any:
     """Return what rank `source` gives, on every rank; anything that can be pickled."""
     box = [value]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import save
 from lightning_cxl.sharding.fsdp import cut
+from lightning_cxl.sharding.processes import gather_on_machine
 from lightning_cxl.shards import shard_of, sharded_like
 from lightning_cxl.streaming.units import find_units
 
@@ -31,6 +33,13 @@ class ShardedStrategy(ProcessesStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether weights of a checkpoint are loaded when they are in their places: only there is a shard known."""
         return self.is_distributed
+
+    def setup_environment(self) -> None:
+        """Prepare the device, let the processes meet, and give each its part of the machine."""
+        super().setup_environment()
+        if self.is_distributed:
+            gather = partial(gather_on_machine, machine=self.node_rank)
+            self._session.bind(self.local_rank, self.num_processes, self.root_device, gather)
 
     def _cut_model(self) -> None:
         """Cut the model over all processes, if there are several. See [Note: Sharded models].

@@ -283,7 +283,7 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
             if self.accelerator is not None:
                 cleanup.callback(self.accelerator.teardown)
             cleanup.callback(self.precision_plugin.teardown)
-            if self.lightning_module is not None and self.root_device.type != "cpu":
+            if self.lightning_module is not None and self.root_device.type != "cpu" and self._root is None:
                 cleanup.callback(self.lightning_module.cpu)
             trainer = None if self.lightning_module is None else self.lightning_module._trainer
             cleanup.callback(self._session.close, after_error=trainer is not None and trainer.interrupted)
