@@ -16,6 +16,7 @@ already stays as it is.
   see `shards.py`.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -26,7 +27,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
 from lightning_cxl.sharding.torch_private import move_shard, padded_size, put_shard, sharded_parameters
 from lightning_cxl.shards import local, shard_of
-from lightning_cxl.streaming.units import NamedUnits
 from lightning_cxl.transfer.engine import TransferEngine
 
 
@@ -52,7 +52,9 @@ def root_of(model: nn.Module) -> nn.Module:
         inside = child
 
 
-def cut(model: nn.Module, units: NamedUnits, mesh: DeviceMesh, engine: TransferEngine) -> nn.Module:
+def cut(
+    model: nn.Module, units: Sequence[tuple[str, nn.Module]], mesh: DeviceMesh, engine: TransferEngine
+) -> nn.Module:
     """Cut a model over the processes of a mesh. See [Note: Sharded models].
 
     Args:

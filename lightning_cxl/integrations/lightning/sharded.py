@@ -18,6 +18,7 @@ from lightning_cxl.run.sharded_checkpoint import save
 from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.sharding.processes import gather_on_machine
 from lightning_cxl.shards import shard_of, sharded_like
+from lightning_cxl.streaming.quantised import has_quantised
 from lightning_cxl.streaming.units import find_units
 
 
@@ -54,6 +55,11 @@ class ShardedStrategy(ProcessesStrategy):
             raise UnsupportedError(
                 "the tier `ssd` serves one process in this version, and there are "
                 f"{self.world_size}: leave the tier out, or train with devices=1"
+            )
+        if has_quantised(self.model):
+            raise UnsupportedError(
+                f"quantised weights serve one process in this version, and there are {self.world_size}: train with "
+                "devices=1, or load the model without quantization"
             )
         units = find_units(self.model, self.config.units)
         self._root = cut(self.model, units, self.device_mesh, self._session.host_on(self.root_device).engine)
