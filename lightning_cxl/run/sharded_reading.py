@@ -21,6 +21,7 @@ from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.sharded_checkpoint import META, SCALES
 from lightning_cxl.shards import is_sharded, local, sharded_like
 
+_OF_CODES = tuple(key for keys in MOMENT_KEYS for key in (keys.scales, keys.map))
 _MASTERS = f"{KEY}.master_weights"
 _IS_OPTIMIZER = re.compile(r"optimizer_\d+\.").match
 
@@ -189,7 +190,9 @@ class ShardedCheckpoint:
                 shard = torch.empty_like(local(parameter.detach()), dtype=dtype, device="cpu")
                 wanted[f"{prefix}.{key}"] = sharded_like(shard, parameter)
             else:
-                wanted[f"{prefix}.{key}"] = _whole(torch.empty(known.size, dtype=dtype), parameter)
+                whole = torch.empty(known.size, dtype=dtype)
+                of_codes = key.startswith(_OF_CODES)
+                wanted[f"{prefix}.{key}"] = whole if of_codes else _whole(whole, parameter)
         entry = {name.removeprefix(f"{prefix}."): value for name, value in self.read(wanted).items()}
         return of_this_shard(entry, parameter) if MOMENT_KEYS[0].codes in entry else entry
 
@@ -225,7 +228,7 @@ def _numbered(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[s
 
 def _whole(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return state of another shape than its parameter, such as means of rows, as what every process has whole."""
-    if not isinstance(parameter, DTensor) or not tensor.shape or tensor.dtype is torch.uint8:
+    if not isinstance(parameter, DTensor) or not tensor.shape:
         return tensor
     mesh = parameter.device_mesh
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
