@@ -42,6 +42,10 @@ class Job:
     """Parts of the mesh that have the same shards."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of `OffloadConfig`."""
+    bad: tuple[int, int] | None = None
+    """A rank and a step: there the loss is infinite."""
+    seeds: bool = False
+    """Every rank makes its model with a seed of its own."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Trained:
 
 def make_model(job: Job) -> nn.Module:
     """Return the model of a job with the weights it begins with."""
-    torch.manual_seed(0)
+    torch.manual_seed(place()[0] if job.seeds else 0)
     model: nn.Module
     if job.model == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -162,10 +166,12 @@ def _train(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loop: UserLoop | None, rank: int, world: int
 ) -> Trained:
     losses, norms = [], []
-    for step in batches(job, rank, world):
+    for number, step in enumerate(batches(job, rank, world)):
         for tokens in step:
             tokens = tokens.to(device())
             loss = loss_of(model, tokens) / job.micro_batches
+            if (rank, number) == job.bad:
+                loss = loss * torch.inf
             with contextlib.nullcontext() if loop is None else loop.backward():
                 loss.backward()
             losses.append(mean(loss.detach().float(), world))

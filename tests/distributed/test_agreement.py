@@ -1,0 +1,104 @@
+"""What all ranks decide together: steps that are left out, norms, and the values they begin with."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from tests.distributed import training
+from tests.distributed.training import Job
+
+
+def with_warnings(job):
+    """Train with us; return what came out, and the texts of warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = training.by_us(job)
+    return result, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_bad_gradient_of_one_rank_lets_all_leave_the_step_out(ranks, optimizer, clip):
+    good = Job(steps=2, optimizer=optimizer, clip=clip)
+    bad = Job(steps=3, optimizer=optimizer, clip=clip, bad=(1, 2))
+    expected = ranks.of(2).run(training.by_us, good)
+    for (got, texts), wanted in zip(ranks.of(2).run(with_warnings, bad), expected, strict=True):
+        for name, weights in wanted.weights.items():
+            assert torch.equal(got.weights[name], weights), name
+        assert any("this step is left out" in text and "model.embed_tokens.weight" in text for text in texts), texts
+
+
+def gradients_of(job):
+    """Return the types of gradients after each micro-batch, as `p.grad` shows them, and the last sums, whole."""
+    types, sums = [], {}
+    plain = training.loss_of
+
+    def watched(model, tokens):
+        types.append({p.grad.dtype for p in model.parameters() if p.grad is not None})
+        sums.update({n: training.whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+        return plain(model, tokens)
+
+    training.loss_of = watched
+    try:
+        training.by_us(job)
+    finally:
+        training.loss_of = plain
+    return types, sums
+
+
+def test_bfloat16_gradients_are_added_up_in_float32(ranks):
+    job = Job(model="transformer", bf16=True, steps=1, micro_batches=3)
+    for types, sums in ranks.of(2).run(gradients_of, job):
+        assert types == [set(), {torch.bfloat16}, {torch.float32}]
+        assert any((each.bfloat16().float() != each).any() for each in sums.values()), "all are rounded"
+
+
+def copies(job):
+    """Return whether all ranks that have the same shard have the same values, right after the model was cut."""
+    model = training.make_model(job)
+    mesh = training.mesh_of(job, dist.get_world_size())
+    session = training.Session()
+    training.cut(model, training.find_units(model), mesh, session.host_on(training.device()).engine)
+    group = mesh.get_group("replicate")
+    for parameter in model.parameters():
+        own = parameter.detach().to_local()
+        other = own.clone()
+        dist.broadcast(other, dist.get_global_rank(group, 0), group)
+        if not torch.equal(own, other):
+            return False
+    return True
+
+
+def test_copies_of_a_shard_begin_equal_whatever_the_seeds(ranks):
+    assert ranks.of(4).run(copies, Job(replicas=2, seeds=True)) == [True] * 4
+
+
+def by_cpu_adam_alone(clip):
+    """Train FSDP2's parameters with `CPUAdam`, without a run; return losses, norms and whole weights."""
+    job = Job(model="transformer", tied=False)
+    model, (rank, world) = training.make_model(job), training.place()
+    fully_shard(model, mesh=training.mesh_of(job, world))
+    optimizer = CPUAdam(model.parameters(), lr=1e-3, weight_decay=0.1, eps=1e-5)
+    norms = []
+    for (tokens,) in training.batches(job, rank, world):
+        training.loss_of(model, tokens).backward()
+        if clip is not None:
+            norms.append(optimizer.clip_grad_norm_(clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {type(value).__name__ for entry in optimizer.state.values() for value in entry.values()}
+    return norms, {name: training.whole(p) for name, p in model.named_parameters()}, state
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_cpu_adam_alone_updates_parameters_of_fsdp(ranks, clip):
+    expected = ranks.of(2).run(training.by_fsdp, Job(model="transformer", tied=False, clip=clip))
+    for (norms, weights, state), wanted in zip(ranks.of(2).run(by_cpu_adam_alone, clip), expected, strict=True):
+        assert norms == pytest.approx(wanted.norms, rel=1e-6)
+        assert state == {"Tensor", "DTensor"}  # the count of steps; momentum and variance, cut as the parameters
+        for name, each in weights.items():
+            assert (each - wanted.weights[name]).abs().max() <= 1e-6, name
