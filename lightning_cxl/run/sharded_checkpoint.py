@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_together
 from torch.optim import Optimizer
 
@@ -60,7 +61,7 @@ def save(path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> Non
     _on_first(path, lambda: _make_room(path, partial))
     try:
         save_together(dict(tensors), checkpoint_id=partial)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is none
         raise _not_written(path, error) from error
     _on_first(path, lambda: _complete(path, partial, rest))
 
@@ -106,9 +107,18 @@ def _on_first(path: Path, act: Callable[[], None]) -> None:
         raise _not_written(path, problem[0]) from problem[0]
 
 
-def _not_written(path: Path, error: Exception) -> CheckpointError:
+def first_failure(error: BaseException) -> str:
+    """Return what went wrong first where several processes write or read, in one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {first_failure(error)}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
+def _not_written(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"could not write checkpoint `{path}`: {error}. The checkpoint before is as it was. Free space there, or save "
+        f"could not write checkpoint `{path}`: {first_failure(error)}. The checkpoint before is as it was. Free space there, or save "
         "elsewhere; the folder must be one that all processes see"
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_each
@@ -19,7 +20,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS
 from lightning_cxl.optim.resharded import of_this_shard
 from lightning_cxl.run.saved_generation import KEY
-from lightning_cxl.run.sharded_checkpoint import META, SCALES
+from lightning_cxl.run.sharded_checkpoint import META, SCALES, first_failure
 from lightning_cxl.shards import is_sharded, local, sharded_like
 
 _OF_CODES = tuple(key for keys in MOMENT_KEYS for key in (keys.scales, keys.map))
@@ -98,7 +99,7 @@ class ShardedCheckpoint:
                 with warnings.catch_warnings():  # each process reads by itself, also where there is one
                     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                     load_each(wanted, storage_reader=self._reader, no_dist=True)
-            except Exception as error:
+            except (Exception, CheckpointException) as error:  # the latter is none
                 raise self._damaged(error) from error
         return wanted
 
@@ -199,10 +200,9 @@ class ShardedCheckpoint:
         entry = {name.removeprefix(f"{prefix}."): value for name, value in self.read(wanted).items()}
         return of_this_shard(entry, parameter) if MOMENT_KEYS[0].codes in entry else entry
 
-    def _damaged(self, error: Exception) -> CheckpointError:
-        text = str(error).strip().splitlines()
+    def _damaged(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
-            f"cannot read checkpoint `{self._path}`: {type(error).__name__}: {text[0] if text else 'no reason given'}. "
+            f"cannot read checkpoint `{self._path}`: {first_failure(error)}. "
             "It is damaged or not a checkpoint: resume from another one."
         )
 

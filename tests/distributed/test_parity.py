@@ -36,13 +36,14 @@ def test_as_fsdp_alone_and_as_one_process(ranks, world, name):
 
 
 def test_bf16_with_split_masters_equals_fsdp_with_float32_shards(ranks):
-    job = Job(model="transformer", bf16=True)
+    job = Job(model="transformer", bf16=True, steps=2)
     ours = ranks.of(2).run(training.by_us, job)
     alone = ranks.of(2).run(training.by_fsdp, job)
     assert ours[0].losses == alone[0].losses
     for name, weights in ours[0].weights.items():
         reference = alone[0].weights[name]
-        assert ((weights.float() - reference).abs() <= reference.abs() * 2**-8).all(), name  # one rounding
+        excess = ((weights.float() - reference).abs() - reference.abs() * 2**-8).max().item()  # of one rounding
+        assert excess <= 1e-9, (name, excess)
 
 
 def test_replicated_shards(ranks):

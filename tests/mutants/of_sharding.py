@@ -4,6 +4,8 @@ from tests.mutants.mutant import Mutant
 
 _WATCH = "lightning_cxl/sharding/watch.py"
 _FAILURES = "lightning_cxl/sharding/failures.py"
+_AGREEMENT = "tests/distributed/test_agreement.py"
+_PARITY = "tests/distributed/test_parity.py"
 _TEST = "tests/unit/sharding/test_watch.py"
 
 MUTANTS = (
@@ -48,5 +50,54 @@ MUTANTS = (
         'if not secrets.compare_digest(str(message.get("token")), self.token):',
         "if False:",
         (f"{_TEST}::test_strangers_are_sent_away",),
+    ),
+    Mutant(
+        "all ranks leave a step out together",
+        "lightning_cxl/gradients/overflow.py",
+        "first = first_over_processes(with_grad, here)",
+        "first = here",
+        (f"{_AGREEMENT}::test_a_bad_gradient_of_one_rank_lets_all_leave_the_step_out",),
+    ),
+    Mutant(
+        "the norm of gradients is that of all ranks",
+        "lightning_cxl/optim/clipping.py",
+        "return sums_over_processes(gradients(parameters), self.meter.sums_of(parameters))",
+        "return self.meter.sums_of(parameters)",
+        (f"{_AGREEMENT}::test_cpu_adam_alone_updates_parameters_of_fsdp",),
+    ),
+    Mutant(
+        "FSDP2 does not add to gradients in 16 bits",
+        "lightning_cxl/gradients/aside.py",
+        "        for pair in pairs:\n            self.take(pair)\n",
+        "        pass\n",
+        (f"{_AGREEMENT}::test_bfloat16_gradients_are_added_up_in_float32",),
+    ),
+    Mutant(
+        "copies of a shard begin equal",
+        "lightning_cxl/sharding/fsdp.py",
+        "        _agree_on_values(model, mesh)\n",
+        "",
+        (f"{_AGREEMENT}::test_copies_of_a_shard_begin_equal_whatever_the_seeds",),
+    ),
+    Mutant(
+        "tied weights are gathered where both uses are",
+        "lightning_cxl/sharding/fsdp.py",
+        "module.named_parameters(remove_duplicate=False))",
+        "module.named_parameters())",
+        (f"{_PARITY}::test_as_fsdp_alone_and_as_one_process",),
+    ),
+    Mutant(
+        "8-bit state of other shards is decoded with their scales",
+        "lightning_cxl/optim/resharded.py",
+        "(torch.arange(low, high) - begin) // BLOCK_SIZE",
+        "torch.arange(high - low) // BLOCK_SIZE",
+        ("tests/unit/optim/test_resharded.py",),
+    ),
+    Mutant(
+        "a checkpoint has its name when it is complete",
+        "lightning_cxl/run/sharded_checkpoint.py",
+        'path.with_name(f".{path.name}.partial")',
+        "path",
+        ("tests/unit/run/test_sharded_checkpoint.py",),
     ),
 )
