@@ -42,6 +42,8 @@ from lightning_cxl.shards import first_element, is_sharded
 from lightning_cxl.storage.system import exchange, sync_folder
 
 META = "meta.pt"
+TIED = "tied_weights"
+"""In our entry: lists of names that are one parameter. Files have these as one tensor, folders as several."""
 _IS_OURS = re.compile(r"meta\.pt|\.metadata(\.tmp)?|__\d+_\d+\.distcp").fullmatch
 """Whether a name is of a file in a checkpoint."""
 SCALES = tuple(keys.scales for keys in MOMENT_KEYS)
@@ -161,10 +163,15 @@ def _on_first(path: Path, act: Callable[[], None]) -> None:
         raise _not_written(path, problem[0]) from problem[0]
 
 
+def first_failure(error: BaseException) -> BaseException:
+    """Return the error of one process where torch has collected those of all."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
 def _not_written(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"could not write checkpoint `{path}`: {error}. The checkpoint before is as it was. Free space there, or save "
-        "elsewhere; the folder must be one that all processes see"
+        f"could not write checkpoint `{path}`: {first_failure(error)}. The checkpoint before is as it was. Free space "
+        "there, or save elsewhere; the folder must be one that all processes see"
     )
 
 

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.parameter_state import MOMENT_KEYS
+from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER
 from lightning_cxl.optim.resharded import of_this_shard
 from lightning_cxl.run.saved_generation import KEY
-from lightning_cxl.run.sharded_checkpoint import META
+from lightning_cxl.run.sharded_checkpoint import META, first_failure
 from lightning_cxl.shards import is_sharded, local, sharded_like
 
 _OF_CODES = tuple(key for keys in MOMENT_KEYS for key in (keys.scales, keys.map))
@@ -79,6 +79,14 @@ class ShardedCheckpoint:
                 own = torch.empty_like(local(wanted[name].detach()), dtype=torch.float32, device="cpu")
                 found[name] = sharded_like(own, wanted[name])
         self.read({f"{_MASTERS}.{name}": value for name, value in found.items()})
+        return found
+
+    def master_names(self) -> dict[str, str]:
+        """Return full names of float32 master weights by the name of the weight; of int16 remainders of split ones."""
+        found = {name: f"{_MASTERS}.{name}" for name in self.names(_MASTERS)}
+        for name, path in self._paths.items():
+            if path[1::2] == ("state", REMAINDER) and self.is_tensor(name) and self.empty(name).dtype is torch.int16:
+                found[str(path[2])] = name
         return found
 
     def rest(self, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -229,11 +237,16 @@ class ShardedCheckpoint:
         return [path for path in self._paths.values() if path[: len(start)] == start]
 
     def _read(self, tensors: Mapping[_Path, Any]) -> dict[_Path, Any]:
-        """Do what `read` does, by paths."""
-        found = self.read({_name(path): value for path, value in tensors.items()})
+        """Do what `read` does, by paths; tensors for which None is given are new ones, whole."""
+        wanted = {_name(path): value for path, value in tensors.items()}
+        for name, value in wanted.items():
+            if value is None and self.is_tensor(name):
+                wanted[name] = self.empty(name, device="cpu")
+        found = self.read(wanted)
         return {path: found[_name(path)] for path in tensors}
 
     def _damaged(self, error: BaseException) -> CheckpointError:
+        error = first_failure(error)
         text = str(error).strip().splitlines()
         return CheckpointError(
             f"cannot read checkpoint `{self._path}`: {type(error).__name__}: {text[0] if text else 'no reason given'}. "

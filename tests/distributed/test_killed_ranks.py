@@ -14,7 +14,7 @@ from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from tests.distributed import killed_ranks
 from tests.integration.several_ranks import start
 
-pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
+pytestmark = [pytest.mark.on_cpu, pytest.mark.slow, pytest.mark.timeout(900)]
 LIMIT_S = 60
 
 
@@ -66,6 +66,7 @@ class Job:
     def end(self):
         with suppress(ProcessLookupError):
             os.killpg(self._processes[0].pid, signal.SIGKILL)
+        self._processes[0].wait()
 
 
 def check_checkpoints(folder):
