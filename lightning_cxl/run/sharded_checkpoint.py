@@ -15,13 +15,18 @@ already (`run/sharded_reading.py`). So nothing is gathered, and nothing has to b
 changes, also from and to one. Scales of 8-bit state are per block of a shard: they are saved beside the number of the
 shard's first element (``absmax1.4096``), and codes of other shards are decoded (`optim/resharded.py`).
 
-The folder has a name of its own until everything is on the drive (`save`), so a process that dies leaves the last
-checkpoint whole.
+The folder has a name of its own until everything is on the drive (`save`), and gets one before it is removed
+(`remove`). So a process that dies leaves the last checkpoint whole. What it was writing is removed by the next save in
+this place: nobody has a lock on it any more.
 """
 
+import contextlib
+import fcntl
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,10 @@ from lightning_cxl.shards import first_element, is_sharded
 from lightning_cxl.storage.system import exchange, sync_folder
 
 META = "meta.pt"
+TIED = "tied_weights"
+"""In our entry: lists of names that are one parameter. Files have these as one tensor, folders as several."""
+_IS_OURS = re.compile(r"meta\.pt|\.metadata(\.tmp)?|__\d+_\d+\.distcp").fullmatch
+"""Whether a name is of a file in a checkpoint."""
 SCALES = tuple(keys.scales for keys in MOMENT_KEYS)
 """Keys of state that is per block of a shard."""
 
@@ -57,18 +66,68 @@ def save(path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> Non
     Raises:
         CheckpointError: a process could not write its part, or is gone. What was there under the name still is.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    _on_first(path, lambda: _make_room(path, partial))
+    partial = _partial(path)
+    with ExitStack() as cleanup:
+        _on_first(path, lambda: cleanup.enter_context(_new_folder(partial)))
+        try:
+            save_together(dict(tensors), checkpoint_id=partial)
+        except (Exception, CheckpointException) as error:  # the second is no Exception
+            raise _not_written(path, error) from error
+        _on_first(path, lambda: _complete(path, partial, rest))
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, on one process: at once for those who look for it, so that nobody finds a part of it.
+
+    Raises:
+        OSError: it is still there, or what is left of it could not be removed.
+    """
+    partial = _partial(path)
+    _remove(partial)
+    os.rename(path, partial)
+    _remove(partial)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def _new_folder(partial: Path) -> Iterator[None]:
+    """Make a folder that is being written, and lock it as long; remove those of runs that were killed."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    for left in partial.parent.glob(".*.partial"):
+        if left.is_dir() and all(_IS_OURS(each.name) for each in left.iterdir()):
+            with contextlib.suppress(OSError), _locked(left):
+                _remove(left)
+    _remove(partial)  # it is ours in any case, whether or not there are locks here
+    partial.mkdir()
+    with ExitStack() as cleanup:
+        with contextlib.suppress(OSError):  # no locks here
+            cleanup.enter_context(_locked(partial))
+        yield
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder; the kernel lets go of the lock when the process is killed.
+
+    Raises:
+        OSError: another process has locked it, or there are no locks here.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        save_together(dict(tensors), checkpoint_id=partial)
-    except (Exception, CheckpointException) as error:  # the latter is none
-        raise _not_written(path, error) from error
-    _on_first(path, lambda: _complete(path, partial, rest))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
-def _make_room(path: Path, partial: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _complete(path: Path, partial: Path, rest: Mapping[str, Any]) -> None:
@@ -77,13 +136,10 @@ def _complete(path: Path, partial: Path, rest: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)
-    if path.exists():
+    if os.path.lexists(path):  # also a link that leads nowhere
         exchange(partial, path)
         sync_folder(path.parent)
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink()
+        _remove(partial)
     else:
         os.rename(partial, path)
         sync_folder(path.parent)
@@ -107,19 +163,15 @@ def _on_first(path: Path, act: Callable[[], None]) -> None:
         raise _not_written(path, problem[0]) from problem[0]
 
 
-def first_failure(error: BaseException) -> str:
-    """Return what went wrong first where several processes write or read, in one line."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
-        return f"rank {rank}: {first_failure(error)}"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+def first_failure(error: BaseException) -> BaseException:
+    """Return the error of one process where torch has collected those of all."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 def _not_written(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"could not write checkpoint `{path}`: {first_failure(error)}. The checkpoint before is as it was. Free space there, or save "
-        "elsewhere; the folder must be one that all processes see"
+        f"could not write checkpoint `{path}`: {first_failure(error)}. The checkpoint before is as it was. Free space "
+        "there, or save elsewhere; the folder must be one that all processes see"
     )
 
 

@@ -17,14 +17,15 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.parameter_state import MOMENT_KEYS
+from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER
 from lightning_cxl.optim.resharded import of_this_shard
 from lightning_cxl.run.saved_generation import KEY
-from lightning_cxl.run.sharded_checkpoint import META, SCALES, first_failure
+from lightning_cxl.run.sharded_checkpoint import META, first_failure
 from lightning_cxl.shards import is_sharded, local, sharded_like
 
 _OF_CODES = tuple(key for keys in MOMENT_KEYS for key in (keys.scales, keys.map))
 _MASTERS = f"{KEY}.master_weights"
+_Path = tuple[str | int, ...]
 _IS_OPTIMIZER = re.compile(r"optimizer_\d+\.").match
 
 
@@ -45,7 +46,25 @@ class ShardedCheckpoint:
         except Exception as error:
             raise self._damaged(error) from error
         self._metadata: Metadata = metadata
+        self._paths: Mapping[str, _Path] = metadata.planner_data or {}
+        """What the dots in names stand for: keys that have dots, too, and places in lists."""
         self._reader = _KnownReader(path, metadata)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor by its full name, in new memory."""
+        value = self.empty(name, device="cpu")
+        self.read({name: value})
+        return value
+
+    def is_tensor(self, name: str) -> bool:
+        """Return whether there is a tensor of this full name."""
+        return isinstance(self._metadata.state_dict_metadata.get(name), TensorStorageMetadata)
+
+    def empty(self, name: str, device: str = "meta") -> torch.Tensor:
+        """Return a tensor with the shape and type of one that there is."""
+        known = self._metadata.state_dict_metadata[name]
+        assert isinstance(known, TensorStorageMetadata)
+        return torch.empty(known.size, dtype=known.properties.dtype, device=device)
 
     @property
     def num_optimizers(self) -> int:
@@ -60,6 +79,14 @@ class ShardedCheckpoint:
                 own = torch.empty_like(local(wanted[name].detach()), dtype=torch.float32, device="cpu")
                 found[name] = sharded_like(own, wanted[name])
         self.read({f"{_MASTERS}.{name}": value for name, value in found.items()})
+        return found
+
+    def master_names(self) -> dict[str, str]:
+        """Return full names of float32 master weights by the name of the weight; of int16 remainders of split ones."""
+        found = {name: f"{_MASTERS}.{name}" for name in self.names(_MASTERS)}
+        for name, path in self._paths.items():
+            if path[1::2] == ("state", REMAINDER) and self.is_tensor(name) and self.empty(name).dtype is torch.int16:
+                found[str(path[2])] = name
         return found
 
     def rest(self, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -99,7 +126,7 @@ class ShardedCheckpoint:
                 with warnings.catch_warnings():  # each process reads by itself, also where there is one
                     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                     load_each(wanted, storage_reader=self._reader, no_dist=True)
-            except (Exception, CheckpointException) as error:  # the latter is none
+            except (Exception, CheckpointException) as error:  # the second is no Exception
                 raise self._damaged(error) from error
         return wanted
 
@@ -109,16 +136,21 @@ class ShardedCheckpoint:
         Raises:
             CheckpointError: `strict`, and the names here and there are not the same; or see `read`.
         """
-        own, saved = model.state_dict(), set(self.names("state_dict"))
+        own, saved = model.state_dict(), {str(path[1]) for path in self._below("state_dict")}
         missing, unknown = sorted(own.keys() - saved), sorted(saved - own.keys())
         if strict and (missing or unknown):
             raise CheckpointError(
                 f"checkpoint `{self._path}` is of another model: it lacks {missing[:3] or 'nothing'} ({len(missing)}), "
                 f"and the model lacks {unknown[:3] or 'nothing'} ({len(unknown)})"
             )
-        tensors = {f"state_dict.{name}": value for name, value in own.items() if name in saved}
-        self.read(tensors)
+        tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+        self.read({f"state_dict.{name}": value for name, value in tensors.items() if name in saved})
         torch.autograd.graph.increment_version([p for p in model.parameters() if is_sharded(p)])
+        others = {path: None for path in self._below("state_dict") if path[1] in own.keys() - tensors.keys()}
+        if others:  # what modules keep beside tensors
+            model.load_state_dict(
+                _nested({path[1:]: value for path, value in self._read(others).items()}), strict=False
+            )
         return missing
 
     def optimizer(self, index: int, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> None:
@@ -135,25 +167,24 @@ class ShardedCheckpoint:
         prefix = f"optimizer_{index}"
         if not self.names(prefix):
             raise CheckpointError(f"checkpoint `{self._path}` has no state of optimizer {index}; it has {self._some()}")
-        keys_of: dict[str, list[str]] = {}
-        for rest in self.names(f"{prefix}.state"):
-            name, key = _split_key(rest)
-            keys_of.setdefault(name, []).append(key)
+        paths_of: dict[str, list[_Path]] = {}
+        for path in self._below(prefix, "state"):
+            paths_of.setdefault(str(path[2]), []).append(path)
         entries: dict[int, dict[str, Any]] = {}
         number = 0
-        groups = self._groups(prefix, optimizer)
+        groups = self._groups(prefix, optimizer, name_of)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = name_of(parameter)
-                entry = self._entry(f"{prefix}.state.{name}", keys_of.pop(name, []), parameter)
+                entry = self._entry(paths_of.pop(name, []), parameter)
                 if isinstance(optimizer, CPUAdam):
                     optimizer.load_parameter(parameter, name, entry)
                 elif entry:
                     entries[number] = entry
                 number += 1
-        if keys_of:
+        if paths_of:
             raise CheckpointError(
-                f"checkpoint `{self._path}` has optimizer state of {next(iter(keys_of))!r} ({len(keys_of)} in all), "
+                f"checkpoint `{self._path}` has optimizer state of {next(iter(paths_of))!r} ({len(paths_of)} in all), "
                 "which this optimizer does not have: configure it as it was when the checkpoint was saved"
             )
         if isinstance(optimizer, CPUAdam):
@@ -161,48 +192,64 @@ class ShardedCheckpoint:
         else:
             optimizer.load_state_dict({"state": entries, "param_groups": _numbered(groups, optimizer)})
 
-    def _groups(self, prefix: str, optimizer: Optimizer) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
-        values = self.read({f"{prefix}.param_groups.{rest}": None for rest in self.names(f"{prefix}.param_groups")})
-        for name, value in values.items():
-            index, _, option = name.removeprefix(f"{prefix}.param_groups.").partition(".")
-            option, _, place = option.partition(".")
-            if place:  # a list of tensors, such as betas
-                found.setdefault(int(index), {}).setdefault(option, {})[int(place)] = value
-            else:
-                found.setdefault(int(index), {})[option] = value
+    def _groups(
+        self, prefix: str, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]
+    ) -> list[dict[str, Any]]:
+        values = self._read(dict.fromkeys(self._below(prefix, "param_groups")))
+        found = _nested({path[2:]: value for path, value in values.items()})
         if len(found) != len(optimizer.param_groups):
             raise CheckpointError(
                 f"checkpoint `{self._path}` has {len(found)} parameter groups of `{prefix}`, this optimizer has "
                 f"{len(optimizer.param_groups)}: configure it as it was when the checkpoint was saved"
             )
-        return [
-            {k: tuple(v[i] for i in sorted(v)) if isinstance(v, dict) else v for k, v in found[index].items()}
-            for index in sorted(found)
-        ]
+        for number, (saved, group) in enumerate(zip(found, optimizer.param_groups, strict=True)):
+            own = [name_of(parameter) for parameter in group["params"]]
+            others = set(own) ^ set(saved.get("params", own))
+            if others:
+                raise CheckpointError(
+                    f"parameter group {number} of `{prefix}` in checkpoint `{self._path}` has other parameters than "
+                    f"here, such as {min(others)!r} ({len(others)} in all): configure the optimizer as it was when the "
+                    "checkpoint was saved"
+                )
+        return [{key: tuple(v) if isinstance(v, list) else v for key, v in group.items()} for group in found]
 
-    def _entry(self, prefix: str, keys: Iterable[str], parameter: torch.Tensor) -> dict[str, Any]:
+    def _entry(self, paths: Iterable[_Path], parameter: torch.Tensor) -> dict[str, Any]:
         """Return the saved state of one parameter, of which this process's part is read; empty if there is none."""
-        wanted: dict[str, Any] = {}
-        for key in keys:
-            known = self._metadata.state_dict_metadata[f"{prefix}.{key}"]
+        wanted: dict[_Path, Any] = {}
+        for path in paths:
+            known = self._metadata.state_dict_metadata[_name(path)]
             if not isinstance(known, TensorStorageMetadata):
-                wanted[f"{prefix}.{key}"] = None
+                wanted[path] = None
                 continue
             dtype: torch.dtype = known.properties.dtype
             if known.size == parameter.shape and parameter.shape:
                 shard = torch.empty_like(local(parameter.detach()), dtype=dtype, device="cpu")
-                wanted[f"{prefix}.{key}"] = sharded_like(shard, parameter)
+                wanted[path] = sharded_like(shard, parameter)
             else:
                 whole = torch.empty(known.size, dtype=dtype)
-                of_codes = key.startswith(_OF_CODES)
-                wanted[f"{prefix}.{key}"] = whole if of_codes else _whole(whole, parameter)
-        entry = {name.removeprefix(f"{prefix}."): value for name, value in self.read(wanted).items()}
+                of_codes = str(path[3]).startswith(_OF_CODES)
+                wanted[path] = whole if of_codes else _whole(whole, parameter)
+        entry: dict[str, Any] = _nested({path[3:]: value for path, value in self._read(wanted).items()})
         return of_this_shard(entry, parameter) if MOMENT_KEYS[0].codes in entry else entry
 
+    def _below(self, *start: str) -> list[_Path]:
+        """Return all paths that begin like this."""
+        return [path for path in self._paths.values() if path[: len(start)] == start]
+
+    def _read(self, tensors: Mapping[_Path, Any]) -> dict[_Path, Any]:
+        """Do what `read` does, by paths; tensors for which None is given are new ones, whole."""
+        wanted = {_name(path): value for path, value in tensors.items()}
+        for name, value in wanted.items():
+            if value is None and self.is_tensor(name):
+                wanted[name] = self.empty(name, device="cpu")
+        found = self.read(wanted)
+        return {path: found[_name(path)] for path in tensors}
+
     def _damaged(self, error: BaseException) -> CheckpointError:
+        error = first_failure(error)
+        text = str(error).strip().splitlines()
         return CheckpointError(
-            f"cannot read checkpoint `{self._path}`: {first_failure(error)}. "
+            f"cannot read checkpoint `{self._path}`: {type(error).__name__}: {text[0] if text else 'no reason given'}. "
             "It is damaged or not a checkpoint: resume from another one."
         )
 
@@ -211,13 +258,20 @@ class ShardedCheckpoint:
         return ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _split_key(rest: str) -> tuple[str, str]:
-    """Return the parameter's name and the key of its state: the last part, or the last two of scales."""
-    name, _, key = rest.rpartition(".")
-    if key.isdigit() and name.rpartition(".")[2] in SCALES:
-        name, _, scales = name.rpartition(".")
-        return name, f"{scales}.{key}"
-    return name, key
+def _name(path: _Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _nested(values: Mapping[_Path, Any]) -> Any:
+    """Return values in dicts, and in lists where keys are numbers."""
+    if () in values:
+        return values[()]
+    inside: dict[str | int, dict[_Path, Any]] = {}
+    for path, value in values.items():
+        inside.setdefault(path[0], {})[path[1:]] = value
+    if inside and all(isinstance(key, int) for key in inside):
+        return [_nested(inside[key]) for key in sorted(inside)]
+    return {key: _nested(each) for key, each in inside.items()}
 
 
 def _numbered(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:

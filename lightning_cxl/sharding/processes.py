@@ -3,12 +3,14 @@
 A process is one of ``world size`` ranks, each with one device. Functions here need the process group to be up.
 """
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cxl.errors import UnsupportedError
@@ -37,6 +39,23 @@ def group_options(device: torch.device, timeout: timedelta | None) -> dict[str, 
     if backend_for(device) != dist.Backend.GLOO:
         options["device_id"] = device
     return options
+
+
+def store_of_restart(environment: Mapping[str, str]) -> Store | None:
+    """Return where processes meet that torchrun has started anew on one machine; None where torch itself finds it.
+
+    The agent of torchrun keeps one store over all starts, and processes would find addresses of those that are gone in
+    it. Agents of several machines may count starts differently, so there it must be torchrun that makes a new store.
+
+    Args:
+        environment: variables that torchrun has set, if it has started this process.
+    """
+    start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if start == "0" or not shares_store or environment.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
+    return PrefixStore(f"start_{start}", store)
 
 
 def make_mesh(device: torch.device, num_machines: int, per_machine: int, *, replicate: bool) -> DeviceMesh:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
 from tests.distributed.training import place, whole
+from tests.integration.llama import tiny_llama
 from tests.models import TinyTransformer
 
 BATCH, LENGTH, VOCAB = 4, 12, 37
@@ -19,9 +20,11 @@ BATCH, LENGTH, VOCAB = 4, 12, 37
 class Module(LightningModule):
     """Cross-entropy on the next token; parameters of its own beside those of the model where `own` says so."""
 
-    def __init__(self, *, own: bool = False, optimizer: str = "AdamW", manual: bool = False) -> None:
+    def __init__(
+        self, *, own: bool = False, optimizer: str = "AdamW", manual: bool = False, llama: bool = False
+    ) -> None:
         super().__init__()
-        self.model = TinyTransformer(dropout=0.0, tied=True)
+        self.model = tiny_llama(tie_word_embeddings=True) if llama else TinyTransformer(dropout=0.0, tied=True)
         self.scale = nn.Parameter(torch.ones(VOCAB)) if own else None
         self.optimizer = optimizer
         self.automatic_optimization = not manual
@@ -40,6 +43,7 @@ class Module(LightningModule):
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the mean loss."""
         logits = self.model(tokens[:, :-1])
+        logits = getattr(logits, "logits", logits)
         logits = logits if self.scale is None else logits * self.scale
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 

@@ -104,13 +104,15 @@ def main() -> None:
     (asked.folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-def start(launcher: str, folder: Path, *arguments: str) -> list[subprocess.Popen]:
-    """Start two ranks of this program, and return the processes that a user of this launcher starts.
+def start(
+    launcher: str, folder: Path, *arguments: str, program: str = __file__, max_restarts: int = 0
+) -> list[subprocess.Popen]:
+    """Start two ranks of a program, and return the processes that a user of this launcher starts.
 
-    Their output goes to `folder`: ``0.log``, ``1.log``.
+    Their output goes to `folder`: ``0.log``, ``1.log``. How often torchrun starts them again is `max_restarts`.
     """
     port = free_port()
-    own = [str(Path(__file__).resolve()), str(folder), *arguments]
+    own = [str(Path(program).resolve()), str(folder), *arguments]
     python = [sys.executable]
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if launcher == "lightning":
@@ -118,7 +120,8 @@ def start(launcher: str, folder: Path, *arguments: str) -> list[subprocess.Popen
     elif launcher == "machines":
         started = [({**here, "NODE_RANK": str(n)}, [*python, *own, "--machines=2", "--devices=1"]) for n in range(2)]
     elif launcher == "torchrun":
-        started = [({}, [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *own])]
+        started = [({}, [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                         f"--max-restarts={max_restarts}", *own])]  # fmt: skip
     else:
         slurm = {
             "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",

@@ -11,8 +11,9 @@ from lightning_cxl.units import format_bytes
 
 _DESCRIPTION = """\
 Writes a checkpoint as a folder that transformers, and tools that read its folders (llama.cpp), load: config, tokenizer,
-and weights as safetensors. The checkpoint is a file of Lightning or Fabric, or a folder of Accelerate (save_state), of
-the Hugging Face Trainer or of peft. Adapters are merged into the base model; quantised weights become plain numbers."""
+and weights as safetensors. The checkpoint is a file of Lightning or Fabric, or a folder: of Lightning with several
+processes, of Accelerate (save_state), of the Hugging Face Trainer or of peft. Adapters are merged into the base model;
+quantised weights become plain numbers."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

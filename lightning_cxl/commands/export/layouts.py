@@ -3,6 +3,7 @@
 | front end | what is there |
 |---|---|
 | Lightning | a file with ``state_dict`` |
+| Lightning, several processes | a folder with ``meta.pt`` and ``.metadata`` |
 | Fabric | a file with a state dict, or with one beside other entries |
 | Accelerate (`save_state`) | a folder with ``model.safetensors`` or ``pytorch_model.bin``, without config |
 | Hugging Face Trainer, transformers | a folder with ``config.json`` and weights |
@@ -18,10 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_cxl.commands.export.folder_tensors import masters_of, weights_in
 from lightning_cxl.commands.export.masters import masters_in, with_masters
 from lightning_cxl.commands.export.stored import StoredTensor
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.run.checkpoint_file import load_file
+from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
+from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.weights.folder import INDEX_FILE, SINGLE_FILE, open_weights
 from lightning_cxl.weights.sources import WeightSource, tensors_of
 
@@ -65,30 +69,37 @@ def open_checkpoint(path: Path, *, masters: bool = False) -> Iterator[Checkpoint
         CheckpointError: it is damaged, or none of the layouts that are known.
         ConfigError: there is nothing at `path`; or it has no master weights of its own, but refers to them.
     """
-    with _opened(path) as (found, loaded):
+    with _opened(path) as (found, masters_from):
         if not masters:
             yield found
             return
-        tensors, count = with_masters(found.tensors, {k: v for each in loaded() for k, v in masters_in(each).items()})
+        tensors, count = with_masters(found.tensors, masters_from())
         yield found._replace(tensors=tensors, num_masters=count)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], list[dict[str, Any]]]]]:
-    """Open a checkpoint; yields it, and what loads the files in which state of optimizers is."""
+def _opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], Mapping[str, WeightSource]]]]:
+    """Open a checkpoint; yields it, and what finds its master weights."""
     if not path.exists():
         raise ConfigError(f"there is no checkpoint `{path}`")
     if not path.is_dir():
         loaded = _load(path)
-        yield _of_file(path, loaded), lambda: [loaded]
+        yield _of_file(path, loaded), lambda: masters_in(loaded)
+        return
+    if is_sharded_checkpoint(path):
+        folder = ShardedCheckpoint(path)
+        with _only_plain_values(path):
+            rest = folder.rest(weights_only=True)
+        yield Checkpoint(path, [*weights_in(folder, rest)], _files_in(rest)), lambda: masters_of(folder)
         return
 
-    def optimizers() -> list[dict[str, Any]]:
-        return [_load(each) for pattern in _OPTIMIZERS for each in sorted(path.glob(pattern))]
+    def optimizers() -> Mapping[str, WeightSource]:
+        files = [each for pattern in _OPTIMIZERS for each in sorted(path.glob(pattern))]
+        return {name: master for each in files for name, master in masters_in(_load(each)).items()}
 
     files = {name: (path / name).read_bytes() for name in (*MODEL_FILES, *TOKENIZER_FILES) if (path / name).is_file()}
     if (path / ADAPTER_CONFIG).is_file():
-        yield Checkpoint(path, [], files, adapter=path), list
+        yield Checkpoint(path, [], files, adapter=path), dict
     elif (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
         if (path / "model_1.safetensors").is_file() and CONFIG not in files:
             raise CheckpointError(
@@ -101,7 +112,7 @@ def _opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], list[dict[str
         tensors = [tensor for each in pickles for tensor in _of_tensors(_load(each))]
         yield Checkpoint(path, tensors, files), optimizers
     elif CONFIG in files:  # enough for a base
-        yield Checkpoint(path, [], files), list
+        yield Checkpoint(path, [], files), dict
     else:
         found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
         raise CheckpointError(
@@ -111,8 +122,14 @@ def _opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], list[dict[str
 
 
 def _load(path: Path) -> dict[str, Any]:
-    try:
+    with _only_plain_values(path):
         return load_file(path, "cpu", True)
+
+
+@contextmanager
+def _only_plain_values(path: Path) -> Iterator[None]:
+    try:
+        yield
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"`{path}` holds more than tensors and plain values, and code in files is not run: {error}"
@@ -120,8 +137,11 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _of_file(path: Path, loaded: dict[str, Any]) -> Checkpoint:
-    files = {name: text.encode() for name, text in loaded.get(FILES_KEY, {}).items()}
-    return Checkpoint(path, _of_tensors(_state_dict(path, loaded)), files)
+    return Checkpoint(path, _of_tensors(_state_dict(path, loaded)), _files_in(loaded))
+
+
+def _files_in(loaded: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: text.encode() for name, text in loaded.get(FILES_KEY, {}).items()}
 
 
 def _state_dict(path: Path, loaded: dict[str, Any]) -> dict[str, Any]:

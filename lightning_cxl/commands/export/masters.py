@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cxl.commands.export.stored import StoredTensor, innermost
+from lightning_cxl.commands.export.folder_tensors import FolderTensor
+from lightning_cxl.commands.export.stored import Renamed, StoredTensor, innermost
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import joined
@@ -21,7 +22,7 @@ from lightning_cxl.run.ssd_checkpoint import is_reference
 from lightning_cxl.weights.sources import MergedTensor, WeightSource
 
 
-def masters_in(loaded: Mapping[str, Any]) -> dict[str, Tensor]:
+def masters_in(loaded: Mapping[str, Any]) -> dict[str, WeightSource]:
     """Return what a file has of master weights, by the parameter's name: float32, or int16 where it is the remainder.
 
     Raises:
@@ -42,7 +43,7 @@ def masters_in(loaded: Mapping[str, Any]) -> dict[str, Tensor]:
                     )
                 if isinstance(remainder, Tensor) and remainder.dtype is torch.int16 and key in name_of:
                     found[name_of[key]] = remainder
-    return found
+    return {name: StoredTensor(name, value) for name, value in found.items()}
 
 
 def _entries(loaded: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]:
@@ -54,7 +55,9 @@ def _entries(loaded: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Seq
             yield value[KEY], [value]
 
 
-def with_masters(tensors: Iterable[WeightSource], masters: Mapping[str, Tensor]) -> tuple[list[WeightSource], int]:
+def with_masters(
+    tensors: Iterable[WeightSource], masters: Mapping[str, WeightSource]
+) -> tuple[list[WeightSource], int]:
     """Return tensors with their master weights in their place, and how many of these there are.
 
     Args:
@@ -84,14 +87,16 @@ def with_masters(tensors: Iterable[WeightSource], masters: Mapping[str, Tensor])
 def _memory(tensor: WeightSource) -> Any:
     """Return what tied tensors of a file have in common."""
     inner = innermost(tensor)
+    if isinstance(inner, FolderTensor):
+        return inner.first
     if not isinstance(inner, StoredTensor):
         return tensor.name
     values = inner.tensor
     return values.untyped_storage().data_ptr(), values.storage_offset(), values.shape, values.stride()
 
 
-def _master(tensor: WeightSource, master: Tensor) -> WeightSource:
-    found = StoredTensor(tensor.name, master)
+def _master(tensor: WeightSource, master: WeightSource) -> WeightSource:
+    found = Renamed(tensor.name, master)
     return MergedTensor([tensor, found], _joined) if master.dtype is torch.int16 else found
 
 

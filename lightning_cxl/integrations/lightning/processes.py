@@ -5,6 +5,7 @@ devices or machines have a process for each device, which start and meet as thos
 do. torch.distributed is asked in `sharding/processes.py`.
 """
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -124,6 +125,8 @@ class ProcessesStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         options = processes.group_options(self.root_device, self.timeout)
+        if (store := processes.store_of_restart(os.environ)) is not None:
+            options["store"] = store
         backend = processes.backend_for(self.root_device)
         init_dist_connection(self.cluster_environment, backend, self.global_rank, self.world_size, **options)
         self._device_mesh = processes.make_mesh(

@@ -14,7 +14,7 @@ from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
 from lightning_cxl.run.checkpoint import LoadedCheckpoint
 from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.session import Session
-from lightning_cxl.run.sharded_checkpoint import save
+from lightning_cxl.run.sharded_checkpoint import TIED, is_sharded_checkpoint, remove, save
 from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.sharding.processes import gather_on_machine
 from lightning_cxl.shards import shard_of, sharded_like
@@ -104,12 +104,24 @@ class ShardedStrategy(ProcessesStrategy):
         """
         states = checkpoint.get("optimizer_states", [])
         tensors = {"state_dict": checkpoint["state_dict"], **{f"optimizer_{i}": each for i, each in enumerate(states)}}
-        entry = dict(own)
+        assert isinstance(self.lightning_module, nn.Module)
+        names_of: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False):
+            names_of.setdefault(parameter, []).append(name)
+        entry = {**own, TIED: [names for names in names_of.values() if len(names) > 1]}
         masters = entry.pop("master_weights", None)
         if masters:
             tensors[KEY] = {"master_weights": masters}
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         save(Path(self.broadcast(str(filepath))), tensors, {**rest, KEY: entry})
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint; a folder at once."""
+        path = Path(filepath)
+        if "://" in str(filepath) or path.is_symlink() or not is_sharded_checkpoint(path):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            remove(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights into the memory they have: what of them is here."""

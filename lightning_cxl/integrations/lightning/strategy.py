@@ -231,8 +231,10 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it.
 
-        Of a folder tensors are read when there is memory for them. See [Note: Sharded checkpoints].
+        Of a folder tensors are read when there is memory for them. See [Note: Sharded checkpoints]. All processes read
+        what the first one names: each has looked for "last" by itself.
         """
+        checkpoint_path = self.broadcast(checkpoint_path)
         if "://" not in str(checkpoint_path) and is_sharded_checkpoint(Path(checkpoint_path)):
             folder = ShardedCheckpoint(Path(checkpoint_path))
             return ckpt.LoadedCheckpoint(folder.rest(weights_only=weights_only), folder)

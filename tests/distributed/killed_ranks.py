@@ -1,0 +1,60 @@
+"""A program that trains in two processes, saves a folder at every step, and goes on from the last one.
+
+Each process writes its number to a file. Losses go to a file line by line, of each start after those before.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_cxl
+from tests.distributed.lightning_runs import Module
+
+
+class Recording(Module):
+    """Tells which step it is in, and what came of it."""
+
+    folder: Path
+
+    def on_train_start(self) -> None:
+        """Tell who we are."""
+        own = self.folder / f"{self.global_rank}.pid"
+        own.with_suffix(".new").write_text(str(os.getpid()))
+        own.with_suffix(".new").rename(own)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+        """Append step and loss."""
+        if self.global_rank == 0:
+            with (self.folder / "losses.jsonl").open("a") as file:
+                file.write(json.dumps([self.global_step, self.losses[-1].hex()]) + "\n")
+
+
+def main(folder: Path, steps: int) -> None:
+    """Train up to a step, from the last checkpoint that there is."""
+    torch.set_num_threads(1)
+    seed_everything(5, verbose=False)
+    module = Recording()
+    module.folder = folder
+    saving = ModelCheckpoint(
+        folder / "checkpoints", "{step}", monitor="step", mode="max", save_top_k=2, save_last=True,
+        every_n_train_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(
+        accelerator="cpu", devices=2, max_steps=steps, max_epochs=-1, use_distributed_sampler=False,
+        strategy=lightning_cxl.CXLOffloadStrategy(tiers={"dram": "1GiB"}), callbacks=[saving], logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.arange(64))), ckpt_path="last")
+    weights = {name: value.full_tensor() for name, value in module.named_parameters()}
+    if trainer.is_global_zero:
+        torch.save(weights, folder / "weights.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

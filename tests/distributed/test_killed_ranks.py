@@ -1,0 +1,149 @@
+"""A rank is killed at any moment: the last checkpoint is whole, and training goes on from it as if nothing was."""
+
+import json
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from tests.distributed import killed_ranks
+from tests.integration.several_ranks import start
+
+pytestmark = [pytest.mark.on_cpu, pytest.mark.slow, pytest.mark.timeout(900)]
+LIMIT_S = 60
+
+
+class Job:
+    """Processes of the program, started in a folder."""
+
+    def __init__(self, folder, launcher, steps, max_restarts=0):
+        self.folder = folder
+        self.folder.mkdir(exist_ok=True)
+        self._args = (launcher, folder, str(steps))
+        self._options = {"program": killed_ranks.__file__, "max_restarts": max_restarts}
+        self.start()
+
+    def start(self):
+        self._processes = start(*self._args, **self._options)
+
+    def losses(self):
+        with suppress(FileNotFoundError):
+            return [json.loads(line) for line in (self.folder / "losses.jsonl").read_text().splitlines()]
+        return []
+
+    def log(self):
+        return (self.folder / "0.log").read_text()[-5000:]
+
+    def wait_for_steps(self, count):
+        """Wait until so many more steps have ended."""
+        end = time.monotonic() + 240
+        while sum(1 for _ in self.folder.glob("*.pid")) < 2:
+            assert time.monotonic() < end and self._processes[0].poll() is None, self.log()
+            time.sleep(0.005)
+        until = len(self.losses()) + count
+        while len(self.losses()) < until:
+            assert time.monotonic() < end and self._processes[0].poll() is None, self.log()
+            time.sleep(0.005)
+
+    def kill(self, rank):
+        number = int((self.folder / f"{rank}.pid").read_text())
+        for path in self.folder.glob("*.pid"):
+            path.unlink()  # each start writes its own
+        os.kill(number, signal.SIGKILL)
+
+    def code(self, seconds):
+        """Wait for the end and return the exit code."""
+        try:
+            return self._processes[0].wait(seconds)
+        finally:
+            self.end()
+
+    def end(self):
+        with suppress(ProcessLookupError):
+            os.killpg(self._processes[0].pid, signal.SIGKILL)
+        self._processes[0].wait()
+
+
+def check_checkpoints(folder):
+    """Read all of every checkpoint that has its name; return how many there are."""
+    found = [path for path in (folder / "checkpoints").iterdir() if not path.name.startswith(".")]
+    for path in found:
+        checkpoint = ShardedCheckpoint(path)
+        checkpoint.rest(weights_only=False)
+        for name in [
+            *(f"state_dict.{n}" for n in checkpoint.names("state_dict")),
+            *(f"optimizer_0.{n}" for n in checkpoint.names("optimizer_0")),
+        ]:
+            if checkpoint.is_tensor(name):
+                checkpoint.tensor(name)
+    return len(found)
+
+
+def assert_as_if_nothing_was(job, whole):
+    """Compare with the run that nobody has killed: every loss that was seen, and the weights."""
+    expected = dict(map(tuple, whole.losses()))
+    assert all(expected[step] == loss for step, loss in job.losses())
+    ours, theirs = [torch.load(each.folder / "weights.pt") for each in (job, whole)]
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    left = [path.name for path in (job.folder / "checkpoints").iterdir()]
+    assert not [name for name in left if name.startswith(".")], left
+
+
+def whole_run(folder, steps):
+    job = Job(folder, "lightning", steps)
+    assert job.code(240) == 0, job.log()
+    return job
+
+
+def waited(chance, moment, folder):
+    """Wait for a moment within the next step."""
+    if moment == "any":
+        time.sleep(chance.random() * 0.3)
+        return
+    end = time.monotonic() + 5
+    while time.monotonic() < end and not list((folder / "checkpoints").glob(".*.partial")):
+        time.sleep(0.001)
+    time.sleep(chance.random() * 0.03)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.full)])
+def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, kills):
+    steps, chance = 5 * kills + 3, random.Random(kills)
+    whole = whole_run(tmp_path / "whole", steps)
+    job = Job(tmp_path / "killed", "torchrun", steps, max_restarts=kills)
+    try:
+        for number in range(kills):
+            job.wait_for_steps(1 + chance.randrange(3))
+            waited(chance, ("any", "saving")[number % 2], job.folder)
+            job.kill(chance.randrange(2))
+        assert job.code(240) == 0, job.log()
+    finally:
+        job.end()
+    assert check_checkpoints(job.folder) == 3
+    assert_as_if_nothing_was(job, whole)
+
+
+@pytest.mark.full
+def test_a_run_that_is_started_again_goes_on(tmp_path):
+    kills = 10
+    steps, chance = 5 * kills + 3, random.Random(1)
+    whole = whole_run(tmp_path / "whole", steps)
+    job = Job(tmp_path / "killed", "lightning", steps)
+    for number in range(kills):
+        try:
+            job.wait_for_steps(1 + chance.randrange(3))
+            waited(chance, ("any", "saving")[number % 2], job.folder)
+            job.kill(chance.randrange(2))
+            assert job.code(LIMIT_S) != 0
+        finally:
+            job.end()
+        assert check_checkpoints(job.folder)
+        job.start()
+    assert job.code(240) == 0, job.log()
+    assert_as_if_nothing_was(job, whole)
