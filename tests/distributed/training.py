@@ -30,6 +30,8 @@ class Job:
     """What is trained, the same for all contenders."""
 
     model: str = "llama"
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of the llama, where they are not those of `TINY_LLAMA`."""
     tied: bool = True
     lora: bool = False
     frozen: tuple[str, ...] = ()
@@ -67,7 +69,7 @@ def make_model(job: Job) -> nn.Module:
     if job.model == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, tie_word_embeddings=job.tied))
+        model = LlamaForCausalLM(LlamaConfig(**{**TINY_LLAMA, **job.sizes}, tie_word_embeddings=job.tied))
     else:
         model = TinyTransformer(dropout=0.0, tied=job.tied)
     if job.lora:

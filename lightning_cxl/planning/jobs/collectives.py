@@ -16,8 +16,8 @@ least that any algorithm needs which lets every rank send as much as it receives
 micro-batches; with `no_sync` gradients are added up on the devices and there is one. Ranks that read weights from one
 copy in host memory gather nothing.
 
-Not counted: two numbers for the norm of gradients and for whether the step is skipped, on which all ranks agree once a
-step.
+Not counted: two numbers of 8 bytes, on which all ranks agree once a step: the norm of gradients where they are clipped,
+and which gradient is not finite.
 
 Between machines, a ring over all ranks brings every machine what it brings one rank, however many rings the adapters of
 a machine have. Where machines replicate, shards of their devices are reduced in so many rings side by side.

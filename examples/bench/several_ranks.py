@@ -1,0 +1,397 @@
+"""Host memory and step time of one job that several ranks of a machine train: FSDP2, this package, DeepSpeed ZeRO-3.
+
+A Llama in bfloat16 with AdamW, blocks recomputed in the backward, 64 tokens for each rank, gloo, the CPU as device, one
+thread for each rank. What each contender keeps, in bytes per parameter, all ranks together:
+
+* fsdp2: FSDP2 alone; float32 shards and gradients, gathered and reduced in bfloat16, torch's fused AdamW:
+  4 weights + 4 gradients + 8 state = 16.
+* fsdp2, offload: the same with `CPUOffloadPolicy`, which on the CPU has nothing to move.
+* ours: bfloat16 shards and gradients, lower halves of float32 masters, `CPUAdam`: 2 + 2 + 2 + 8 = 14.
+* ours, shared: the same, with weights in memory that all ranks map (`share_weights`), in the place of gathers.
+* zero-3: DeepSpeed's ZeRO-3, parameters and optimizer offloaded to the CPU: 2 weights + 4 masters + 4 gradients + 8
+  state = 18, with groups and buckets as small as a block and a matrix. Left out where DeepSpeed is missing.
+
+Every contender has processes of its own, which stay; steps are done block by block in turns, in a new random order each
+round. A step takes as long as its slowest rank. *Grown*: anonymous and shared memory (`Pss_Anon`, `Pss_Shmem`) of all
+ranks at the peak, less what there was before the model; pages that ranks share count once. It is sampled in steps that
+are not timed, and a tiny job comes before.
+
+*Floor*: no step can be shorter than its arithmetic, its exchanged bytes and its update's bytes at the speeds that all
+ranks have at once with plain matrix products and copies, which are measured in the same rounds.
+
+    python examples/bench/several_ranks.py [--ranks 2 4] [--rounds 9] [--steps 2] [--size 20M] [--json FILE]
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shared_host import SHAPES, TOKENS
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_cxl.commands.measuring.results import Results, machine, print_columns
+from lightning_cxl.commands.measuring.timing import cpu_seconds, others_fraction
+from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.mesh import Mesh
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.planning.jobs.collectives import groups_of, step_volume
+from lightning_cxl.run.session import Session
+from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.sharding.fsdp import cut
+from lightning_cxl.sharding.shared_memory import share_weights
+from lightning_cxl.streaming.units import find_units
+
+KEPT = {"fsdp2": 16, "fsdp2, offload": 16, "ours": 14, "ours, shared": 14, "zero-3": 18}
+"""Bytes per parameter between steps and gradients."""
+UPDATED = 12 + 12
+"""Bytes per parameter that an update must read and write: float32 weights and state; gradients come on top."""
+ADAM = {"lr": 1e-3, "weight_decay": 0.1}
+MIB = 2**20
+PATIENCE_S = 300
+Step = Callable[[torch.Tensor], float]
+
+
+# -- one rank of a contender -------------------------------------------------------------------------------------------
+
+
+def make_model(size: str) -> nn.Module:
+    torch.manual_seed(3)
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": TOKENS, **SHAPES[size]}
+    return LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16)  # all begin with the same values
+
+
+def recompute(model: nn.Module) -> None:
+    """Let blocks keep their inputs alone, inside of what FSDP2 wraps."""
+    for _, block in find_units(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+@contextlib.contextmanager
+def by_fsdp2(size: str, ranks: int, offload: OffloadPolicy) -> Iterator[Step]:
+    model = make_model(size).float()
+    recompute(model)
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "offload_policy": offload}
+    mesh = init_device_mesh("cpu", (ranks,))
+    for _, block in find_units(model):
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    yield step
+
+
+@contextlib.contextmanager
+def by_us(size: str, ranks: int, shares: bool) -> Iterator[Step]:
+    model = make_model(size)
+    session = Session(num_threads=1)
+    cut(model, find_units(model), init_device_mesh("cpu", (ranks,)), session.host_on(torch.device("cpu")).engine)
+    loop = UserLoop(session, torch.device("cpu"), Loop(reads_gradients=False))
+    (optimizer,) = loop.prepare(model, [torch.optim.AdamW(model.parameters(), **ADAM)])
+    shared = share_weights(model, NumaResource("dram", 0, Topology.detect())) if shares else None
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        with loop.backward():
+            loss.backward()
+        with contextlib.nullcontext() if shared is None else shared.writing():
+            optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    yield step
+    if shared is not None:
+        shared.close()
+    loop.close()
+
+
+@contextlib.contextmanager
+def by_deepspeed(size: str, ranks: int) -> Iterator[Step]:
+    import deepspeed
+
+    model = make_model(size)
+    recompute(model)
+    matrix = max(each.numel() for each in model.parameters())
+    block = sum(each.numel() for each in find_units(model)[0][1].parameters())
+    on_host = {"device": "cpu", "pin_memory": False}
+    zero = {
+        "stage": 3, "offload_optimizer": on_host, "offload_param": on_host, "sub_group_size": block,
+        "reduce_bucket_size": matrix, "stage3_prefetch_bucket_size": matrix, "stage3_max_live_parameters": block,
+        "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0,
+    }  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    yield step
+    engine.destroy()
+
+
+CONTENDERS: dict[str, Callable[[str, int], Any]] = {
+    "fsdp2": lambda size, ranks: by_fsdp2(size, ranks, OffloadPolicy()),
+    "fsdp2, offload": lambda size, ranks: by_fsdp2(size, ranks, CPUOffloadPolicy(pin_memory=False)),
+    "ours": lambda size, ranks: by_us(size, ranks, False),
+    "ours, shared": lambda size, ranks: by_us(size, ranks, True),
+    "zero-3": by_deepspeed,
+}
+
+
+def speeds(size: str) -> tuple[float, float]:
+    """Return bytes per second of a copy, read and written, and flops per second of a bfloat16 product; all at once."""
+    source = torch.ones(16 * MIB // 4)
+    target = source.clone()
+    width, inner = SHAPES[size]["hidden_size"], SHAPES[size]["intermediate_size"]
+    left, right = torch.ones(TOKENS, width, dtype=torch.bfloat16), torch.ones(inner, width, dtype=torch.bfloat16)
+    copies, products = 8, 50
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(copies):
+        target.copy_(source)
+    copied = time.perf_counter()
+    for _ in range(products):
+        nn.functional.linear(left, right)
+    multiplied = time.perf_counter() - copied
+    return copies * 2 * source.nbytes / (copied - start), products * 2 * TOKENS * width * inner / multiplied
+
+
+def work(name: str, rank: int, ranks: int, size: str, folder: str, pipe: Any) -> None:
+    """Do what the parent says and answer, as one rank of a contender."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # DeepSpeed asks for them; nothing is opened
+    made = torch.Generator().manual_seed(17 + rank)
+
+    def block(step: Step, count: int, vocabulary: int) -> dict[str, Any]:
+        losses, begin = [], time.perf_counter()
+        for _ in range(count):
+            losses.append(step(torch.randint(0, vocabulary, (1, TOKENS), generator=made)))
+        return {"seconds": (time.perf_counter() - begin) / count, "losses": losses}
+
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        with CONTENDERS[name]("tiny", ranks) as step:
+            block(step, 2, SHAPES["tiny"]["vocab_size"])
+        pipe.send(None)
+        with contextlib.ExitStack() as life:
+            while (order := pipe.recv()) != "end":
+                dist.barrier()
+                if order == "make":
+                    step = life.enter_context(CONTENDERS[name](size, ranks))
+                    pipe.send(None)
+                elif order == "speeds":
+                    pipe.send(speeds(size))
+                else:
+                    pipe.send(block(step, order, SHAPES[size]["vocab_size"]))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send(error.__class__(f"rank {rank}: {error}"))
+    os._exit(0)  # some contenders have threads of their own
+
+
+# -- the parent --------------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """The processes of one contender: forks, since all of them import the same."""
+
+    def __init__(self, name: str, ranks: int, size: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("fork")
+        self.processes, self._pipes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            arguments = (name, rank, ranks, size, self._folder.name, theirs)
+            self.processes.append(context.Process(target=work, args=arguments, daemon=True))
+            self.processes[-1].start()
+            self._pipes.append(ours)
+            theirs.close()
+
+    def ask(self, order: Any) -> list[Any]:
+        """Give an order to all ranks, and return their answers."""
+        for pipe in self._pipes:
+            pipe.send(order)
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        """Wait for an answer of each rank.
+
+        Raises:
+            ChildProcessError: a rank has failed.
+        """
+        found = []
+        for pipe in self._pipes:
+            if not pipe.poll(PATIENCE_S):
+                raise ChildProcessError(f"no answer within {PATIENCE_S} seconds")
+            found.append(pipe.recv())
+            if isinstance(found[-1], Exception):
+                raise ChildProcessError(str(found[-1]))
+        return found
+
+    def memory(self) -> int:
+        """Return the bytes of all ranks that no file on disk backs; a page that several map counts once."""
+        found = 0
+        for process in self.processes:
+            for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                    found += int(line.split()[1]) * 1024
+        return found
+
+    def watched(self, *orders: Any) -> int:
+        """Return the most memory while orders are followed."""
+        over, peak = threading.Event(), [self.memory()]
+
+        def watch() -> None:
+            while not over.wait(0.01):
+                peak.append(self.memory())
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            for order in orders:
+                self.ask(order)
+        finally:
+            over.set()
+            thread.join()
+        return max(*peak, self.memory())
+
+    def close(self) -> None:
+        """End the processes, whatever they do: what they hold is theirs alone."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def measure(names: list[str], ranks: int, options: argparse.Namespace) -> dict[str, dict[str, list[Any]]]:
+    """Return seconds, losses and peaks of each contender, and the speeds of the machine."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    order, groups = random.Random(1), {}
+    with contextlib.ExitStack() as life:
+        for name in names:
+            group = Group(name, ranks, options.size)
+            try:
+                group.answers()
+                before = group.memory()
+                peak = group.watched("make", 3) - before
+            except (ChildProcessError, EOFError) as error:
+                print(f"{name} did not run: {error}", flush=True)
+                group.close()
+                continue
+            life.callback(group.close)
+            groups[name] = group
+            found[name] = {"grown": [peak], "seconds": [], "losses": []}
+            print(f"{ranks} ranks, {name}: grown by {peak / MIB:.0f} MiB", flush=True)
+        rates = found["machine"] = {"copy": [], "product": []}
+        for _ in range(options.rounds):
+            for name in order.sample(sorted(groups), len(groups)):
+                answers = groups[name].ask(options.steps)
+                found[name]["seconds"].append(max(each["seconds"] for each in answers))
+                found[name]["losses"] += [each["losses"] for each in answers]
+            measured = groups[names[0]].ask("speeds")
+            rates["copy"].append(sum(each[0] for each in measured))
+            rates["product"].append(sum(each[1] for each in measured))
+    return found
+
+
+def floor(size: str, ranks: int, rates: dict[str, list[float]]) -> dict[str, float]:
+    """Return the seconds that a step needs at least, by part."""
+    model = make_model(size)
+    mesh, numel = Mesh(num_devices=ranks), sum(each.numel() for each in model.parameters())
+    exchanged = ranks * step_volume(groups_of(model, find_units(model), mesh), mesh).total
+    copy, product = statistics.median(rates["copy"]), statistics.median(rates["product"])
+    multiplied = numel - model.get_input_embeddings().weight.numel()  # type: ignore[operator]
+    return {
+        "arithmetic": 8 * multiplied * TOKENS * ranks / product,  # forward twice, backward
+        "exchange": 2 * exchanged / copy,  # read and written
+        "update": (UPDATED + 2) * numel / copy,
+    }
+
+
+def report(ranks: int, found: dict[str, dict[str, list[Any]]], options: argparse.Namespace, results: Results) -> None:
+    rates = found.pop("machine")
+    numel = sum(each.numel() for each in make_model(options.size).parameters())
+    parts = floor(options.size, ranks, rates)
+    copy, product = (statistics.median(rates[name]) / 1e9 for name in ("copy", "product"))
+    print(f"\n{ranks} ranks, {numel / 1e6:.1f} M parameters; all ranks together copy {copy:.2f} GB/s (both ways)")
+    print(f"and multiply {product:.1f} GFLOP/s. Floor of a step: {sum(parts.values()):.3f} s, ", end="")
+    print(", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items()))
+    results.add(f"{ranks} ranks: floor", sum(parts.values()), "s")
+    rows = [("", "kept B/parameter", "grown B/parameter", "MiB", "s per step", "x fsdp2", "fastest", "last loss")]
+    for name, each in found.items():
+        seconds, grown = statistics.median(each["seconds"]), each["grown"][0]
+        base = found.get("fsdp2", each)["seconds"]
+        ratio = statistics.median(a / b for a, b in zip(each["seconds"], base, strict=True))
+        loss = each["losses"][-1][-1]
+        rows.append(
+            (
+                name, str(KEPT[name]), f"{grown / numel:.2f}", f"{grown / MIB:.0f}", f"{seconds:.3f}",
+                f"{ratio:.2f}", f"{min(each['seconds']):.3f}", f"{loss:.4f}",
+            )
+        )  # fmt: skip
+        results.add(f"{ranks} ranks, {name}: grown", grown / numel, "B/parameter")
+        results.add(f"{ranks} ranks, {name}: step", seconds, "s")
+        results.add(f"{ranks} ranks, {name}: step / fsdp2", ratio, "x")
+    print_columns(rows)
+    if "ours" in found and "ours, shared" in found and found["ours"]["losses"] != found["ours, shared"]["losses"]:
+        raise SystemExit("sharing weights changes a loss")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2, help="of one contender in a round")
+    parser.add_argument("--size", choices=SHAPES, default="20M")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    names = options.only or list(CONTENDERS)
+    if "zero-3" in names and importlib.util.find_spec("deepspeed") is None:
+        print("DeepSpeed is not installed (`DS_ACCELERATOR=cpu pip install deepspeed ninja`): zero-3 is left out")
+        names.remove("zero-3")
+    results, begin = Results(machine(1)), cpu_seconds()
+    for ranks in options.ranks:
+        report(ranks, measure(names, ranks, options), options, results)
+    others = others_fraction(begin, cpu_seconds())
+    results.add("CPU time of other processes", others, "of all")
+    print(f"\nother processes took {others:.0%} of the CPU time")
+    if options.json is not None:
+        results.write(options.json)
+
+
+if __name__ == "__main__":
+    main()

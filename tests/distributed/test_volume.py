@@ -1,0 +1,48 @@
+"""A step with us moves the bytes that `step_volume` says, to the byte, and the numbers that ranks agree on."""
+
+import pytest
+
+from tests.distributed import volume
+from tests.distributed.training import Job
+from tests.distributed.volume import NORM, SKIP
+
+# peft asks for it
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+JOBS = {
+    "one micro-batch": Job(steps=2),
+    "accumulated and clipped": Job(steps=2, micro_batches=3, clip=0.5),
+    "bf16, not tied": Job(steps=2, tied=False, bf16=True, clip=0.5),
+    "uneven shards": Job(steps=2, sizes={"vocab_size": 61, "intermediate_size": 45}),
+    "frozen weights": Job(steps=2, frozen=("mlp", "embed")),
+    "lora": Job(steps=2, lora=True, micro_batches=2),
+    "two replicas, accumulated and clipped": Job(steps=2, micro_batches=2, clip=0.5, replicas=2),
+}
+
+
+def _check(ranks, world, job, **options):
+    for steps, expected in ranks.of(world).run(volume.traffic, job, **options):
+        for moved in steps:
+            assert moved.all_gather == expected.forward_gather + expected.backward_gather
+            assert moved.reduce_scatter == expected.reduce_scatter > 0
+            assert moved.all_reduce == expected.all_reduce
+            assert moved.others == ({SKIP: 1, NORM: 1} if job.clip is not None else {SKIP: 1})
+        assert (expected.all_reduce > 0) == (job.replicas > 1)
+        assert (expected.forward_gather > 0) != options.get("shares", False)
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world in (2, 4) for name in JOBS if JOBS[name].replicas < world]
+)
+def test_a_step_moves_what_the_formula_says(ranks, world, name):
+    _check(ranks, world, JOBS[name])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_without_reductions_between_micro_batches(ranks, replicas):
+    _check(ranks, 4, Job(steps=2, micro_batches=3, clip=0.5, replicas=replicas), no_sync=True)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_shared_weights_are_not_gathered(ranks, replicas):
+    _check(ranks, 4, Job(steps=2, micro_batches=2, replicas=replicas), shares=True)

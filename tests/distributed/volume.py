@@ -1,0 +1,117 @@
+"""Steps with us on several ranks, and all that they give to torch.distributed, counted below its Python functions."""
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.mesh import Mesh
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.planning.jobs.collectives import groups_of, step_volume
+from lightning_cxl.run.session import Session
+from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.sharding.fsdp import cut
+from lightning_cxl.sharding.shared_memory import share_weights
+from lightning_cxl.streaming.units import find_units
+from tests.distributed.training import Job, device, make_model, make_optimizer, mesh_of, place
+
+NORM = ("all_reduce", "float64", 8)
+SKIP = ("all_reduce", "int64", 8)
+_MOVES = ("c10d", "_c10d_functional")
+
+
+@dataclass
+class Traffic(TorchDispatchMode):
+    """Counts what this rank receives, and what goes beside gathers and reductions, while it is active."""
+
+    all_gather: int = 0
+    reduce_scatter: int = 0
+    all_reduce: float = 0.0
+    """As rings do it."""
+    others: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """How often: numbers that ranks agree on, as `NORM` and `SKIP`; operators that nothing here knows."""
+
+    def __post_init__(self) -> None:
+        """Be a mode, too."""
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, and let it be done."""
+        if func.namespace in _MOVES:
+            self._count(func.overloadpacket.__name__, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        if name == "_allgather_base_":
+            output, part = args[:2]
+            self.all_gather += output.nbytes - part.nbytes
+        elif name == "_reduce_scatter_base_":
+            part, whole = args[:2]
+            self.reduce_scatter += whole.nbytes - part.nbytes
+        elif name == "allreduce_" and not _is_number(args[0]):
+            ranks = dist.ProcessGroup.unbox(args[1]).size()
+            self.all_reduce += sum(2 * (ranks - 1) / ranks * each.nbytes for each in args[0])
+        else:
+            tensor = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            kind = str(tensor.dtype).removeprefix("torch.") if isinstance(tensor, torch.Tensor) else ""
+            self.others["all_reduce" if name == "allreduce_" else name, kind, getattr(tensor, "nbytes", 0)] += 1
+
+
+def _is_number(tensors: list[torch.Tensor]) -> bool:
+    return len(tensors) == 1 and tensors[0].numel() == 1 and tensors[0].itemsize == 8
+
+
+def traffic(job: Job, *, no_sync: bool = False, shares: bool = False) -> tuple[list[Traffic], Any]:
+    """Train with us in a loop of the user's own; return what each step has moved, and what the formula says."""
+    model, (rank, world) = make_model(job), place()
+    if job.bf16:
+        model = model.to(torch.bfloat16)
+    ranks = Mesh(
+        num_devices=world // job.replicas,
+        num_machines=job.replicas,
+        replicates=job.replicas > 1,
+        shares_weights=shares,
+    )
+    expected = step_volume(groups_of(model, find_units(model), ranks), ranks, job.micro_batches, no_sync=no_sync)
+    session = Session(**job.options)
+    root: Any = cut(model, find_units(model), mesh_of(job, world), session.host_on(device()).engine)
+    loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=False))
+    shared = None
+    try:
+        (optimizer,) = loop.prepare(model, [make_optimizer(job, model)])
+        if shares:
+            shared = share_weights(model, NumaResource("dram", 0, Topology.detect()))
+        found = []
+        for number in range(job.steps):
+            with Traffic() as moved:
+                for index in range(job.micro_batches):
+                    is_last = index == job.micro_batches - 1
+                    root.set_requires_gradient_sync(is_last or not no_sync)
+                    loss = _loss(model, 100 * rank + 10 * number + index)
+                    with loop.backward(is_last=is_last):
+                        loss.backward()
+                if job.clip is not None:
+                    optimizer.clip_grad_norm_(job.clip)  # type: ignore[attr-defined]
+                with contextlib.nullcontext() if shared is None else shared.writing():
+                    optimizer.step()
+                optimizer.zero_grad()
+            found.append(moved)
+        return found, expected
+    finally:
+        if shared is not None:
+            shared.close()
+        loop.close()
+
+
+def _loss(model: nn.Module, seed: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 61, (1, 16), generator=made)
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
