@@ -1,6 +1,7 @@
 """`ShardedCheckpoint`: reads folders that several processes have written. See [Note: Sharded checkpoints]."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,9 @@ class ShardedCheckpoint:
                 )
         if wanted:
             try:
-                load_each(wanted, storage_reader=self._reader, no_dist=True)
+                with warnings.catch_warnings():  # without a process group torch says so, for every tensor
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+                    load_each(wanted, storage_reader=self._reader, no_dist=True)
             except Exception as error:
                 raise self._damaged(error) from error
         return wanted
