@@ -24,6 +24,7 @@ from lightning_cxl.gradients.unscale import HostUnscale
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.run.cutting import follow
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.over import refuse_gradients
 from lightning_cxl.run.run import Run
@@ -113,7 +114,7 @@ class UserLoop:
         self._prepared[id(model)] = _Prepared(model, run, undo)
         _LOOP_OF[model] = weakref.ref(self)
         try:
-            _follow(model, names, optimizers)  # some modules make new parameters when they move
+            follow(names, model, optimizers)  # some modules make new parameters when they move
             adopted = run.adopt(optimizers)
             for given, optimizer in zip(optimizers, adopted, strict=True):
                 mark_as_called(given)  # a scheduler that stays with it shares its groups, and sees none of its steps
@@ -151,6 +152,10 @@ class UserLoop:
     def knows(self, model: nn.Module) -> bool:
         """Return whether a model has been prepared, and not been let go of since."""
         return id(model) in self._prepared
+
+    def optimizers_of(self, model: nn.Module) -> Sequence[Optimizer]:
+        """Return the optimizers that train a model; none if it only computes."""
+        return self._prepared[id(model)].run.optimizers if self.knows(model) else ()
 
     def model_of(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> nn.Module:
         """Return the model whose parameters an optimizer has.
@@ -338,11 +343,3 @@ def _check_owner(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
                 "make the optimizer after everything that replaces parameters (quantisation, LoRA, `.to`), and prepare "
                 "it together with its model. An optimizer for several models must become one for each model"
             )
-
-
-def _follow(model: nn.Module, names: dict[int, str], optimizers: Iterable[Optimizer]) -> None:
-    """Put new parameters of a model into optimizers, in the place of those that have left it."""
-    now = dict(model.named_parameters())
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"][:] = [now[names[id(p)]] if id(p) in names else p for p in group["params"]]

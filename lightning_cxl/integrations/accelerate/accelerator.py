@@ -1,7 +1,8 @@
 """`CXLAccelerator`: Accelerate's accelerator, with models and optimizers on host memory tiers.
 
 An Accelerate loop stays as it is: `prepare` places the model and adopts its optimizers, `backward` collects gradients,
-clipping finds them where they are. Everything else is Accelerate's own.
+clipping finds them where they are. Several processes have a model that `prepare` cuts, with its optimizers, as
+Accelerate's FSDP2 does: see `processes.py`. Everything else is Accelerate's own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +13,12 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn, tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.integrations.accelerate.processes import ShardedAccelerator
 from lightning_cxl.integrations.options_file import read_options
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run.session import Session
@@ -23,7 +26,7 @@ from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.updates.adoption import repoint_scheduler
 
 
-class CXLAccelerator(Accelerator):  # type: ignore[misc]
+class CXLAccelerator(ShardedAccelerator):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
@@ -34,7 +37,8 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
 
     Raises:
         ConfigError: an option with an impossible value.
-        UnsupportedError: several processes, or a plugin that places models itself (DeepSpeed, FSDP, Megatron-LM).
+        UnsupportedError: several processes without gloo for host memory, or a plugin that places models itself
+            (DeepSpeed, FSDP, Megatron-LM).
 
     Example::
 
@@ -77,16 +81,11 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         return ours
 
     def _attach(self, offload: Mapping[str, Any] | str | PathLike[str] | None, loop: Loop | None) -> None:
-        kind = self.distributed_type.value
-        if self.num_processes > 1 or kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-            raise UnsupportedError(
-                f"{type(self).__name__} drives one device from one process, and Accelerate is set up for "
-                f"{self.num_processes} processes, kind {kind}. Launch with `--num_processes 1` and without a plugin "
-                "for DeepSpeed, FSDP or Megatron-LM."
-            )
+        self._check_processes()
         loop = loop or Loop(accumulates=self.gradient_accumulation_steps > 1, writes_unseen=True)
         self.offload = UserLoop(Session(**read_options(offload)), self.device, loop)
         """Models and optimizers in host memory; its `session` has the report."""
+        self._meet()
         self._replaced: list[tuple[Optimizer, Optimizer]] = []  # what schedulers have, and what they are to step with
         if self.scaler is not None:
             self.offload.attach_scaler(self.scaler)
@@ -105,6 +104,9 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         if device_placement is not None and len(device_placement) != len(args):
             raise ConfigError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
         optimizers = [each for each in args if isinstance(each, Optimizer)]
+        for model in args:
+            if isinstance(model, nn.Module):
+                self._cut(model, [_inner(each) for each in optimizers])
         adopted = self._adopt([each for each in args if isinstance(each, nn.Module)], optimizers)
         new_of = dict(zip(map(id, optimizers), adopted, strict=True))
         asked = [None] * len(args) if device_placement is None else device_placement
@@ -118,8 +120,10 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model, which is placed on its tiers; see Accelerate's `prepare_model`."""
+        self._cut(model, [])
         self.offload.prepare(model)
-        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
+        plain = evaluation_mode or self.num_processes > 1  # else Accelerate wraps it in DDP
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=plain)
         if prepared is not model:  # a wrapper, of torch.compile: its own `zero_grad` knows no masters
             prepared.__dict__["zero_grad"] = _ZeroGradOf(model)
         return prepared
@@ -168,7 +172,8 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         holders = self.offload.holders(parameters)
         optimizer = self.offload.clipping_in_step(holders) if norm_type == 2 else None
         if optimizer is None:
-            return super().clip_grad_norm_(holders, max_norm, norm_type)  # type: ignore[no-any-return]
+            norm = super().clip_grad_norm_(holders, max_norm, norm_type)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.unscale_gradients()
         return tensor(optimizer.clip_grad_norm_(max_norm))
 

@@ -1,40 +1,58 @@
 """`CXLFabricStrategy`: the strategy for Lightning Fabric, whose users write the training loop.
 
 ``fabric.setup(model, optimizer)`` places the model and adopts its optimizers; ``fabric.backward``, clipping and steps
-are as ever. See [Note: Call order in a user's loop].
+are as ever. With several devices it is ``fabric.setup_module(model)``, which cuts the model, then the optimizer of what
+it has now, and ``fabric.setup_optimizers(optimizer)``, as with Fabric's `ModelParallelStrategy`.
+See [Note: Call order in a user's loop].
 """
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cxl.config import with_option_fields
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.integrations.fabric import sharded_files
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
-from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, SingleDeviceStrategy
+from lightning_cxl.integrations.lightning.lightning_api import (
+    Accelerator,
+    CheckpointIO,
+    FabricLauncher,
+    FabricParallelStrategy,
+    SingleDeviceStrategy,
+)
+from lightning_cxl.integrations.lightning.processes import Processes
 from lightning_cxl.integrations.reporting import Reporting
 from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.session import Session
+from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.straight_copy import copying_from
 from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.sharding.processes import gather_on_machine
 from lightning_cxl.updates.adoption import repoint_scheduler
 
 _UNKNOWN = Loop(writes_unseen=True)
 
 
-class CXLFabricStrategy(Reporting, SingleDeviceStrategy):
+class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy, SingleDeviceStrategy):  # type: ignore[override]
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
         accelerator: filled in by Fabric.
         checkpoint_io: how checkpoints are written; ours (direct, atomic, memory-mapped) when None.
         precision: filled in by Fabric from ``precision=``.
+        timeout: for which a rank waits for the others in a collective, where there are several; None is torch's own.
         **options: the fields of `OffloadConfig`; ``policy`` may also be an object, see `CXLOffloadStrategy`.
 
     Raises:
@@ -47,38 +65,60 @@ class CXLFabricStrategy(Reporting, SingleDeviceStrategy):
     """
 
     strategy_name = "cxl_offload"
-    parallel_devices: list[torch.device] | None = None
-    """Filled in by Fabric."""
+    _num_nodes = 1  # filled in by Fabric
 
     def __init__(
         self,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision: Any = None,
+        timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io or CXLCheckpointIO(), precision=precision)
+        # Fabric asks for this base where one process needs no `launch`; its constructor would write the ranks
+        super(SingleDeviceStrategy, self).__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io or CXLCheckpointIO(), precision=precision
+        )
+        self.parallel_devices, self.cluster_environment = None, None  # filled in by Fabric
         self._session = Session(**options)
         self.config, self.config_origins = self._session.config, self._session.origins
+        self.timeout, self.replicate_machines = timeout, self.config.replicate_machines
         self._loop: UserLoop | None = None
         self._moved: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
-    # -- set-up ------------------------------------------------------------------------------------------------------
+    # -- processes ---------------------------------------------------------------------------------------------------
 
     @property
-    def root_device(self) -> torch.device:
-        """The device that models compute on.
+    def num_nodes(self) -> int:  # type: ignore[override]
+        """How many machines there are."""
+        return self._num_nodes
 
-        Raises:
-            UnsupportedError: Fabric has been given several.
-        """
-        devices = self.parallel_devices or [torch.device("cpu")]
-        if len(devices) > 1:
-            raise UnsupportedError(
-                f"`{type(self).__name__}` drives one device in this version, and Fabric gives it {len(devices)}: "
-                f"{', '.join(map(str, devices))}. Use `devices=1`."
-            )
-        return devices[0]
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """Which part of the data is for this process; None with one process, whose sampler stays."""
+        return super().distributed_sampler_kwargs if self.is_distributed else None
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
+
+    def _configure_launcher(self) -> None:
+        """Several processes are started by Fabric where nobody else has."""
+        cluster = self.cluster_environment
+        if self.is_distributed and cluster is not None and not cluster.creates_processes_externally:
+            self._launcher = FabricLauncher(cluster, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Prepare the device, let the processes meet, and give each its part of the machine."""
+        super().setup_environment()
+        if self.is_distributed:
+            gather = partial(gather_on_machine, machine=self.node_rank)
+            self._session.bind(self.local_rank, self.num_processes, self.root_device, gather)
+
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Replace a tensor by that of all processes together; anything else stays as it is."""
+        return self._reduce(tensor, group, reduce_op)
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
 
     @property
     def offload(self) -> UserLoop:
@@ -118,7 +158,10 @@ class CXLFabricStrategy(Reporting, SingleDeviceStrategy):
         self._prepare(module)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Place a module for use without training, or until `setup_optimizer`."""
+        """Place a module for use without training, or until `setup_optimizer`; cut it first, if there are several
+        processes."""
+        if self.is_distributed:
+            cut_for(self._session, module, self.device_mesh, self.root_device)
         self._prepare(module)
         return module
 
@@ -129,7 +172,17 @@ class CXLFabricStrategy(Reporting, SingleDeviceStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Place a module and adopt its optimizers."""
+        """Place a module and adopt its optimizers.
+
+        Raises:
+            UnsupportedError: there are several processes.
+        """
+        if self.is_distributed:
+            raise UnsupportedError(
+                f"{type(self).__name__} cuts the model over {self.world_size} processes, and an optimizer that was "
+                "made before has parameters that the model then has no more: call `model = fabric.setup_module(model)`,"
+                " make the optimizer of `model.parameters()`, then call `fabric.setup_optimizers(optimizer)`"
+            )
         adopted = self._prepare(module, optimizers)
         for old, new in zip(optimizers, adopted, strict=True):
             if scheduler is not None and old is not new:
@@ -146,7 +199,8 @@ class CXLFabricStrategy(Reporting, SingleDeviceStrategy):
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
         """Clip by the norm; see Fabric's `clip_gradients`."""
         self.offload.look()
-        return super().clip_gradients_norm(*args, **kwargs)
+        norm = super().clip_gradients_norm(*args, **kwargs)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
         """Clip by value; see Fabric's `clip_gradients`."""
@@ -162,7 +216,14 @@ class CXLFabricStrategy(Reporting, SingleDeviceStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write modules, optimizers and other state to one file. See [Note: Optimizer files]."""
+        """Write modules, optimizers and other state to one file. See [Note: Optimizer files].
+
+        Several processes write a folder together. See [Note: Sharded checkpoints].
+        """
+        if self.is_distributed:
+            sharded_files.refuse(storage_options=storage_options, filter=filter)
+            sharded_files.save(Path(self.broadcast(str(path))), state, self.offload)
+            return
         with ExitStack() as stack:
             for run in self._session.runs:
                 run.wait_for_updates()
@@ -171,6 +232,18 @@ class CXLFabricStrategy(Reporting, SingleDeviceStrategy):
                     if writes_ours(self.checkpoint_io, path, storage_options):
                         stack.enter_context(copying_from(run.on_ssd.visits))
             super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> Any:
+        """Load objects from a file, or from a folder that any number of processes has written; see Fabric's `load`."""
+        if is_sharded_checkpoint(Path(path)):
+            return sharded_files.load(Path(path), state, self.offload, strict=strict, weights_only=weights_only)
+        return super().load_checkpoint(path, state, strict, weights_only)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load whole weights into a module, what of them is here."""
+        super().load_module_state_dict(module, cut_state(state_dict, module), strict)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +254,10 @@ class CXLFabricStrategy(Reporting, SingleDeviceStrategy):
             if loop is not None:
                 loop.close()
         finally:
-            super().teardown()
+            if self.cluster_environment is None:  # nobody has filled it in
+                SingleDeviceStrategy.teardown(self)
+            else:
+                super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without what is going on, which belongs to this process."""

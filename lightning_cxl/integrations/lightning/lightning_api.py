@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
+    from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.fabric.utilities.seed import reset_seed
@@ -55,6 +57,9 @@ else:
     }.items():
         found = importlib.import_module(_module)
         globals().update({name.lstrip("_"): getattr(found, name) for name in _names})
+    _launchers = importlib.import_module(f"{_fabric}.strategies.launchers.subprocess_script")
+    FabricLauncher = _launchers._SubprocessScriptLauncher
+    FabricParallelStrategy = importlib.import_module(f"{_fabric}.strategies").ParallelStrategy
 
 
 def loaded_packages() -> tuple[str, ...]:
@@ -94,6 +99,8 @@ __all__ = [
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
+    "FabricLauncher",
+    "FabricParallelStrategy",
     "LightningArgumentParser",
     "LightningCLI",
     "LightningDataModule",

@@ -1,4 +1,4 @@
-"""`ProcessesStrategy`: what Lightning asks a strategy about processes.
+"""`Processes`: what Lightning and Fabric ask a strategy about processes; `ProcessesStrategy`: the same for Lightning.
 
 With one device there is one process, which is on its own whatever a cluster calls it: no group, no launcher. Several
 devices or machines have a process for each device, which start and meet as those of Lightning's `ModelParallelStrategy`
@@ -24,9 +24,13 @@ from lightning_cxl.integrations.lightning.lightning_api import (
 )
 from lightning_cxl.sharding import processes
 
+_Base: Any = object  # two frameworks have each a class of their own behind `super()`
 
-class ProcessesStrategy(ParallelStrategy):
-    """Lightning fills in the devices, the number of machines and the cluster environment that it has found.
+
+class Processes(_Base):  # type: ignore[misc]
+    """Before Lightning's or Fabric's `ParallelStrategy` in the bases of a strategy.
+
+    The framework fills in the devices, the number of machines and the cluster environment that it has found.
 
     Raises:
         UnsupportedError: in `setup_environment`, for a device of a type that is not known, or for more or fewer
@@ -75,7 +79,7 @@ class ProcessesStrategy(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         """The device that the model computes on in this process."""
-        devices = self.parallel_devices or [torch.device("cpu")]
+        devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
         return devices[self.local_rank]
 
     @property
@@ -92,8 +96,8 @@ class ProcessesStrategy(ParallelStrategy):
         """
         if self._device_mesh is None:
             raise RuntimeError(
-                f"{type(self).__name__} has no device mesh: it is there from `setup_environment` on, where the Trainer "
-                f"has several devices; this one has {self.num_nodes * self.num_processes}"
+                f"{type(self).__name__} has no device mesh: it is there after `setup_environment` (Fabric: `launch`), "
+                f"where there are several devices; there are {self.num_nodes * self.num_processes} here"
             )
         return self._device_mesh
 
@@ -106,12 +110,6 @@ class ProcessesStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
             rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
-    def _configure_launcher(self) -> None:
-        """Several processes are started by Lightning where nobody else has; else what was started is checked."""
-        if self.is_distributed:
-            assert self.cluster_environment is not None
-            self._launcher = WatchingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
     def setup_environment(self) -> None:
         """Prepare the device, and let the processes meet."""
         if self.root_device.type != "cpu":
@@ -121,7 +119,7 @@ class ProcessesStrategy(ParallelStrategy):
             self._meet()
 
     def _meet(self) -> None:
-        assert self.cluster_environment is not None and self.lightning_module is not None
+        assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
         options = processes.group_options(self.root_device, self.timeout)
@@ -132,14 +130,6 @@ class ProcessesStrategy(ParallelStrategy):
         self._device_mesh = processes.make_mesh(
             self.root_device, self.num_nodes, self.num_processes, replicate=self.replicate_machines
         )
-        if isinstance(self._launcher, WatchingLauncher):
-            self._launcher.watch()
-        self.lightning_module._device_mesh = self._device_mesh  # users find it there in `configure_model`
-
-    def teardown(self) -> None:
-        """Nobody needs to know any more whether this process goes on."""
-        if isinstance(self._launcher, WatchingLauncher):
-            self._launcher.end_watch()
 
     # -- together ----------------------------------------------------------------------------------------------------
 
@@ -152,11 +142,9 @@ class ProcessesStrategy(ParallelStrategy):
         """Return what rank `src` gives."""
         return processes.broadcast(obj, src) if self._has_met else obj
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+    def _reduce(self, tensor: Any, group: Any, op: Any) -> Any:
         """Replace a tensor by that of all processes together; anything else stays as it is."""
-        if not self._has_met or not isinstance(tensor, Tensor):
-            return tensor
-        return processes.reduce(tensor, group, reduce_op)
+        return processes.reduce(tensor, group, op) if self._has_met and isinstance(tensor, Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all processes say yes; with ``all=False``, whether any does."""
@@ -169,3 +157,29 @@ class ProcessesStrategy(ParallelStrategy):
     @property
     def _has_met(self) -> bool:
         return self.is_distributed and dist.is_initialized()
+
+
+class ProcessesStrategy(Processes, ParallelStrategy):
+    """What Lightning's Trainer asks. See `Processes`."""
+
+    def _configure_launcher(self) -> None:
+        """Several processes are started by Lightning where nobody else has; else what was started is checked."""
+        if self.is_distributed:
+            assert self.cluster_environment is not None
+            self._launcher = WatchingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _meet(self) -> None:
+        super()._meet()
+        if isinstance(self._launcher, WatchingLauncher):
+            self._launcher.watch()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh  # users find it there in `configure_model`
+
+    def teardown(self) -> None:
+        """Nobody needs to know any more whether this process goes on."""
+        if isinstance(self._launcher, WatchingLauncher):
+            self._launcher.end_watch()
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Replace a tensor by that of all processes together; anything else stays as it is."""
+        return self._reduce(tensor, group, reduce_op)

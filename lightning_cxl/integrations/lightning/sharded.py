@@ -9,17 +9,13 @@ from typing import Any
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
 from lightning_cxl.run.checkpoint import LoadedCheckpoint
+from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import TIED, is_sharded_checkpoint, remove, save
-from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.sharding.processes import gather_on_machine
-from lightning_cxl.shards import shard_of, sharded_like
-from lightning_cxl.streaming.quantised import has_quantised
-from lightning_cxl.streaming.units import find_units
 
 
 class ShardedStrategy(ProcessesStrategy):
@@ -48,21 +44,9 @@ class ShardedStrategy(ProcessesStrategy):
         Raises:
             UnsupportedError: an option that needs one process.
         """
-        if not self.is_distributed:
-            return
-        assert isinstance(self.model, nn.Module)
-        if self.config.ssd() is not None:
-            raise UnsupportedError(
-                "the tier `ssd` serves one process in this version, and there are "
-                f"{self.world_size}: leave the tier out, or train with devices=1"
-            )
-        if has_quantised(self.model):
-            raise UnsupportedError(
-                f"quantised weights serve one process in this version, and there are {self.world_size}: train with "
-                "devices=1, or load the model without quantization"
-            )
-        units = find_units(self.model, self.config.units)
-        self._root = cut(self.model, units, self.device_mesh, self._session.host_on(self.root_device).engine)
+        if self.is_distributed:
+            assert isinstance(self.model, nn.Module)
+            self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device)
 
     # -- steps: what Lightning calls must be the module that gathers -------------------------------------------------
 
@@ -130,9 +114,6 @@ class ShardedStrategy(ProcessesStrategy):
         if isinstance(checkpoint, LoadedCheckpoint) and checkpoint.folder is not None:
             checkpoint.folder.read_weights(module, strict=strict)
         elif self._root is not None:
-            own = dict(module.named_parameters(remove_duplicate=False))
-            saved = checkpoint["state_dict"]
-            here = {n: sharded_like(shard_of(value, own[n]), own[n]) for n, value in saved.items() if n in own}
-            module.load_state_dict({**saved, **here}, strict=strict)
+            module.load_state_dict(cut_state(checkpoint["state_dict"], module), strict=strict)
         else:
             super().load_model_state_dict(checkpoint, strict)

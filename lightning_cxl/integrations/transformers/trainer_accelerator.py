@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.accelerate.accelerator import CXLAccelerator
 
 
@@ -34,6 +35,12 @@ class TrainerAccelerator(CXLAccelerator):
             UnsupportedError: several processes, or a plugin that places models itself.
         """
         accelerator = trainer.accelerator
+        if accelerator.num_processes > 1:
+            raise UnsupportedError(
+                f"{type(trainer).__name__} drives one process in this version, and {accelerator.num_processes} were "
+                "started: launch with `--num_processes 1`, or train in several processes with CXLOffloadStrategy of "
+                "Lightning, CXLFabricStrategy or CXLAccelerator"
+            )
         frozen = [] if accelerator._optimizers else list(accelerator._models)
         for model in frozen:
             accelerator._models.remove(model)

@@ -1,0 +1,94 @@
+"""Checkpoints of a user's loop with several processes: a folder for each model. See [Note: Sharded checkpoints]."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.run import sharded_checkpoint
+from lightning_cxl.run.checkpoint import entry_of, restore_masters
+from lightning_cxl.run.saved_generation import KEY
+from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from lightning_cxl.run.user_loop import UserLoop
+
+
+def save(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], loop: UserLoop, rest: Mapping[str, Any]
+) -> None:
+    """Write a model and its optimizers, on all processes together.
+
+    Args:
+        path: the same on all processes.
+        model: that `loop` has prepared.
+        optimizers: of it, as `loop` gave them back.
+        loop: that has prepared them.
+        rest: what is no tensor; under our key more for our entry.
+
+    Raises:
+        ConfigError: an optimizer was not prepared.
+        CheckpointError: see `sharded_checkpoint.save`.
+    """
+    tensors: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for index, optimizer in enumerate(optimizers):
+        run = loop.run_of(optimizer)
+        run.wait_for_updates()
+        run.adopt_joined()
+        tensors[f"optimizer_{index}"] = sharded_checkpoint.optimizer_tensors(optimizer, run.masters.name_of)
+        own = entry_of(optimizers, run.masters, run.num_received)
+    masters = own.pop("master_weights", None)
+    if masters:
+        tensors[KEY] = {"master_weights": masters}
+    tensors["state_dict"] = model.state_dict()
+    sharded_checkpoint.save(path, tensors, {**rest, KEY: {**rest.get(KEY, {}), **own}})
+
+
+def read_rest(path: Path, *, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what of a checkpoint is no tensor, and our entry."""
+    rest = ShardedCheckpoint(path).rest(weights_only=weights_only)
+    return rest, rest.pop(KEY, None) or {}
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizers: Mapping[int, Optimizer],
+    loop: UserLoop,
+    *,
+    strict: bool,
+    weights_only: bool | None = None,
+) -> None:
+    """Load a model and its optimizers, each process what it has of them.
+
+    Args:
+        path: of the folder.
+        model: INOUT.
+        optimizers: of it, as `loop` gave them back, by their number in the checkpoint. INOUT.
+        loop: that has prepared them.
+        strict: whether the names of weights must be the same here and there.
+        weights_only: see `torch.load`.
+
+    Raises:
+        CheckpointError: it is of another model or of other optimizers, or damaged.
+        ConfigError: an optimizer was not prepared.
+    """
+    folder = ShardedCheckpoint(path)
+    own = folder.rest(weights_only=weights_only).get(KEY) or {}
+    if any(index >= folder.num_optimizers for index in optimizers):
+        raise CheckpointError(
+            f"checkpoint `{path}` has state of {folder.num_optimizers} optimizers, and {len(optimizers)} are to be "
+            "loaded: prepare those that were saved, in the same order"
+        )
+    folder.read_weights(model, strict=strict)
+    for index, optimizer in optimizers.items():
+        run = loop.run_of(optimizer)
+        run.adopt_joined()
+        folder.optimizer(index, optimizer, run.masters.name_of)
+        run.rehome_state(optimizer)
+        run.num_received = own.get("num_gradients", 0)
+    for run in {id(run): run for run in map(loop.run_of, optimizers.values())}.values():
+        saved = folder.masters({pair.name: pair.master for pair in run.masters})
+        restore_masters(saved, run.masters, run.optimizers)

@@ -1,0 +1,49 @@
+"""Several processes under Accelerate: as one process, with states that any number of processes goes on from."""
+
+import pytest
+
+from tests.distributed import accelerate_runs
+from tests.distributed.ranks import RankError
+from tests.distributed.test_lightning import assert_close, assert_identical
+
+
+def run(ranks, world, *args, **keywords):
+    """Return what rank 0 has of a run of `world` ranks; of one in this process."""
+    if world == 1:
+        return accelerate_runs.train(*args, **keywords)
+    results = ranks.of(world).run(accelerate_runs.train, *args, **keywords)
+    for each in results[1:]:
+        assert (each["losses"], each["norms"]) == (results[0]["losses"], results[0]["norms"])
+    return results[0]
+
+
+CASES = {
+    "plain": {},
+    "accumulated and clipped": {"micro_batches": 2, "clip": 0.5},
+    "another optimizer": {"optimizer": "SGD", "clip": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_processes_train_as_one(ranks, name):
+    two, one = run(ranks, 2, 4, **CASES[name]), run(ranks, 1, 4, **CASES[name])
+    assert_close(two, one)
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("before, after", [(2, 2), (2, 1)])
+def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, optimizer):
+    path = str(tmp_path / "step_3")
+    whole = run(ranks, before, 6, optimizer=optimizer)
+    run(ranks, before, 3, save=path, optimizer=optimizer)
+    rest = run(ranks, after, 6, resume=path, optimizer=optimizer)
+    compare = assert_identical if before == after else assert_close
+    compare(rest, {**whole, "losses": whole["losses"][3:]})
+
+
+def test_a_state_of_one_process_is_refused_by_several(ranks, tmp_path):
+    path = str(tmp_path / "step_1")
+    run(ranks, 1, 1, save=path)
+    with pytest.raises(RankError, match="was written by one process"):
+        run(ranks, 2, 2, resume=path)

@@ -1,0 +1,71 @@
+"""Several processes under Fabric: as one process, with checkpoints that any number of processes goes on from."""
+
+import pytest
+import torch
+
+from tests.distributed import fabric_runs
+from tests.distributed.test_lightning import assert_close, assert_identical
+
+
+def run(ranks, world, *args, **keywords):
+    """Return what rank 0 has of a run of `world` ranks; of one in this process."""
+    if world == 1:
+        return fabric_runs.train(*args, **keywords)
+    results = ranks.of(world).run(fabric_runs.train, *args, **keywords)
+    for each in results[1:]:
+        assert (each["losses"], each["norms"]) == (results[0]["losses"], results[0]["norms"])
+    return results[0]
+
+
+CASES = {
+    "plain": {},
+    "accumulated and clipped": {"micro_batches": 2, "clip": 0.5},
+    "where synchronization is skipped": {"micro_batches": 2, "clip": 0.5, "skip_sync": True},
+    "another optimizer": {"optimizer": "SGD", "clip": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_processes_train_as_one(ranks, name):
+    two, one = run(ranks, 2, 4, **CASES[name]), run(ranks, 1, 4, **CASES[name])
+    assert_close(two, one)
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+
+
+STATES = {
+    "float32": {},
+    "another optimizer": {"optimizer": "SGD"},
+    "bf16 with split masters": {"dtype": torch.bfloat16},
+    "bf16 with float32 masters": {"dtype": torch.bfloat16, "options": {"master": "fp32"}},
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_resume_is_exact(ranks, tmp_path, state):
+    path = str(tmp_path / "half.ckpt")
+    whole = run(ranks, 2, 6, **STATES[state])
+    run(ranks, 2, 3, save=path, **STATES[state])
+    rest = run(ranks, 2, 6, resume=path, **STATES[state])
+    assert_identical(rest, {**whole, "losses": whole["losses"][3:]})
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, state):
+    path = str(tmp_path / "half.ckpt")
+    run(ranks, before, 3, save=path, **STATES[state])
+    rest = run(ranks, after, 6, resume=path, **STATES[state])
+    whole = run(ranks, before, 6, **STATES[state])
+    limit = 2**-7 if "bf16" in state else 1e-6  # one rounding: they differ with the order of sums
+    assert_close(rest, {**whole, "losses": whole["losses"][3:]}, limit)
+
+
+def test_the_model_is_set_up_before_its_optimizer_is_made(ranks):
+    for error in ranks.of(2).run(fabric_runs.set_up_together):
+        assert error.startswith("UnsupportedError") and "fabric.setup_module(model)" in error
+
+
+def test_processes_agree(ranks):
+    assert ranks.of(2).run(fabric_runs.agree) == [
+        (rank, 2, "from 1", 1.0, [0.0, 1.0]) for rank in range(2)
+    ]  # fmt: skip
