@@ -63,7 +63,13 @@ ARGUMENTS = {
         "timeout": None,
         **OPTIONS,
     },
-    lightning_cxl.CXLFabricStrategy: {"accelerator": None, "checkpoint_io": None, "precision": None, **OPTIONS},
+    lightning_cxl.CXLFabricStrategy: {
+        "accelerator": None,
+        "checkpoint_io": None,
+        "precision": None,
+        "timeout": None,
+        **OPTIONS,
+    },
     CausalLM: {
         "name_or_path": None,
         "vocab_size": 8192,

@@ -152,10 +152,10 @@ MUTANTS = (
         (f"{_MODELS}::test_a_model_that_accelerate_compiles",),
     ),
     Mutant(
-        "only one process",
-        _OURS,
-        "if self.num_processes > 1 or kind",
-        "if kind",
+        "no plugin that places models itself",
+        "lightning_cxl/integrations/accelerate/processes.py",
+        'if kind not in ("MULTI_CPU", "MULTI_GPU") and (several or kind != "NO"):',
+        "if False:",
         (f"{_MODELS}::test_several_processes_and_other_plugins",),
     ),
     Mutant(

@@ -14,8 +14,8 @@ MUTANTS = (
     Mutant(
         "the bad gradient is looked for before clipping",
         _FABRIC,
-        "        self.offload.look()\n        return super().clip",
-        "        return super().clip",
+        "        self.offload.look()\n        norm = super().clip",
+        "        norm = super().clip",
         T_FABRIC,
     ),
     Mutant(
