@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         "new parameters take the place of old ones in optimizers",
         _LOOP,
-        "            _follow(model, names, optimizers)  # some",
+        "            follow(names, model, optimizers)  # some",
         "            pass  # some",
         T_FABRIC,
     ),
