@@ -6,6 +6,8 @@ _WATCH = "lightning_cxl/sharding/watch.py"
 _FAILURES = "lightning_cxl/sharding/failures.py"
 _AGREEMENT = "tests/distributed/test_agreement.py"
 _PARITY = "tests/distributed/test_parity.py"
+_FOLDERS = "lightning_cxl/run/sharded_checkpoint.py"
+_T_FOLDERS = "tests/distributed/test_folders.py"
 _TEST = "tests/unit/sharding/test_watch.py"
 
 MUTANTS = (
@@ -99,5 +101,33 @@ MUTANTS = (
         'path.with_name(f".{path.name}.partial")',
         "path",
         ("tests/unit/run/test_sharded_checkpoint.py",),
+    ),
+    Mutant(
+        "folders of users stay that are called as unfinished ones are",
+        _FOLDERS,
+        "left.is_dir() and all(_IS_OURS(each.name) for each in left.iterdir())",
+        "left.is_dir()",
+        (f"{_T_FOLDERS}::test_what_killed_runs_have_left_is_removed_and_nothing_else",),
+    ),
+    Mutant(
+        "what another run is writing stays",
+        _FOLDERS,
+        "with contextlib.suppress(OSError), _locked(left):",
+        "with contextlib.suppress(OSError):",
+        (f"{_T_FOLDERS}::test_what_killed_runs_have_left_is_removed_and_nothing_else",),
+    ),
+    Mutant(
+        "an error that one process has in a save is ours on all",
+        _FOLDERS,
+        "except (Exception, CheckpointException) as error:",
+        "except Exception as error:",
+        (f"{_T_FOLDERS}::test_an_error_of_one_process_is_raised_by_all",),
+    ),
+    Mutant(
+        "nobody finds a part of a checkpoint that is being removed",
+        _FOLDERS,
+        "    os.rename(path, partial)\n    _remove(partial)\n",
+        "    _remove(path)\n",
+        (f"{_T_FOLDERS}::test_a_checkpoint_is_removed_at_once",),
     ),
 )
