@@ -131,6 +131,18 @@ def test_the_benchmark_of_shared_weights_writes_rows(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_several_ranks_writes_rows(tmp_path):
+    """It compares losses with shared weights and without itself."""
+    target = tmp_path / "rows.json"
+    command = [sys.executable, EXAMPLES / "bench" / "several_ranks.py", "--size=tiny", "--ranks", "2", "--json", target]
+    few = ["--rounds=2", "--steps=1", "--only", "fsdp2", "ours", "ours, shared"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, *few], env=environment, check=True, capture_output=True, timeout=300)
+    values = {row["name"]: row["value"] for row in json.loads(target.read_text())["rows"]}
+    assert all(values[f"2 ranks, {name}: step"] > 0 for name in few[3:])
+
+
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
     target = tmp_path / "rows.json"
     command = [sys.executable, EXAMPLES / "bench" / "gpu.py", "--shape=tiny", "--seq=64", "--device=cpu", "--steps=3"]
