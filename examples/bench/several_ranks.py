@@ -1,4 +1,4 @@
-"""Host memory and step time of one job that several ranks of a machine train: FSDP2, this package, DeepSpeed ZeRO-3.
+"""Host memory and step time of one job that several ranks of a machine train: FSDP2, and this package.
 
 A Llama in bfloat16 with AdamW, blocks recomputed in the backward, 64 tokens for each rank, gloo, the CPU as device, one
 thread for each rank. What each contender keeps, in bytes per parameter, all ranks together:
@@ -8,8 +8,6 @@ thread for each rank. What each contender keeps, in bytes per parameter, all ran
 * fsdp2, offload: the same with `CPUOffloadPolicy`, which on the CPU has nothing to move.
 * ours: bfloat16 shards and gradients, lower halves of float32 masters, `CPUAdam`: 2 + 2 + 2 + 8 = 14.
 * ours, shared: the same, with weights in memory that all ranks map (`share_weights`), in the place of gathers.
-* zero-3: DeepSpeed's ZeRO-3, parameters and optimizer offloaded to the CPU: 2 weights + 4 masters + 4 gradients + 8
-  state = 18, with groups and buckets as small as a block and a matrix. Left out where DeepSpeed is missing.
 
 Every contender has processes of its own, which stay; steps are done block by block in turns, in a new random order each
 round. A step takes as long as its slowest rank. *Grown*: anonymous and shared memory (`Pss_Anon`, `Pss_Shmem`) of all
@@ -24,7 +22,6 @@ ranks have at once with plain matrix products and copies, which are measured in 
 
 import argparse
 import contextlib
-import importlib.util
 import multiprocessing
 import os
 import random
@@ -60,7 +57,7 @@ from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.sharding.shared_memory import share_weights
 from lightning_cxl.streaming.units import find_units
 
-KEPT = {"fsdp2": 16, "fsdp2, offload": 16, "ours": 14, "ours, shared": 14, "zero-3": 18}
+KEPT = {"fsdp2": 16, "fsdp2, offload": 16, "ours": 14, "ours, shared": 14}
 """Bytes per parameter between steps and gradients."""
 UPDATED = 12 + 12
 """Bytes per parameter that an update must read and write: float32 weights and state; gradients come on top."""
@@ -130,42 +127,11 @@ def by_us(size: str, ranks: int, shares: bool) -> Iterator[Step]:
     loop.close()
 
 
-@contextlib.contextmanager
-def by_deepspeed(size: str, ranks: int) -> Iterator[Step]:
-    import deepspeed
-
-    model = make_model(size)
-    recompute(model)
-    matrix = max(each.numel() for each in model.parameters())
-    block = sum(each.numel() for each in find_units(model)[0][1].parameters())
-    on_host = {"device": "cpu", "pin_memory": False}
-    zero = {
-        "stage": 3, "offload_optimizer": on_host, "offload_param": on_host, "sub_group_size": block,
-        "reduce_bucket_size": matrix, "stage3_prefetch_bucket_size": matrix, "stage3_max_live_parameters": block,
-        "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0,
-    }  # fmt: skip
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": True},
-        "zero_optimization": zero,
-    }  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-
-    def step(tokens: torch.Tensor) -> float:
-        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        return float(loss.item())
-
-    yield step
-    engine.destroy()
-
-
 CONTENDERS: dict[str, Callable[[str, int], Any]] = {
     "fsdp2": lambda size, ranks: by_fsdp2(size, ranks, OffloadPolicy()),
     "fsdp2, offload": lambda size, ranks: by_fsdp2(size, ranks, CPUOffloadPolicy(pin_memory=False)),
     "ours": lambda size, ranks: by_us(size, ranks, False),
     "ours, shared": lambda size, ranks: by_us(size, ranks, True),
-    "zero-3": by_deepspeed,
 }
 
 
@@ -190,7 +156,6 @@ def speeds(size: str) -> tuple[float, float]:
 def work(name: str, rank: int, ranks: int, size: str, folder: str, pipe: Any) -> None:
     """Do what the parent says and answer, as one rank of a contender."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # DeepSpeed asks for them; nothing is opened
     made = torch.Generator().manual_seed(17 + rank)
 
     def block(step: Step, count: int, vocabulary: int) -> dict[str, Any]:
@@ -380,9 +345,6 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     names = options.only or list(CONTENDERS)
-    if "zero-3" in names and importlib.util.find_spec("deepspeed") is None:
-        print("DeepSpeed is not installed (`DS_ACCELERATOR=cpu pip install deepspeed ninja`): zero-3 is left out")
-        names.remove("zero-3")
     results, begin = Results(machine(1)), cpu_seconds()
     for ranks in options.ranks:
         report(ranks, measure(names, ranks, options), options, results)
