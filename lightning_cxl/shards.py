@@ -36,6 +36,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(shard, "host", shard)
 
 
+def settle(tensor: torch.Tensor) -> None:
+    """Return when no copy to a device reads the memory that this process holds of a tensor: it may be written then."""
+    if isinstance(tensor, DTensor) and (finish := getattr(tensor._local_tensor, "settle", None)) is not None:
+        finish()
+
+
 def sharded_like(shard: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
     """Return `shard` as the part of this process in a tensor that is cut like `owner`; itself if that is not cut.
 

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from lightning_cxl.optim.number_formats import MasterForm
 from lightning_cxl.optim.tensor_checks import is_flat_like
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.shards import local, sharded_like
+from lightning_cxl.shards import local, settle, sharded_like
 from lightning_cxl.transfer.engine import HostEngine, Transfer, TransferEngine
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
@@ -171,6 +171,8 @@ class MasterWeights:
         written, self._written = self._written, []
         for transfer in written:
             transfer.wait_host()
+        for pair in self:
+            settle(pair.compute)
 
     def compute_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the compute parameter of a master, and anything else as it is."""

@@ -11,7 +11,7 @@ import torch
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, StorageError, TierFullError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.awaited_params import plain
-from lightning_cxl.optim.eight_bit import decode, dynamic_map, flattened, num_blocks
+from lightning_cxl.optim.eight_bit import decode, dynamic_map, flattened
 from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision
 from lightning_cxl.optim.number_formats import StatePrecision, join, split
 from lightning_cxl.optim.state_records import At, StateRecord
@@ -19,7 +19,7 @@ from lightning_cxl.optim.tensor_checks import follows
 from lightning_cxl.optim.threads import Stretch
 from lightning_cxl.optim.visits import NoVisits, Visits
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.shards import local, shard_of, sharded_like
+from lightning_cxl.shards import is_sharded, local, shard_of, sharded_like
 
 
 class KnownRow(NamedTuple):
@@ -217,10 +217,9 @@ def _shard_of_moment(
     """
     if values.dtype is not torch.uint8 or scales is None:
         return shard_of(values, parameter), None
-    shard = local(parameter)
-    if shard is parameter or scales.numel() == num_blocks(shard.numel()) != num_blocks(parameter.numel()):
+    if is_sharded(values) or not is_sharded(parameter):  # its scales are those of the shard, or of the whole
         return local(values), scales
-    return shard_of(decode(shard_of(values, values.new_empty(0)), scales, unsigned=unsigned), parameter), None
+    return shard_of(decode(values, scales, unsigned=unsigned), parameter), None
 
 
 class ParameterStates:

@@ -10,13 +10,15 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.run.session import Session
-from lightning_cxl.sharding.fsdp import cut
+from lightning_cxl.sharding.fsdp import cut, reshard
 from lightning_cxl.shards import shard_of, sharded_like
 from lightning_cxl.streaming.quantised import has_quantised
 from lightning_cxl.streaming.units import find_units
 
 
-def cut_for(session: Session, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def cut_for(
+    session: Session, model: nn.Module, mesh: DeviceMesh, device: torch.device, root: nn.Module | None = None
+) -> nn.Module:
     """Cut a model over all processes, and return the root. See [Note: Sharded models].
 
     Args:
@@ -24,6 +26,7 @@ def cut_for(session: Session, model: nn.Module, mesh: DeviceMesh, device: torch.
         model: INOUT: its parameters are replaced by others.
         mesh: of all processes.
         device: that this process computes on.
+        root: see `cut`.
 
     Raises:
         UnsupportedError: an option or a model that needs one process.
@@ -38,14 +41,15 @@ def cut_for(session: Session, model: nn.Module, mesh: DeviceMesh, device: torch.
             f"quantised weights serve one process in this version, and there are {mesh.size()}: train with "
             "devices=1, or load the model without quantization"
         )
-    return cut(model, find_units(model, session.config.units), mesh, session.host_on(device).engine)
+    return cut(model, find_units(model, session.config.units), mesh, session.host_on(device).engine, root)
 
 
 def cut_state(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return a state dict of whole weights for `load_state_dict` of a model that is cut: its parameters cut alike."""
+    reshard(model)
     own = dict(model.named_parameters(remove_duplicate=False))
-    here = {name: sharded_like(shard_of(value, own[name]), own[name]) for name, value in saved.items() if name in own}
-    return {**saved, **here}
+    fitting = {name: value for name, value in saved.items() if name in own and value.shape == own[name].shape}
+    return {**saved, **{n: sharded_like(shard_of(value, own[n]), own[n]) for n, value in fitting.items()}}
 
 
 def follow(names: Mapping[int, str], model: nn.Module, optimizers: Iterable[Optimizer]) -> None:

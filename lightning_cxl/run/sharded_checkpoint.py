@@ -22,6 +22,7 @@ this place: nobody has a lock on it any more.
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -40,6 +41,8 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS
 from lightning_cxl.shards import first_element, is_sharded
 from lightning_cxl.storage.system import exchange, sync_folder
+
+log = logging.getLogger(__name__)
 
 META = "meta.pt"
 TIED = "tied_weights"
@@ -151,16 +154,17 @@ def _on_first(path: Path, act: Callable[[], None]) -> None:
     Raises:
         CheckpointError: it could not.
     """
-    problem: list[Exception | None] = [None]
+    problem: list[str | None] = [None]  # as text: not every error can be sent
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             act()
         except Exception as error:
-            problem[0] = error
+            problem[0] = str(error) or type(error).__name__
+            log.info("a checkpoint could not be written", exc_info=error)
     if dist.is_initialized():
         dist.broadcast_object_list(problem)
     if problem[0] is not None:
-        raise _not_written(path, problem[0]) from problem[0]
+        raise _not_written(path, RuntimeError(problem[0]))
 
 
 def first_failure(error: BaseException) -> BaseException:

@@ -3,8 +3,9 @@
 [Note: Sharded models]
 FSDP2 (``torch.distributed.fsdp.fully_shard``) cuts, gathers and reduces; we say what is gathered together, and where
 shards lie. Each unit is gathered by itself, before its forward and before its backward; everything else belongs to the
-root, the smallest module that has all parameters, which is gathered once in a step. A model that its user has cut
-already stays as it is.
+root, the smallest module that has all parameters, which is gathered once in a step. Where Lightning optimizes, that is
+the LightningModule, so that its step may call any method of its models. A model that its user has cut already stays as
+it is.
 
 * Shards: when a run begins they move to the memory that the policy gives; FSDP2 gathers from there.
 * Offloaded checkpointing is inside of what FSDP2 wraps: FSDP2's hooks belong to the call of a module, ours stand in
@@ -23,7 +24,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
 from lightning_cxl.sharding.torch_private import move_shard, padded_size, put_shard, sharded_parameters
 from lightning_cxl.shards import local, shard_of
@@ -53,7 +56,11 @@ def root_of(model: nn.Module) -> nn.Module:
 
 
 def cut(
-    model: nn.Module, units: Sequence[tuple[str, nn.Module]], mesh: DeviceMesh, engine: TransferEngine
+    model: nn.Module,
+    units: Sequence[tuple[str, nn.Module]],
+    mesh: DeviceMesh,
+    engine: TransferEngine,
+    root: nn.Module | None = None,
 ) -> nn.Module:
     """Cut a model over the processes of a mesh. See [Note: Sharded models].
 
@@ -63,12 +70,19 @@ def cut(
         units: that are gathered by themselves.
         mesh: of the device: one dimension that cuts, or two: ``replicate``, then ``shard``.
         engine: of the device.
+        root: a module with all parameters that is always called as a whole; None for the smallest one.
+
+    Raises:
+        UnsupportedError: its user has cut the model in a way that tiers cannot have.
 
     Returns:
         The root, which must be called for the parameters outside of units to be gathered.
     """
-    root = root_of(model)
-    if not is_cut(model):
+    root = root_of(model) if root is None else root
+    if is_cut(model):
+        refuse_other_cuts(model)
+        reshard(model)
+    else:
         values = {} if engine.computes_on_host else _without_values(model, engine.device)
         for _, unit in units:
             if unit is not root and next(unit.parameters(), None) is not None:
@@ -78,7 +92,35 @@ def cut(
             owners = dict(model.named_parameters())
             host_shards(model, lambda name, shape, dtype: shard_of(values.pop(name), owners[name]).clone(), engine)
         _agree_on_values(model, mesh)
+        root.register_forward_hook(_reshard_after_evaluation)
     return root
+
+
+def reshard(model: nn.Module) -> None:
+    """Let a model have its shards as parameters: the root keeps what it has gathered until a backward is over."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _reshard_after_evaluation(root: nn.Module, _inputs: object, _output: object) -> None:
+    """No backward comes that would: parameters are looked up next, or shards written, which the root would not see."""
+    if not torch.is_grad_enabled() and isinstance(root, FSDPModule):
+        root.reshard()
+
+
+def refuse_other_cuts(model: nn.Module) -> None:
+    """Refuse parameters that a user has cut in another way than by rows.
+
+    Raises:
+        UnsupportedError: names the first.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in parameter.placements):
+            raise UnsupportedError(
+                f"`{name}` is cut as {parameter.placements}: shards of rows alone (`Shard(0)`) can be kept on tiers. "
+                "Leave `shard_placement_fn` and tensor parallelism out, or leave the model to be cut here"
+            )
 
 
 @torch.no_grad()
@@ -112,7 +154,10 @@ def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
             shards = [] if dim == mesh.ndim - 1 else [local(p.detach()) for p in model.parameters()]
             for tensor in (*shards, *model.buffers()):
                 if not tensor.is_meta:
-                    torch.distributed.broadcast(tensor, first, group)
+                    values = tensor.contiguous()
+                    torch.distributed.broadcast(values, first, group)
+                    if values is not tensor:
+                        tensor.copy_(values)
 
 
 @torch.no_grad()

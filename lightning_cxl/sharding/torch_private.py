@@ -29,9 +29,17 @@ def sharded_parameters(model: nn.Module) -> Iterator[Any]:
     """Yield what FSDP2 knows of each parameter that it manages in a model, one for tied ones; see `put_shard`."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            for group in state._fsdp_param_groups:
+            for group in _groups(module):
                 yield from group.fsdp_params
+
+
+def _groups(module: Any) -> list[Any]:
+    """Return what a module gathers by itself: one group where all of it is cut alike."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one at most
+        groups = [group] if (group := state._fsdp_param_group) is not None else []
+    return list(groups)
 
 
 def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
@@ -67,10 +75,7 @@ class FsdpUnit:
     """
 
     def __init__(self, module: Any) -> None:
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11 has one at most
-            groups = [group] if (group := state._fsdp_param_group) is not None else []
+        groups = _groups(module)
         self.module = module
         self.num_groups = len(groups)
         """0 where all parameters are those of other units; more than one where they are sharded in different ways."""

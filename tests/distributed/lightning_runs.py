@@ -21,11 +21,18 @@ class Module(LightningModule):
     """Cross-entropy on the next token; parameters of its own beside those of the model where `own` says so."""
 
     def __init__(
-        self, *, own: bool = False, optimizer: str = "AdamW", manual: bool = False, llama: bool = False
+        self,
+        *,
+        own: bool = False,
+        optimizer: str = "AdamW",
+        manual: bool = False,
+        llama: bool = False,
+        by_method: bool = False,
     ) -> None:
         super().__init__()
         self.model = tiny_llama(tie_word_embeddings=True) if llama else TinyTransformer(dropout=0.0, tied=True)
         self.scale = nn.Parameter(torch.ones(VOCAB)) if own else None
+        self.by_method = by_method  # calls its model by another method than `__call__`
         self.optimizer = optimizer
         self.automatic_optimization = not manual
         self.losses: list[float] = []
@@ -42,7 +49,7 @@ class Module(LightningModule):
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the mean loss."""
-        logits = self.model(tokens[:, :-1])
+        logits = (self.model.forward if self.by_method else self.model)(tokens[:, :-1])
         logits = getattr(logits, "logits", logits)
         logits = logits if self.scale is None else logits * self.scale
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -94,6 +101,7 @@ def fit(
     resume: str | None = None,
     save: str | None = None,
     callback: Callback | None = None,
+    evaluate: bool = False,
 ) -> Result:
     """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
     _, world = place()
@@ -105,7 +113,10 @@ def fit(
         strategy=lightning_cxl.CXLOffloadStrategy(**(options or {})), callbacks=callback and [callback],
         **{**dict.fromkeys(off, False), **(trainer or {})},
     )  # fmt: skip
-    runner.fit(task, DataLoader(TensorDataset(torch.arange(64))), ckpt_path=resume)
+    loader = DataLoader(TensorDataset(torch.arange(64)))
+    if evaluate:
+        runner.validate(task, loader, verbose=False)
+    runner.fit(task, loader, loader if evaluate else None, ckpt_path=resume)
     if save is not None:
         runner.save_checkpoint(save)
         if world > 1:

@@ -38,6 +38,8 @@ CASES = {
     "parameters of the module itself": {"module": {"own": True}},
     "manual optimization": {"module": {"manual": True}},
     "another optimizer": {"module": {"optimizer": "SGD"}, "trainer": {"gradient_clip_val": 0.5}},
+    "evaluated before and meanwhile": {"evaluate": True, "trainer": {"limit_val_batches": 1, "val_check_interval": 2}},
+    "models called by a method": {"module": {"by_method": True}},
 }
 
 
@@ -76,7 +78,7 @@ def resharded():
             yield pytest.param(before, after, state, id=f"{before} to {after}, {state}", marks=marks)
 
 
-@pytest.mark.parametrize("before, after, state", resharded())
+@pytest.mark.parametrize("before, after, state", list(resharded()))
 def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, state):
     path = str(tmp_path / "half.ckpt")
     run(ranks, before, 3, save=path, **STATES[state])

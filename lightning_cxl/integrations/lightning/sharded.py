@@ -1,11 +1,12 @@
 """`ShardedStrategy`: the part of the Lightning strategy that is about a model cut over several processes."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
@@ -46,7 +47,8 @@ class ShardedStrategy(ProcessesStrategy):
         """
         if self.is_distributed:
             assert isinstance(self.model, nn.Module)
-            self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device)
+            root = self.model if getattr(self.model, "automatic_optimization", False) else None
+            self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device, root)
 
     # -- steps: what Lightning calls must be the module that gathers -------------------------------------------------
 
@@ -71,7 +73,11 @@ class ShardedStrategy(ProcessesStrategy):
     ) -> Any:
         module = self.lightning_module
         assert module is not None
-        with context():
+        with ExitStack() as around:
+            around.enter_context(context())
+            if self._root is not None and torch.is_inference_mode_enabled():  # what is gathered is trained with later
+                around.enter_context(torch.inference_mode(False))
+                around.enter_context(torch.no_grad())
             if self._root is module:
                 return self._forward_redirection(module, module, name, *args, **kwargs)
             return getattr(module, name)(*args, **kwargs)
