@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_cxl.run.residence import Residence
 
-NO_MEMORY = SimpleNamespace()
+NO_MEMORY = SimpleNamespace(shard=None)
 META = SimpleNamespace(device=torch.device("meta"))  # moving there makes every parameter anew
 
 
