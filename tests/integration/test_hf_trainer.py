@@ -87,4 +87,4 @@ def test_a_loss_scaler(tmp_path, options, given):
     if options == EXACT:
         assert_identical(found[0][:2], found[1][:2])
     else:
-        assert_close(found[0][:2], found[1][:2], atol=1e-5)  # last bits of weights decide how some are rounded to fp16
+        assert_close(found[0][:2], found[1][:2], atol=1e-4)  # last bits of weights decide how some are rounded to fp16
