@@ -102,10 +102,8 @@ class AdamStep:
                     and is_as_before(known.signature, local(parameter), local(grad), local_or_none(compute))
                     and kept.holds(self._state[parameter])
                 ):
-                    written = (parameter,) if compute is None else (parameter, compute)
-                    update = Update(
-                        local(parameter), local(grad), kept, local_or_none(compute), known.signature, written
-                    )
+                    shard, beside = local(parameter), local_or_none(compute)
+                    update = Update(shard, local(grad), kept, beside, known.signature, _written(parameter, compute))
                 else:
                     update = self._checked(parameter, grad, compute, parameter_name(group, index))
                 work.append(Work(group_index, ordinal, update))
@@ -124,8 +122,7 @@ class AdamStep:
             check_moments(name, parameter, state)
         check_compute_weights(beside, shard, name)
         grad = usable_gradient(local(grad), shard, name)
-        written = (parameter,) if compute is None else (parameter, compute)
-        return Update(shard, grad, kept, beside, signature_of(shard, grad, beside), written)
+        return Update(shard, grad, kept, beside, signature_of(shard, grad, beside), _written(parameter, compute))
 
     def apply(self, work: Sequence[Work], scale: float) -> None:
         """Carry out updates, and count the step of their parameters.
@@ -204,6 +201,10 @@ def _parts(work: Sequence[Work], visits: Visits) -> tuple[list[Work], list[tuple
 def written_by(work: Sequence[Work]) -> list[torch.Tensor]:
     """Return what updates write, of which versions must go up, as after an operation of torch."""
     return [each for _, _, update in work for each in update.written]
+
+
+def _written(parameter: torch.Tensor, compute: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return (parameter,) if compute is None else (parameter, compute)
 
 
 def local_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -87,6 +87,22 @@ class Ranks:
         self._folder.cleanup()
 
 
+def of_rank_0(pool: Any, world: int, train: Callable[..., dict[str, Any]], *args: Any, **keywords: Any) -> Any:
+    """Return what rank 0 has of a run of `world` ranks, where all have the same losses and norms.
+
+    Args:
+        pool: gives ranks; a run of one is in this process.
+        world: their number.
+        train: returns ``losses`` and ``norms`` among others.
+    """
+    if world == 1:
+        return train(*args, **keywords)
+    results = pool.of(world).run(train, *args, **keywords)
+    for each in results[1:]:
+        assert (each["losses"], each["norms"]) == (results[0]["losses"], results[0]["norms"])
+    return results[0]
+
+
 @contextlib.contextmanager
 def _on_a_device() -> Iterator[None]:
     from tests import apart, training_device

@@ -3,18 +3,13 @@
 import pytest
 
 from tests.distributed import accelerate_runs
-from tests.distributed.ranks import RankError
+from tests.distributed.ranks import RankError, of_rank_0
 from tests.distributed.test_lightning import assert_close, assert_identical
 
 
 def run(ranks, world, *args, **keywords):
-    """Return what rank 0 has of a run of `world` ranks; of one in this process."""
-    if world == 1:
-        return accelerate_runs.train(*args, **keywords)
-    results = ranks.of(world).run(accelerate_runs.train, *args, **keywords)
-    for each in results[1:]:
-        assert (each["losses"], each["norms"]) == (results[0]["losses"], results[0]["norms"])
-    return results[0]
+    """Return what rank 0 has of a run of `world` ranks."""
+    return of_rank_0(ranks, world, accelerate_runs.train, *args, **keywords)
 
 
 CASES = {
