@@ -105,4 +105,4 @@ def assert_identical(plain, ours):
 
 
 def assert_close(plain, ours, atol=1e-6):
-    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]), rtol=0, atol=atol)
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]), rtol=1e-6, atol=atol)

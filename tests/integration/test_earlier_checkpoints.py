@@ -2,7 +2,8 @@
 
 Files in ``tests/fixtures/checkpoints``: ``NAME.ckpt`` after three steps, ``NAME.after.pt`` the weights two steps later,
 both written by commit 8ba3d6c with ``python tests/integration/test_earlier_checkpoints.py``. Gradients are numbers that
-bfloat16 holds exactly, so that the result depends on no matrix product and on no CPU.
+bfloat16 holds exactly, so that the result depends on no matrix product and, with our update, on no CPU. torch's AdamW
+takes roots and divides in another order on another CPU: it may be an ulp off.
 """
 
 import sys
@@ -75,7 +76,10 @@ def test_it_reaches_the_same_weights(name):
     assert trainer.global_step == 5
     for key, value in task.state_dict().items():
         assert value.dtype == after[key].dtype
-        assert torch.equal(value, after[key]), key
+        if "torch" in name:
+            torch.testing.assert_close(value, after[key], rtol=2**-23, atol=2**-30)
+        else:
+            assert torch.equal(value, after[key]), key
         assert not torch.equal(before[key], after[key])
 
 

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import nn
 
 import lightning_cxl
@@ -347,12 +347,3 @@ def test_named_groups_resume_by_name(tmp_path):
     steps = {int(state["step"]) for state in again.optimizers[0].state.values()}
     assert steps == {4}
     assert len(saved["state"]) == len(again.optimizers[0].state)
-
-
-def test_several_machines_are_refused():
-    trainer = Trainer(
-        accelerator="cpu", devices=1, num_nodes=2, strategy="cxl_offload", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, max_steps=1,
-    )  # fmt: skip
-    with pytest.raises(lightning_cxl.UnsupportedError, match=r"one machine.*num_nodes=2"):
-        trainer.fit(Task(model()), token_data())
