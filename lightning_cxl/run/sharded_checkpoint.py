@@ -15,21 +15,14 @@ already (`run/sharded_reading.py`). So nothing is gathered, and nothing has to b
 changes, also from and to one. Scales of 8-bit state are per block of a shard: they are saved beside the number of the
 shard's first element (``absmax1.4096``), and codes of other shards are decoded (`optim/resharded.py`).
 
-The folder has a name of its own until everything is on the drive (`save`), and gets one before it is removed
-(`remove`). So a process that dies leaves the last checkpoint whole. What it was writing is removed by the next save in
-this place: nobody has a lock on it any more.
+The folder has its name only when everything is on the drive: [Note: Unfinished folders].
 """
 
-import contextlib
-import fcntl
-import logging
 import os
-import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -39,23 +32,19 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS
+from lightning_cxl.run.checkpoint_folder import META, lying_at, put_in_place, unfinished
+from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.shards import first_element, is_sharded
-from lightning_cxl.storage.system import exchange, sync_folder
 
-log = logging.getLogger(__name__)
-
-META = "meta.pt"
 TIED = "tied_weights"
 """In our entry: lists of names that are one parameter. Files have these as one tensor, folders as several."""
-_IS_OURS = re.compile(r"meta\.pt|\.metadata(\.tmp)?|__\d+_\d+\.distcp").fullmatch
-"""Whether a name is of a file in a checkpoint."""
 SCALES = tuple(keys.scales for keys in MOMENT_KEYS)
 """Keys of state that is per block of a shard."""
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
     """Return whether a path is a folder that `save` has written, or Lightning's ``ModelParallelStrategy``."""
-    return path.is_dir() and (path / META).is_file()
+    return (lying_at(path) / META).is_file()
 
 
 def save(path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
@@ -69,102 +58,38 @@ def save(path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> Non
     Raises:
         CheckpointError: a process could not write its part, or is gone. What was there under the name still is.
     """
-    partial = _partial(path)
+    write(path, tensors, lambda file: torch.save(dict(rest), file))
+
+
+def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO], Any], group: Any = None) -> None:
+    """Do what `save` does.
+
+    Args:
+        path: see `save`.
+        tensors: see `save`.
+        write_rest: writes what is no tensor to a file; called on the first process.
+        group: through which the processes agree: all of them, with gloo. None is the default one.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
     with ExitStack() as cleanup:
-        _on_first(path, lambda: cleanup.enter_context(_new_folder(partial)))
+
+        def begin() -> Path | None:
+            return cleanup.enter_context(unfinished(path)) if is_first else None
+
+        def finish() -> None:
+            if is_first and folder is not None:
+                with open(folder / META, "wb") as file:
+                    write_rest(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                put_in_place(folder, path)
+
         try:
-            save_together(dict(tensors), checkpoint_id=partial)
+            folder = on_all_ranks(begin, group)[0]
+            save_together(dict(tensors), checkpoint_id=folder, process_group=group)
+            on_all_ranks(finish, group)
         except (Exception, CheckpointException) as error:  # the second is no Exception
             raise _not_written(path, error) from error
-        _on_first(path, lambda: _complete(path, partial, rest))
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint, on one process: at once for those who look for it, so that nobody finds a part of it.
-
-    Raises:
-        OSError: it is still there, or what is left of it could not be removed.
-    """
-    partial = _partial(path)
-    _remove(partial)
-    os.rename(path, partial)
-    _remove(partial)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
-
-
-@contextmanager
-def _new_folder(partial: Path) -> Iterator[None]:
-    """Make a folder that is being written, and lock it as long; remove those of runs that were killed."""
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    for left in partial.parent.glob(".*.partial"):
-        if left.is_dir() and all(_IS_OURS(each.name) for each in left.iterdir()):
-            with contextlib.suppress(OSError), _locked(left):
-                _remove(left)
-    _remove(partial)  # it is ours in any case, whether or not there are locks here
-    partial.mkdir()
-    with ExitStack() as cleanup:
-        with contextlib.suppress(OSError):  # no locks here
-            cleanup.enter_context(_locked(partial))
-        yield
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder; the kernel lets go of the lock when the process is killed.
-
-    Raises:
-        OSError: another process has locked it, or there are no locks here.
-    """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _complete(path: Path, partial: Path, rest: Mapping[str, Any]) -> None:
-    with open(partial / META, "wb") as file:
-        torch.save(dict(rest), file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(partial)
-    if os.path.lexists(path):  # also a link that leads nowhere
-        exchange(partial, path)
-        sync_folder(path.parent)
-        _remove(partial)
-    else:
-        os.rename(partial, path)
-        sync_folder(path.parent)
-
-
-def _on_first(path: Path, act: Callable[[], None]) -> None:
-    """Let the first process act, and all others learn whether it could.
-
-    Raises:
-        CheckpointError: it could not.
-    """
-    problem: list[str | None] = [None]  # as text: not every error can be sent
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            act()
-        except Exception as error:
-            problem[0] = str(error) or type(error).__name__
-            log.info("a checkpoint could not be written", exc_info=error)
-    if dist.is_initialized():
-        dist.broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise _not_written(path, RuntimeError(problem[0]))
 
 
 def first_failure(error: BaseException) -> BaseException:

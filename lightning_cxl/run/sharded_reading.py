@@ -1,5 +1,6 @@
 """`ShardedCheckpoint`: reads folders that several processes have written. See [Note: Sharded checkpoints]."""
 
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_each
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -19,8 +19,10 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER
 from lightning_cxl.optim.resharded import of_this_shard
+from lightning_cxl.run.checkpoint_folder import META, lying_at
+from lightning_cxl.run.folder_pickles import PlainReader, PlainValues
 from lightning_cxl.run.saved_generation import KEY
-from lightning_cxl.run.sharded_checkpoint import META, first_failure
+from lightning_cxl.run.sharded_checkpoint import first_failure
 from lightning_cxl.shards import is_sharded, local, sharded_like
 
 _OF_CODES = tuple(key for keys in MOMENT_KEYS for key in (keys.scales, keys.map))
@@ -40,15 +42,14 @@ class ShardedCheckpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = lying_at(path)
         try:
-            metadata = FileSystemReader(path).read_metadata()
+            self._reader = PlainReader(self._path)
         except Exception as error:
             raise self._damaged(error) from error
-        self._metadata: Metadata = metadata
-        self._paths: Mapping[str, _Path] = metadata.planner_data or {}
+        self._metadata = self._reader.metadata
+        self._paths: Mapping[str, _Path] = self._metadata.planner_data or {}
         """What the dots in names stand for: keys that have dots, too, and places in lists."""
-        self._reader = _KnownReader(path, metadata)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor by its full name, in new memory."""
@@ -125,7 +126,7 @@ class ShardedCheckpoint:
             try:
                 with warnings.catch_warnings():  # each process reads by itself, also where there is one
                     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                    load_each(wanted, storage_reader=self._reader, no_dist=True)
+                    load_each(wanted, storage_reader=self._reader, planner=PlainValues(), no_dist=True)
             except (Exception, CheckpointException) as error:  # the second is no Exception
                 raise self._damaged(error) from error
         return wanted
@@ -247,6 +248,12 @@ class ShardedCheckpoint:
 
     def _damaged(self, error: BaseException) -> CheckpointError:
         error = first_failure(error)
+        if isinstance(error, pickle.UnpicklingError):
+            asked = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error))
+            return CheckpointError(
+                f"checkpoint `{self._path}` was not read: {asked}. Reading it could run code. If you trust whoever has "
+                "written it, name the class of that value in `torch.serialization.add_safe_globals([...])`"
+            )
         text = str(error).strip().splitlines()
         return CheckpointError(
             f"cannot read checkpoint `{self._path}`: {type(error).__name__}: {text[0] if text else 'no reason given'}. "
@@ -289,15 +296,3 @@ def _whole(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return tensor
     mesh = parameter.device_mesh
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-class _KnownReader(FileSystemReader):
-    """Reads the list of what there is once, not for every parameter."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._known = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what is known."""
-        return self._known

@@ -1,35 +1,56 @@
-"""Steps that all ranks of a group do, or none: what one of them cannot do is the same error on all."""
+"""Steps that all ranks of a group do, or none: what one of them cannot do is an error on all."""
 
+import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from lightning_cxl.errors import LightningCXLError, UnsupportedError
+from lightning_cxl.errors import LightningCXLError
 
 _T = TypeVar("_T")
 
 
-def on_all_ranks(step: Callable[[], _T], group: Any) -> list[_T]:
+def on_all_ranks(step: Callable[[], _T], group: Any = None) -> list[_T]:
     """Do a step on all ranks of a group, and return what it gives on each, in the order of the ranks.
+
+    Whatever the step raises, and whatever it returns, this rank answers the others: they would wait for it.
 
     Args:
         step: what it returns is pickled.
-        group: can exchange objects of the host.
+        group: can exchange objects of the host; None is all ranks, also where this process is on its own.
 
     Raises:
         LightningCXLError: on all ranks, where the step raises one on some of them, of the same class.
+        BaseException: what else it raised on this rank; the others get a `LightningCXLError` with its text.
     """
-    mine: tuple[_T | None, LightningCXLError | None]
+    if group is None and not dist.is_initialized():
+        return [step()]
+    error: BaseException | None = None
     try:
-        mine = step(), None
-    except LightningCXLError as error:
-        mine = None, error
-    except OSError as error:
-        mine = None, UnsupportedError(f"the kernel refuses what sharing memory needs: {error}.")
+        mine = _Answer(pickle.dumps(step()))
+    except BaseException as raised:
+        error, mine = raised, _Answer.of(raised)
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
-    for rank, (_, failure) in enumerate(found):
-        if failure is not None:
-            raise type(failure)(f"rank {rank} of the group: {failure}") from mine[1]
-    return [result for result, _ in found]
+    if error is not None and not isinstance(error, LightningCXLError):
+        raise error
+    for rank, answer in enumerate(found):
+        if answer.text is not None:
+            raise answer.kind(f"rank {rank} of the group: {answer.text}") from error
+    return [pickle.loads(answer.result) for answer in found]
+
+
+class _Answer(NamedTuple):
+    """What a rank tells the others. Not every result or error can be sent: bytes and text can."""
+
+    result: bytes = b""
+    kind: type[LightningCXLError] = LightningCXLError
+    text: str | None = None
+    """Of the error; None where there is none."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "_Answer":
+        if isinstance(error, LightningCXLError):
+            return cls(kind=type(error), text=str(error))
+        return cls(text=f"{type(error).__name__}: {error}")

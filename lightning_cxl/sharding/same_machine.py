@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_cxl.errors import UnsupportedError
+
 
 class Place(NamedTuple):
     """Where a process runs; equal where two can see each other."""
@@ -29,10 +31,16 @@ def own_place(root: Path = Path("/")) -> Place:
     """Return where this process runs.
 
     Raises:
-        OSError: there is no ``/proc``, or it hides what is asked for.
+        UnsupportedError: there is no ``/proc``, or it hides what is asked for.
     """
-    boot_id = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
-    return Place(boot_id, os.readlink(root / "proc/self/ns/pid"), os.uname().nodename)
+    try:
+        boot_id = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+        return Place(boot_id, os.readlink(root / "proc/self/ns/pid"), os.uname().nodename)
+    except OSError as error:
+        raise UnsupportedError(
+            f"the kernel does not say where this process runs, which sharing memory needs: {error}. Show the process "
+            "its /proc, or gather weights: share_weights=False."
+        ) from error
 
 
 def why_apart(places: Sequence[Place]) -> str | None:

@@ -95,8 +95,8 @@ class System:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def exchange(one: Path, other: Path) -> None:
-    """Let two files or folders of one filesystem change their names, at once where it can do that.
+def exchange(one: Path, other: Path) -> bool:
+    """Let two files or folders of one filesystem change their names, at once; return False where it cannot do that.
 
     Raises:
         OSError: they could not be renamed.
@@ -104,13 +104,10 @@ def exchange(one: Path, other: Path) -> None:
     here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), both) == 0:
-        return
-    if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other))
-    between = other.with_name(f".{other.name}.old")  # a crash in between leaves both, under other names
-    os.rename(other, between)
-    os.rename(one, other)
-    os.rename(between, one)
+        return True
+    if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other))
 
 
 def sync_folder(folder: Path, system: System | None = None) -> None:

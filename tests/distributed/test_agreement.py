@@ -1,5 +1,6 @@
 """What all ranks decide together: steps that are left out, norms, and the values they begin with."""
 
+import threading
 import warnings
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from lightning_cxl.errors import TierFullError
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.sharding.agreement import on_all_ranks
 from tests.distributed import training
 from tests.distributed.training import Job
 
@@ -102,3 +105,48 @@ def test_cpu_adam_alone_updates_parameters_of_fsdp(ranks, clip):
         assert state == {"Tensor", "DTensor"}  # the count of steps; momentum and variance, cut as the parameters
         for name, each in weights.items():
             assert (each - wanted.weights[name]).abs().max() <= 1e-6, name
+
+
+class Unsendable(Exception):
+    """Cannot be pickled as it is."""
+
+    def __init__(self, number, lock):
+        super().__init__(f"number {number}")
+        self.lock = lock
+
+
+def failing(kind):
+    """Do a step that fails on rank 1 alone; return type and text of what is raised, and what a later step gives."""
+    rank, _ = training.place()
+
+    def step():
+        if rank == 0:
+            return "fine"
+        if kind == "ours":
+            raise TierFullError("no room")
+        if kind == "a result":
+            return threading.Lock()
+        raise {"unsendable": Unsendable(7, threading.Lock()), "an exit": SystemExit(3), "a bug": KeyError("x")}[kind]
+
+    try:
+        on_all_ranks(step)
+    except BaseException as error:
+        return type(error).__name__, str(error), on_all_ranks(lambda: rank)
+    return None
+
+
+@pytest.mark.parametrize(
+    "kind, own, others",
+    [
+        ("ours", ("TierFullError", "rank 1 of the group: no room"), "TierFullError"),
+        ("unsendable", ("Unsendable", "number 7"), "LightningCXLError"),
+        ("a bug", ("KeyError", "'x'"), "LightningCXLError"),
+        ("an exit", ("SystemExit", "3"), "LightningCXLError"),
+        ("a result", ("TypeError", "cannot pickle '_thread.lock' object"), "LightningCXLError"),
+    ],
+)
+def test_whatever_one_rank_raises_is_known_to_all(ranks, kind, own, others):
+    there, here = ranks.of(2).run(failing, kind)
+    assert here == (*own, [0, 1])
+    text = own[1] if kind == "ours" else f"rank 1 of the group: {own[0]}: {own[1]}"
+    assert there == (others, text, [0, 1])

@@ -6,7 +6,8 @@ _WATCH = "lightning_cxl/sharding/watch.py"
 _FAILURES = "lightning_cxl/sharding/failures.py"
 _AGREEMENT = "tests/distributed/test_agreement.py"
 _PARITY = "tests/distributed/test_parity.py"
-_FOLDERS = "lightning_cxl/run/sharded_checkpoint.py"
+_FOLDERS = "lightning_cxl/run/checkpoint_folder.py"
+_T_FOLDER = "tests/unit/run/test_checkpoint_folder.py"
 _T_FOLDERS = "tests/distributed/test_folders.py"
 _TEST = "tests/unit/sharding/test_watch.py"
 
@@ -96,17 +97,47 @@ MUTANTS = (
         ("tests/unit/optim/test_resharded.py",),
     ),
     Mutant(
-        "a checkpoint has its name when it is complete",
+        "whatever one rank raises is known to all",
+        "lightning_cxl/sharding/agreement.py",
+        "    except BaseException as raised:\n",
+        "    except LightningCXLError as raised:\n",
+        (f"{_AGREEMENT}::test_whatever_one_rank_raises_is_known_to_all",),
+    ),
+    Mutant(
+        "an error that one process has in a save is ours on all",
         "lightning_cxl/run/sharded_checkpoint.py",
-        'path.with_name(f".{path.name}.partial")',
-        "path",
+        "except (Exception, CheckpointException) as error:",
+        "except Exception as error:",
+        (f"{_T_FOLDERS}::test_an_error_of_one_process_is_raised_by_all",),
+    ),
+    Mutant(
+        "the list of a folder runs no code",
+        "lightning_cxl/run/folder_pickles.py",
+        "if (module, name) in _KNOWN or (",
+        "if True or (",
+        ("tests/unit/run/test_folder_pickles.py",),
+    ),
+    Mutant(
+        "a value in a folder runs no code",
+        "lightning_cxl/run/folder_pickles.py",
+        "    torch.load(value, weights_only=True)",
+        "    pass",
+        ("tests/unit/run/test_folder_pickles.py",),
+    ),
+    Mutant(
+        "a checkpoint has its name when it is complete",
+        _FOLDERS,
+        """target.with_name(f".{target.name[:_MOST_CHARS]}.{secrets.token_hex(4)}.partial")""",
+        "target",
         ("tests/unit/run/test_sharded_checkpoint.py",),
     ),
     Mutant(
         "folders of users stay that are called as unfinished ones are",
         _FOLDERS,
-        "left.is_dir() and all(_IS_OURS(each.name) for each in left.iterdir())",
-        "left.is_dir()",
+        """            if all(_IS_OURS(name) for name in os.listdir(left)):
+                shutil.rmtree(left)
+""",
+        "            shutil.rmtree(left)\n",
         (f"{_T_FOLDERS}::test_what_killed_runs_have_left_is_removed_and_nothing_else",),
     ),
     Mutant(
@@ -117,17 +148,31 @@ MUTANTS = (
         (f"{_T_FOLDERS}::test_what_killed_runs_have_left_is_removed_and_nothing_else",),
     ),
     Mutant(
-        "an error that one process has in a save is ours on all",
+        "a new folder that another save has locked is given up",
         _FOLDERS,
-        "except (Exception, CheckpointException) as error:",
-        "except Exception as error:",
-        (f"{_T_FOLDERS}::test_an_error_of_one_process_is_raised_by_all",),
+        "except (BlockingIOError, FileNotFoundError):",
+        "except FileNotFoundError:",
+        (f"{_T_FOLDER}::test_who_loses_its_new_folder_takes_another_one",),
+    ),
+    Mutant(
+        "a new folder that another save has removed is given up",
+        _FOLDERS,
+        "        if not os.path.samestat(os.fstat(fd), os.stat(folder)):\n",
+        "        if False:\n",
+        (f"{_T_FOLDER}::test_who_loses_its_new_folder_takes_another_one",),
+    ),
+    Mutant(
+        "a crash while names change leaves a checkpoint that is found",
+        _FOLDERS,
+        "return before if not os.path.lexists(path) and os.path.lexists(before) else path",
+        "return path",
+        (f"{_T_FOLDER}::test_a_kill_at_any_step_leaves_a_checkpoint_that_is_found",),
     ),
     Mutant(
         "nobody finds a part of a checkpoint that is being removed",
         _FOLDERS,
-        "    os.rename(path, partial)\n    _remove(partial)\n",
-        "    _remove(path)\n",
+        "        _remove(path.rename(gone))\n",
+        "        _remove(path)\n",
         (f"{_T_FOLDERS}::test_a_checkpoint_is_removed_at_once",),
     ),
 )

@@ -127,8 +127,8 @@ MUTANTS = (
     Mutant(
         "an error of one rank is an error of all",
         _AGREEMENT,
-        "        if failure is not None:\n",
-        "        if failure is not None and mine[1] is not None:\n",
+        "        if answer.text is not None:\n",
+        "        if answer.text is not None and error is not None:\n",
         T_ERRORS,
     ),
     Mutant(

@@ -12,10 +12,11 @@ from torch import nn
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
 from lightning_cxl.run.checkpoint import LoadedCheckpoint
+from lightning_cxl.run.checkpoint_folder import remove
 from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.session import Session
-from lightning_cxl.run.sharded_checkpoint import TIED, is_sharded_checkpoint, remove, save
+from lightning_cxl.run.sharded_checkpoint import TIED, is_sharded_checkpoint, save
 from lightning_cxl.sharding.processes import gather_on_machine
 
 

@@ -1,5 +1,8 @@
 """Who can share memory, by names alone."""
 
+import pytest
+
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.sharding.same_machine import Place, own_place, why_apart
 
 HERE = Place("boot", "pid:[1]", "node1")
@@ -35,3 +38,5 @@ def test_the_place_is_read_from_the_kernel(tmp_path):
     (tmp_path / "proc/self/ns").mkdir(parents=True)
     (tmp_path / "proc/self/ns/pid").symlink_to("pid:[7]")
     assert own_place(tmp_path)[:2] == ("abc", "pid:[7]")
+    with pytest.raises(UnsupportedError, match=r"does not say where this process runs.*proc.*share_weights=False"):
+        own_place(tmp_path / "nothing")
