@@ -30,6 +30,10 @@ class SsdOptions:
     which is kept until the next checkpoint."""
     key: str | None = None
     """Where the key lies with which everything on the drives is encrypted, as `key_source` takes it; never the key."""
+    is_part: bool = False
+    """Whether the folders are those of one of several processes, below the ones that the user has named."""
+    num_sharers: int = 1
+    """Processes of this machine that use these drives, all alike."""
 
     @property
     def versions(self) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
+from lightning_cxl.shards import is_sharded
 from lightning_cxl.ssd_options import SSD
 
 _PARAMETER_ROLES = (
@@ -100,7 +101,8 @@ class AskedTiers:
             in_state: see `HostTensor`.
 
         Raises:
-            UnsupportedError: the tier `ssd` is asked for, for state of another optimizer than `CPUAdam`.
+            UnsupportedError: the tier `ssd` is asked for, for state of another optimizer than `CPUAdam`, or for weights
+                that are cut over processes.
         """
         for tier, source in self._asked(owner, role, in_state):
             may_leave = in_state or role is TensorRole.ACTIVATIONS or self.weights_may_leave(owner, role)
@@ -124,6 +126,12 @@ class AskedTiers:
 
     def _why_in_memory(self, owner: Tensor | str, role: TensorRole, source: str) -> str:
         if role is TensorRole.COMPUTE_WEIGHTS:
+            if not isinstance(owner, str) and is_sharded(owner):
+                raise UnsupportedError(
+                    f"{source} asks for weights of `{self.names.get(id(owner), '')}` on tier {SSD!r}, and weights that "
+                    "are cut over several processes stay in memory, each process its part: leave the weights out "
+                    "(optimizer state and activations can lie there), or train with one process"
+                )
             return (
                 f"{source} asks for {SSD}, and only weights of units that stream can lie there, if no other optimizer "
                 f"than `CPUAdam` writes them"

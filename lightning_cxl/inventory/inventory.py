@@ -121,7 +121,8 @@ def list_tensors(
     precisions.consider(optimizers)
     found = list(streamable(model, units if streams else []))
     foreign = _held_by(each for each in optimizers if not precisions.becomes_cpu_adam(each))
-    asked.may_leave_memory(p for _, _, own in found for p in own if id(p) not in foreign)
+    leaving = [] if workload.mesh.is_sharded else found  # weights that are cut over processes stay
+    asked.may_leave_memory(p for _, _, own in leaving for p in own if id(p) not in foreign)
     held, ssd = _held_by(optimizers), config.ssd()
 
     def is_updated(parameter: nn.Parameter) -> bool:

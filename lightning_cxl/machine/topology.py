@@ -203,7 +203,8 @@ class Topology:
             folders=options.paths,
             file_bytes=capacity_bytes,
             versions=options.versions,
-            drive_bytes=drive_bytes(options) or capacity_bytes,  # some file systems do not say it
+            # the part of each process: others write as much to these drives. Some file systems do not say their size
+            drive_bytes=drive_bytes(options) // options.num_sharers or capacity_bytes,
         )
         return replace(self, ssd=tier)
 

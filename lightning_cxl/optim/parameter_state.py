@@ -137,6 +137,10 @@ class ParameterState:
                 (key, sharded_like(value, parameter) if any(value is each for each in whole) else value)
                 for key, value in self._entries
             ]
+            if self.record is not None:
+                for (_, value), (_, shown) in zip(self._entries, self._shown, strict=True):
+                    if shown is not value:
+                        self.record.show_as(value, shown)
         if not state:
             self.step.zero_()
             if self.record is None:

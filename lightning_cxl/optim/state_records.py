@@ -69,7 +69,8 @@ class StateRecord:
         """Make state zero that shall start so, at the next visit."""
         self._used_bytes = 0
         self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []  # of the tensors
+        self._shown: list[torch.Tensor] = []  # how users see each of them
+        self._versions: list[tuple[int, int]] = []  # of the tensors, and of what users see
 
     def take(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return a 1-D tensor of the window."""
@@ -77,8 +78,20 @@ class StateRecord:
         tensor = self.window.slice(self._used_bytes, nbytes).tensor((numel,), dtype)
         self._used_bytes += taken_nbytes(nbytes)
         self._tensors.append(tensor)
-        self._versions.append(tensor._version)
+        self._shown.append(tensor)
+        self._versions.append((tensor._version, tensor._version))
         return tensor
+
+    def show_as(self, tensor: torch.Tensor, shown: torch.Tensor) -> None:
+        """Learn as what users see a tensor: a DTensor counts what they write by itself. See [Note: Shards].
+
+        Args:
+            tensor: that begins where one of `take` does.
+            shown: what users see from now on.
+        """
+        index = next(index for index, each in enumerate(self._tensors) if each.data_ptr() == tensor.data_ptr())
+        self._shown[index] = shown
+        self._versions[index] = (self._versions[index][0], shown._version)
 
     @torch.no_grad()
     def fill(self, slot: Buffer) -> None:
@@ -99,7 +112,7 @@ class StateRecord:
 
     def clean(self) -> None:
         """Note that the record has what the tensors show, or has newer bytes than they do."""
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = self._versions_now()
         self.blanks.clear()
 
     @property
@@ -122,8 +135,12 @@ class StateRecord:
 
     def _written(self) -> list[torch.Tensor]:
         """Return the tensors that someone wrote to since `clean`."""
-        pairs = zip(self._tensors, self._versions, strict=True)
-        return [tensor for tensor, version in pairs if tensor._version != version]
+        both = zip(self._tensors, self._versions, self._versions_now(), strict=True)
+        return [tensor for tensor, before, now in both if before != now]
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        pairs = zip(self._tensors, self._shown, strict=True)
+        return [(tensor._version, shown._version) for tensor, shown in pairs]
 
 
 def look_at(records: Iterable[StateRecord]) -> None:

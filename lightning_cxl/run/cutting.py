@@ -31,10 +31,10 @@ def cut_for(
     Raises:
         UnsupportedError: an option or a model that needs one process.
     """
-    if session.config.ssd() is not None:
+    if session.config.refers_to_ssd:
         raise UnsupportedError(
-            "the tier `ssd` serves one process in this version, and there are "
-            f"{mesh.size()}: leave the tier out, or train with devices=1"
+            "checkpoint='reference' of tier 'ssd' serves one process in this version: a checkpoint of "
+            f"{mesh.size()} is one that any number of them reads, and has the state in it. Set checkpoint='copy'"
         )
     if has_quantised(model):
         raise UnsupportedError(

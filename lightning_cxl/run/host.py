@@ -74,9 +74,11 @@ class Host:
         budgets, room = (binding.budgets, binding.room) if binding else (config.budgets(), {})
         topology = binding.topology if binding else topology
         found = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
-        options = config.ssd()
+        options = config.ssd()  # the folders of the user: a key may lie in none of them, also not beside those of ranks
         if options is not None and options.key is not None:
             Sealer(read_key(options.key, options.paths))  # refuses now, before a model is made, what a run would refuse
+        self.ssd_options = options = binding.ssd if binding else options
+        """What this process has of the tier `ssd`; None where there is none."""
         self.topology = found if options is None else found.with_ssd(options)
         self.ssd = None if options is None else SsdRoom.of(self.topology, options)
         """How much the tier `ssd` may hold; None where there is none."""

@@ -12,6 +12,7 @@ from lightning_cxl.run import sharded_checkpoint
 from lightning_cxl.run.checkpoint import entry_of, restore_masters
 from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from lightning_cxl.run.state_on_ssd import check_together
 from lightning_cxl.run.user_loop import UserLoop
 
 
@@ -37,6 +38,7 @@ def save(
         run = loop.run_of(optimizer)
         run.wait_for_updates()
         run.adopt_joined()
+        check_together(run.on_ssd)
         tensors[f"optimizer_{index}"] = sharded_checkpoint.optimizer_tensors(optimizer, run.masters.name_of)
         own = entry_of(optimizers, run.masters, run.num_received)
     masters = own.pop("master_weights", None)

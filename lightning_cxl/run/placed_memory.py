@@ -103,6 +103,8 @@ class PlacedMemory:
     def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return an uninitialised 1-D tensor for the state that `CPUAdam` keeps of a parameter."""
         placement = self.placements.place(parameter, role, numel * dtype.itemsize, in_state=True)
+        if placement.tiers[0] == SSD and numel == 0:  # other processes have all of it
+            return torch.empty(0, dtype=dtype)
         if placement.tiers[0] == SSD:
             assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
             name = self.placements.asked.names.get(id(parameter), "unnamed")

@@ -152,7 +152,7 @@ class Run:
             self._cleanup = cleanup.pop_all()
 
     def _open_ssd(self, inventory: Inventory, cleanup: ExitStack) -> StateOnSsd | None:
-        options, records = self._host.config.ssd(), inventory.ssd_records
+        options, records = self._host.ssd_options, inventory.ssd_records
         if options is None or not records:
             return None
         budget_bytes = self._host.topology.tier(SSD).capacity_bytes

@@ -21,6 +21,7 @@ from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report, merged
 from lightning_cxl.run.run import FinishedRun, Run
 from lightning_cxl.run.unclosed import close_garbage
+from lightning_cxl.storage.rank_folders import remove_left
 from lightning_cxl.weights.empty import refuse_unready
 
 
@@ -60,10 +61,11 @@ class Session:
             self.host = Host(self.config, device, policy=self._policy, binding=self._binding)
         return self.host
 
-    def bind(self, local_rank: int, num_local_ranks: int, device: torch.device, gather: Gather) -> None:
+    def bind(self, rank: int, local_rank: int, num_local_ranks: int, device: torch.device, gather: Gather) -> None:
         """Give this process its part of a machine that it shares with others, before anything is placed.
 
         Args:
+            rank: of this process, among those of all machines.
             local_rank: of this process, among those of its machine.
             num_local_ranks: how many there are.
             device: that this process computes on.
@@ -73,8 +75,12 @@ class Session:
             ConfigError, TierNotFoundError: see `bind_rank`.
         """
         if self._binding is None:
+            if local_rank == 0 and (ssd := self.config.ssd()) is not None:
+                remove_left(ssd.paths)  # no process of this run stores anything before all have gathered
             topology = Topology.detect(on_missing_tier=self.config.on_missing_tier)
-            self._binding = bind_rank(local_rank, num_local_ranks, device, self.config, topology, gather=gather)
+            self._binding = bind_rank(
+                local_rank, num_local_ranks, device, self.config, topology, gather=gather, rank=rank
+            )
 
     def open(self, device: torch.device) -> None:
         """Let `lightning_cxl.empty` use the memory of this session from now on."""

@@ -17,10 +17,13 @@ from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
+from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.shards import local
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.area import Area
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.key import read_key
+from lightning_cxl.storage.rank_folders import make_parents, remove_left
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.window import files_shown_at
@@ -70,6 +73,7 @@ class StateOnSsd:
         self._num_updated_weights = 0
         self._num_added = 0
         self._pace = Pace()
+        make_parents(options.paths) if options.is_part else remove_left(options.paths)
         with ExitStack() as cleanup:
             key = None if options.key is None else read_key(options.key, options.paths)
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers, key=key)
@@ -126,7 +130,7 @@ class StateOnSsd:
         given = self._given.setdefault(id(parameter), set())
         if id(parameter) not in self._record_of or (role, dtype) in given:
             self._num_added += 1
-            most = parameter.numel() * _MOST_BYTES + _MOST_TENSORS * taken_nbytes(1)
+            most = local(parameter).numel() * _MOST_BYTES + _MOST_TENSORS * taken_nbytes(1)
             self._record_of[id(parameter)] = self.visits.reserve(f"{name}, added as number {self._num_added}", most)
             given.clear()
         given.add((role, dtype))
@@ -224,6 +228,19 @@ class StateOnSsd:
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""
         self._cleanup.close()
+
+
+def check_together(on_ssd: StateOnSsd | None) -> None:
+    """Let all ranks read their state and compare checksums, before a checkpoint copies what windows show.
+
+    Args:
+        on_ssd: of this rank; None where none of its state lies there.
+
+    Raises:
+        StorageError: on all ranks, where a drive of one has failed, or has damaged a record.
+        TierFullError: the same, where state is encrypted, and memory cannot hold it.
+    """
+    on_all_ranks(lambda: None if on_ssd is None else on_ssd.visits.check(), None)
 
 
 def _say_what_copies_take(nbytes: int) -> None:

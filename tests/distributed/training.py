@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import cut, root_of
+from lightning_cxl.sharding.processes import gather_on_machine
 from lightning_cxl.streaming.units import find_units
 from tests import training_device
 from tests.models import TINY_LLAMA, TinyTransformer
@@ -141,6 +143,8 @@ def by_us(job: Job) -> Trained:
     if job.bf16:
         model = model.to(torch.bfloat16)
     session = Session(**job.options)
+    if world > 1 and "ssd" in job.options.get("tiers", {}):
+        session.bind(rank, rank, world, device(), partial(gather_on_machine, machine=0))
     if world > 1:
         cut(model, find_units(model), mesh_of(job, world), session.host_on(device()).engine)
     loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=True))

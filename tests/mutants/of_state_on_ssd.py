@@ -8,6 +8,7 @@ _STATE = "lightning_cxl/optim/parameter_state.py"
 _ADAM = "lightning_cxl/optim/cpu_adam.py"
 _EIGHT = "lightning_cxl/optim/eight_bit.py"
 _TABLE = "lightning_cxl/optim/kernel_table.py"
+_T_RANKS = "tests/distributed/test_state_on_ssd.py"
 _CHECKPOINT = "lightning_cxl/run/ssd_checkpoint.py"
 T_VISITS = ("tests/unit/optim/test_state_visits.py",)
 _ON_SSD = "lightning_cxl/run/state_on_ssd.py"
@@ -418,5 +419,33 @@ MUTANTS = (
         "            if not self._ended_by_error:\n",
         "            if True:\n",
         T_FAULTY,
+    ),
+    Mutant(
+        "no two processes store in one folder",
+        "lightning_cxl/machine/ranks/ssd_share.py",
+        'path / f"rank-{rank}"',
+        "path",
+        (f"{_T_RANKS}::test_training_is_that_of_state_in_memory",),
+    ),
+    Mutant(
+        "what users write to the state of a shard counts",
+        _STATE,
+        "                        self.record.show_as(value, shown)\n",
+        "                        pass\n",
+        (f"{_T_RANKS}::test_what_a_user_writes_to_the_state_counts",),
+    ),
+    Mutant(
+        "all ranks check their state before one copies it",
+        "lightning_cxl/integrations/lightning/sharded.py",
+        "            check_together(None",
+        "            (lambda _: None)(None",
+        (f"{_T_RANKS}::test_what_one_drive_has_damaged_no_rank_saves",),
+    ),
+    Mutant(
+        "a generation of a process is not removed as left behind",
+        "lightning_cxl/storage/rank_folders.py",
+        "        if folder.read(MANIFEST) is None and folder.read(PART) is None:",
+        "        if True:",
+        ("tests/unit/storage/test_rank_folders.py",),
     ),
 )

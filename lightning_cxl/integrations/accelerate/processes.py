@@ -66,7 +66,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
             self.device, self.num_processes // per_machine, per_machine, replicate=session.config.replicate_machines
         )
         gather = partial(gather_on_machine, machine=machine)
-        session.bind(self.local_process_index, per_machine, self.device, gather)
+        session.bind(self.process_index, self.local_process_index, per_machine, self.device, gather)
 
     def _cut(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Cut a model, if there are several processes and it is whole, and let its optimizers have its new parameters.

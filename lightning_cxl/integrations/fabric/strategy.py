@@ -112,7 +112,7 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy, SingleDevi
         super().setup_environment()
         if self.is_distributed:
             gather = partial(gather_on_machine, machine=self.node_rank)
-            self._session.bind(self.local_rank, self.num_processes, self.root_device, gather)
+            self._session.bind(self.global_rank, self.local_rank, self.num_processes, self.root_device, gather)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Replace a tensor by that of all processes together; anything else stays as it is."""

@@ -17,6 +17,7 @@ from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import TIED, is_sharded_checkpoint, save
+from lightning_cxl.run.state_on_ssd import check_together
 from lightning_cxl.sharding.processes import gather_on_machine
 
 
@@ -38,7 +39,7 @@ class ShardedStrategy(ProcessesStrategy):
         super().setup_environment()
         if self.is_distributed:
             gather = partial(gather_on_machine, machine=self.node_rank)
-            self._session.bind(self.local_rank, self.num_processes, self.root_device, gather)
+            self._session.bind(self.global_rank, self.local_rank, self.num_processes, self.root_device, gather)
 
     def _cut_model(self) -> None:
         """Cut the model over all processes, if there are several. See [Note: Sharded models].
@@ -104,6 +105,8 @@ class ShardedStrategy(ProcessesStrategy):
         if masters:
             tensors[KEY] = {"master_weights": masters}
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        if states:
+            check_together(None if self._session.run is None else self._session.run.on_ssd)
         save(Path(self.broadcast(str(filepath))), tensors, {**rest, KEY: entry})
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -10,7 +10,7 @@ that free memory is measured once. From these facts each decides for all alike (
 2. Threads. As many as CPUs, divided by the processes that use the same ones. torchrun sets ``OMP_NUM_THREADS=1`` where
    nobody has; one thread would leave most CPUs idle while the optimizer steps, so that 1 does not count.
 3. Memory. In the view of the process each tier fills its nearest nodes first (`seen_from`).
-4. Budgets. Each gets its share of every tier (`share_budgets`).
+4. Budgets. Each gets its share of every tier (`share_budgets`), and of the tier `ssd` folders of its own (`share_ssd`).
 """
 
 import contextlib
@@ -25,13 +25,16 @@ import torch
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.machine.disk_space import ssd_capacity_bytes
 from lightning_cxl.machine.nodes import read_text
 from lightning_cxl.machine.ranks.budgets import share_budgets
 from lightning_cxl.machine.ranks.host_cpus import read_host_cpus
 from lightning_cxl.machine.ranks.places import RankFacts, RankPlace, decide_places, id_ranges
+from lightning_cxl.machine.ranks.ssd_share import share_ssd
 from lightning_cxl.machine.ranks.view import seen_from
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.native import _cpu
+from lightning_cxl.ssd_options import SSD, SsdOptions
 from lightning_cxl.units import format_bytes
 
 Gather = Callable[[RankFacts], Sequence[RankFacts]]
@@ -58,6 +61,8 @@ class RankBinding:
     """Bytes that it may take of every tier with a budget."""
     room: dict[str, int]
     """Bytes that it may take of the others; empty where no other process shares the machine."""
+    ssd: SsdOptions | None
+    """Its folders and its share of the tier `ssd`; None where there is none."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -81,6 +86,9 @@ class RankBinding:
                 f"{format_bytes(parts[name])} of {name}" for name in self.topology.names if name in parts
             )
             lines.append(f"{who} may take {shares}: the memory of this machine is divided")
+            if self.ssd is not None and self.ssd.budget_bytes is not None:
+                folders = ", ".join(map(str, self.ssd.paths))
+                lines.append(f"{who} may take {format_bytes(self.ssd.budget_bytes)} of {SSD}, in {folders}")
         return [*lines, *self.notes]
 
 
@@ -92,6 +100,7 @@ def bind_rank(
     topology: Topology,
     *,
     gather: Gather | None = None,
+    rank: int | None = None,
 ) -> RankBinding:
     """Bind this process to its part of the machine, and return what it got. See [Note: Binding of ranks].
 
@@ -102,19 +111,22 @@ def bind_rank(
         config: of the run.
         topology: of the whole machine.
         gather: how the processes of this machine tell each other something; needed where there are several.
+        rank: of this process, among those of all machines; None where there is one machine.
 
     Returns:
         What this process uses from now on; `Host` takes it.
 
     Raises:
         ConfigError: ``numa_binding="exclusive"`` with fewer cores than processes; no `gather`, or one that does not
-            return one answer of each process.
+            return one answer of each process; a path of the tier `ssd` that is no folder.
         TierNotFoundError: a budget for a tier that does not exist.
     """
     root = topology.root or Path("/")
     for name in config.budgets():
         topology.tier(name)
     own = _facts(local_rank, num_local_ranks, device, topology, root)
+    if (options := config.ssd()) is not None:
+        own = own._replace(ssd_bytes=ssd_capacity_bytes(options))
     facts = _exchange(own, num_local_ranks, gather)
     host = read_host_cpus(root, own.cpus)
     places = decide_places(facts, config.numa_binding, host)
@@ -128,6 +140,9 @@ def bind_rank(
         shares = share_budgets(topology, budgets, first.free_bytes, first.available_bytes, near, host)[local_rank]
         room = {name: nbytes for name, nbytes in shares.items() if name not in budgets}
         budgets = {name: shares[name] for name in budgets}
+    ssd = options
+    if options is not None and (num_local_ranks > 1 or rank is not None):
+        ssd = share_ssd(options, local_rank if rank is None else rank, num_local_ranks, facts[0].ssd_bytes)
     threads = None
     if config.numa_binding and (place.is_bound or num_local_ranks > 1):
         threads = _num_threads(place, len(own.cpus), num_local_ranks)
@@ -136,7 +151,7 @@ def bind_rank(
     if place.is_bound:
         move_threads(place.cpus)
     return RankBinding(
-        local_rank, num_local_ranks, config.numa_binding, own.device_node, place, threads, seen, budgets, room
+        local_rank, num_local_ranks, config.numa_binding, own.device_node, place, threads, seen, budgets, room, ssd
     )
 
 

@@ -24,6 +24,8 @@ class RankFacts(NamedTuple):
     """What every node has free; only local rank 0 looks, so that all divide the same."""
     available_bytes: int = 0
     """What all nodes have free together, by what limits these processes."""
+    ssd_bytes: int = 0
+    """What the tier `ssd` may hold; only that of local rank 0 counts, as above. 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

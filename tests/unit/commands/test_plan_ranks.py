@@ -178,3 +178,16 @@ def test_what_does_not_fit_may_be_cut_over_the_machines(plan):
     status, _, data = plan("--num-nodes", "2", *GATHERED, dram=f"{needed * 3 // 4}B")
     assert status == 2 and "the model cut over all machines (--between-nodes shard)" in data["what_fits"]
     assert plan("--num-nodes", "2", "--between-nodes", "shard", dram=f"{needed * 3 // 4}B")[0] == 0
+
+
+def test_of_several_devices_state_lies_on_drives_which_checkpoints_copy(plan):
+    def of(count, **ssd):
+        ssd = ", ".join(f"{name}: {value}" for name, value in {"capacity_bytes": "1GiB", **ssd}.items())
+        return plan("--devices", count, *GATHERED, links=f"{LINKS}}}\nssd: {{{ssd}", dram="66MiB")[2]
+
+    alone, four = (of(count)["policies"]["dram_only"]["bytes"] for count in ("1", "4"))
+    for found in (alone, four):
+        assert found["momentum"]["ssd"] == found["variance"]["ssd"] > 0 and "ssd" not in found["compute_weights"]
+    assert four["momentum"]["ssd"] >= alone["momentum"]["ssd"]  # the machine's memory also holds all inputs
+    with pytest.raises(ConfigError, match="checkpoint 'reference' of the tier `ssd` serves one device"):
+        of("4", versions=2)

@@ -15,6 +15,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import list_tensors
+from lightning_cxl.inventory.mesh import Mesh
 from lightning_cxl.inventory.records import NUM_HOP_SLOTS, NUM_INPUT_SLOTS, NUM_UPDATE_SLOTS, SLOTS_OWNER
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.machine.topology import Topology
@@ -59,6 +60,7 @@ def listed(
     frozen=(),
     tokens=0,
     micro_batches=1,
+    devices=1,
     **options,
 ):
     with torch.device("meta"):
@@ -67,7 +69,8 @@ def listed(
         parameter.requires_grad_(not any(part in name for part in frozen))
     config = OffloadConfig(tier_rules=rules or {}, stream_weights=streams, **options)
     asked = AskedTiers(model, resolve(model.named_modules(), config.tier_rules, TOPOLOGY))
-    load = Workload(batch=1, sequence=tokens, num_micro_batches=micro_batches)
+    mesh = Mesh(num_devices=devices)
+    load = Workload(batch=1, sequence=tokens, num_micro_batches=micro_batches, mesh=mesh)
     optimizers = [optimizer(model.parameters(), lr=1e-3)] if optimizer else []
     return list_tensors(model, optimizers, config, load, asked=asked)
 
@@ -295,6 +298,11 @@ def test_weights_go_when_all_state_is_there_and_memory_is_still_too_small():
     assert 0 < len(found) < 8
     assert len(on_ssd(settled(listed(), least_with_state - 1))) == 11
     assert weights_on_ssd(settled(listed(), 0)) == [f"layers.{i} weights" for i in range(8)]
+
+
+def test_weights_of_several_devices_stay_and_their_state_goes():
+    found = settled(listed(devices=2), 0)
+    assert weights_on_ssd(found) == [] and len(on_ssd(found)) == len(on_ssd(settled(listed(), 0)))
 
 
 @pytest.mark.parametrize(("options", "why"), [({"streams": False}, "stream"), ({"optimizer": SGD}, "CPUAdam")])

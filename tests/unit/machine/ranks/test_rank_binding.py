@@ -11,6 +11,8 @@ from lightning_cxl.devices import device_type
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.ranks import binding
 from lightning_cxl.machine.ranks.binding import bind_rank, device_node
+from lightning_cxl.machine.ranks.places import RankFacts
+from lightning_cxl.machine.ranks.ssd_share import share_ssd
 from lightning_cxl.native import _cpu
 from tests.unit.machine.ranks.sysfs import GIB, TWO_CARDS, write_machine
 
@@ -147,3 +149,28 @@ def test_several_processes_must_hear_from_each_other(root, process):
     with pytest.raises(TierNotFoundError, match="there is no tier 'hbm'"):
         bind_rank(0, 1, CPU, OffloadConfig(tiers={"hbm": GIB}), topology)
     assert process.moved is None
+
+
+def test_ranks_divide_the_tier_ssd_and_have_folders_of_their_own(root, process, tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    tiers = {"ssd": {"path": list(map(str, folders)), "budget": "8GiB", "key": "$SSD_KEY"}}
+    facts = RankFacts(None, (0, 1), {0: GIB, 1: GIB, 2: GIB, 3: GIB}, GIB, 6 * GIB)
+    found = bind_rank(
+        1, 3, CPU, OffloadConfig(tiers=tiers), Topology.detect(root), gather=lambda own: [facts, own, own], rank=7
+    )
+    assert found.ssd.budget_bytes == 2 * GIB, "all divide what local rank 0 has found"
+    assert found.ssd.paths == tuple(folder / "rank-7" for folder in folders) and found.ssd.key == "$SSD_KEY"
+    assert any("2.0 GiB of ssd" in line and "rank-7" in line for line in found.describe())
+    alone = bind_rank(0, 1, CPU, OffloadConfig(tiers=tiers), Topology.detect(root))
+    assert alone.ssd.paths == tuple(folders) and not alone.ssd.is_part
+    one_of_two_machines = bind_rank(0, 1, CPU, OffloadConfig(tiers=tiers), Topology.detect(root), rank=1)
+    assert one_of_two_machines.ssd.paths == tuple(folder / "rank-1" for folder in folders)
+    assert one_of_two_machines.ssd.budget_bytes == 8 * GIB
+
+
+def test_each_rank_wears_its_part_of_the_drives(root, process, tmp_path):
+    tiers = {"ssd": {"path": str(tmp_path), "budget": "1GiB"}}
+    machine = Topology.detect(root)
+    whole = machine.with_ssd(OffloadConfig(tiers=tiers).ssd()).ssd.drive_bytes
+    part = machine.with_ssd(share_ssd(OffloadConfig(tiers=tiers).ssd(), 0, 4, GIB)).ssd.drive_bytes
+    assert part == whole // 4

@@ -1,0 +1,84 @@
+"""What a rank does in tests of state on SSD."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_cxl.errors import LightningCXLError
+from lightning_cxl.run.run import Run
+from tests.distributed import lightning_runs, training
+from tests.distributed.training import Job, Trained, place
+
+
+def by_us(job: Job) -> Trained:
+    """Train with us, with inputs of units that are offloaded however small they are."""
+    usual, Run.min_activation_bytes = Run.min_activation_bytes, 1
+    try:
+        return training.by_us(job)
+    finally:
+        Run.min_activation_bytes = usual
+
+
+class Zeroes(lightning_runs.Callback):
+    """Makes momentum zero between two steps, as a user sees it."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Write to it."""
+        for state in trainer.optimizers[0].state.values():
+            state["exp_avg"].zero_()
+
+
+def damage(folder: Path) -> None:
+    """Flip a bit in every block of the one data file in a folder, behind its store's back."""
+    (data,) = folder.glob("*.data")
+    with open(data, "r+b") as file:
+        for offset in range(256 << 10, data.stat().st_size, 4096):
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 16]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class SavesWhatIsDamaged(lightning_runs.Callback):
+    """Saves a checkpoint after the drive of rank 1 was damaged, and keeps the error."""
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        self.folder, self.path = folder, path
+        self.error: LightningCXLError | None = None
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Damage, and save."""
+        _ = trainer.optimizers[0].state  # waits for the writes
+        if place()[0] == 1:
+            damage(self.folder / "rank-1")
+        try:
+            trainer.save_checkpoint(self.path)
+        except LightningCXLError as error:
+            self.error = error
+
+
+def save_what_is_damaged(folder: Path, path: Path, options: dict[str, Any]) -> str:
+    """Return the error with which a save ends on this rank."""
+    callback = SavesWhatIsDamaged(folder, path)
+    lightning_runs.fit(1, options=options, callback=callback)
+    assert callback.error is not None
+    return f"{type(callback.error).__name__}: {callback.error}"
+
+
+def fit_and_zero(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights after steps between which someone writes to the state."""
+    weights: dict[str, torch.Tensor] = lightning_runs.fit(3, options=options, callback=Zeroes())["weights"]
+    return weights
+
+
+def refusal(options: dict[str, Any]) -> str:
+    """Return the error with which a run is refused."""
+    try:
+        lightning_runs.fit(1, options=options)
+    except LightningCXLError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
