@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import time
 from contextlib import suppress
 
@@ -131,8 +132,8 @@ def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, kills):
 
 @pytest.mark.full
 def test_a_run_that_is_started_again_goes_on(tmp_path):
-    kills = 10
-    steps, chance = 5 * kills + 3, random.Random(1)
+    kills = 20
+    steps, chance, seconds = 5 * kills + 3, random.Random(1), []
     whole = whole_run(tmp_path / "whole", steps)
     job = Job(tmp_path / "killed", "lightning", steps)
     for number in range(kills):
@@ -140,10 +141,13 @@ def test_a_run_that_is_started_again_goes_on(tmp_path):
             job.wait_for_steps(1 + chance.randrange(3))
             waited(chance, ("any", "saving")[number % 2], job.folder)
             job.kill(chance.randrange(2))
+            start = time.monotonic()
             assert job.code(LIMIT_S) != 0
+            seconds.append(time.monotonic() - start)
         finally:
             job.end()
         assert check_checkpoints(job.folder)
         job.start()
     assert job.code(240) == 0, job.log()
     assert_as_if_nothing_was(job, whole)
+    print(f"{kills} kills: all had ended after {statistics.median(seconds):.1f} s (most {max(seconds):.1f} s)")

@@ -1,7 +1,9 @@
 """Loops of Fabric with our strategy and without it: the same losses and weights, files for both."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -53,11 +55,11 @@ def strategies():
 class Loop:
     """A loop as in LitGPT: accumulates, clips, steps, schedules."""
 
-    def __init__(self, strategy="auto", precision=None, *, accumulate=2, clip=None, **kinds):
+    def __init__(self, strategy="auto", precision=None, *, accumulate=2, clip=None, trained=None, **kinds):
         self.fabric = make_fabric(strategy, precision)
         torch.manual_seed(3)
         model = TinyTransformer(dropout=0.0, **kinds)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW((trained or nn.Module.parameters)(model), lr=1e-2)
         self.model, self.optimizer = self.fabric.setup(model, optimizer)
         self.scheduler = LinearLR(self.optimizer, total_iters=4)
         self.accumulate, self.clip, self.losses = accumulate, clip or {}, []
@@ -378,3 +380,39 @@ def test_the_warning_names_the_gradient_that_was_bad_before_clipping(strategies)
             parameter.register_hook(lambda grad: grad * float("nan"))
     with pytest.warns(LightningCXLWarning, match="gradient of `blocks.1.out.bias`"):
         loop.run(1)
+
+
+def test_gradients_are_complete_after_each_backward(strategies):
+    def gradients(loop):
+        offload = getattr(loop.fabric.strategy, "offload", None)
+        parameters = list(loop.model.parameters())
+        (tokens, labels), *_ = loop.fabric.setup_dataloaders(token_data(1))
+        for _ in range(2):
+            loss = nn.functional.cross_entropy(loop.model(tokens).flatten(0, 1), labels.flatten())
+            loop.fabric.backward(loss)
+            held = parameters if offload is None else offload.holders(parameters)
+            yield [p.grad.cpu().clone() for p in held if p.grad is not None]
+
+    for plain, ours in zip(gradients(Loop()), gradients(Loop(strategies(**EXACT))), strict=True):
+        assert len(plain) == len(ours) > 9
+        assert all(map(torch.equal, plain, ours))
+
+
+def test_masters_go_with_the_training_though_the_user_keeps_the_optimizer(strategies):
+    loop = Loop(strategies(**EXACT, master="fp32"), "bf16-true").run(2)
+    masters = [weakref.ref(each) for each in loop.fabric.strategy.offload.holders(loop.model.parameters())]
+    assert {each().dtype for each in masters} == {torch.float32}
+    loop.fabric.strategy.teardown()
+    gc.collect()
+    assert not any(each() is not None for each in masters)
+
+
+def test_parameters_that_join_in_the_middle_train_as_with_fabric(strategies):
+    def joined(*strategy):
+        loop = Loop(*strategy, trained=lambda model: model.blocks.parameters())
+        loop.run(2)
+        first = loop.optimizer.param_groups[0]
+        loop.optimizer.param_groups.append({**first, "params": [*loop.model.head.parameters()]})
+        return loop.run(2)
+
+    assert_same(joined(strategies(**EXACT)), joined())
