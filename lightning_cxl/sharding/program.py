@@ -1,9 +1,9 @@
 """`watch_program`: watches ranks whose loop the user has written, so that nobody else sees it fail or end."""
 
-import atexit
 import os
 import sys
 import weakref
+from multiprocessing.util import Finalize
 from types import TracebackType
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ def watch_program(address: str) -> None:
     if group not in _programs:
         _programs[group] = program = _Program(open_watch(address))
         sys.excepthook = program.fail
-        atexit.register(program.end)
+        Finalize(None, program.end, exitpriority=0)  # not atexit, which forked processes of a notebook do not run
 
 
 class _Program:
@@ -45,10 +45,22 @@ class _Program:
             self._has_failed = True
             self._watch.tell(error)
             if isinstance(error, Exception):
-                get_error_handler().record_exception(error)
+                _record(error.with_traceback(trace))
+                error.with_traceback(trace)
         self._show(kind, error, trace)
 
     def end(self) -> None:
         """This rank has done its work. After an error the line stays: what hangs while Python ends is ended, too."""
-        if self._pid == os.getpid() and not self._has_failed:
+        error = sys.exc_info()[1]  # in a process that Python's multiprocessing has started, which calls no hook
+        if isinstance(error, Exception):
+            self._watch.tell(error)
+        elif not self._has_failed and not (isinstance(error, SystemExit) and error.code):
             self._watch.close()
+
+
+def _record(error: Exception) -> None:
+    """Write an error where torchrun asks for it; torch takes the traceback of what is handled just now."""
+    try:
+        raise error
+    except Exception as handled:
+        get_error_handler().record_exception(handled)
