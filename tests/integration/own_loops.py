@@ -48,7 +48,6 @@ def with_fabric(asked):
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy=CXLFabricStrategy(tiers={"dram": "1GiB"}))
     if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it
-        if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it
         fabric.launch()
     model = fabric.setup_module(TinyTransformer(dropout=0.0))
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
