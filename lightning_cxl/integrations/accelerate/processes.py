@@ -57,7 +57,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
             raise UnsupportedError(
                 f"{type(self).__name__} exchanges what is on the host through gloo, and Accelerate is set up for "
                 f"{self.num_processes} processes, kind {kind}, with the backends {backends}. Give the accelerator "
-                'kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")], or start it on the CPU.'
+                'kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")], a Trainer '
+                'TrainingArguments(ddp_backend="cpu:gloo,cuda:nccl"), or start it on the CPU.'
             )
 
     def _meet(self) -> None:
