@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.same_machine import Place, own_place
 
 
@@ -55,6 +54,4 @@ class Machines:
 
 def find_machines() -> Machines:
     """Return the machines of all ranks, as these find themselves. Every rank calls this, with the process group up."""
-    places: list[Place | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, own_place())
-    return Machines.at([Place(*each) for each in places if each is not None])
+    return Machines.at(on_all_ranks(own_place))
