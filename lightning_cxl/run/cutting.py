@@ -1,11 +1,14 @@
-"""What front ends do to train a model in several processes: cut it, follow it with optimizers, load whole weights."""
+"""What front ends do to train a model in several processes: cut it, follow it with optimizers, whole weights."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
@@ -50,6 +53,50 @@ def cut_state(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     own = dict(model.named_parameters(remove_duplicate=False))
     fitting = {name: value for name, value in saved.items() if name in own and value.shape == own[name].shape}
     return {**saved, **{n: sharded_like(shard_of(value, own[n]), own[n]) for n, value in fitting.items()}}
+
+
+@contextmanager
+def taking_whole(model: nn.Module) -> Iterator[None]:
+    """Return a region in which `load_state_dict` of a model that is cut takes whole weights, the same everywhere."""
+
+    def cut_given(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
+        own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
+        given.update({prefix + name: value for name, value in cut_state(own, module).items()})
+
+    handle = model.register_load_state_dict_pre_hook(cut_given)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def whole_state(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """Return whole weights of a model that is cut, on the first process; all processes call it, others get nothing.
+
+    One tensor after the other is gathered, so that a device holds one of them.
+
+    Args:
+        model: that is cut.
+        wanted: whether the tensor of a name is to be in it.
+    """
+    reshard(model)
+    owners = {name: id(each) for name, each in model.named_parameters(remove_duplicate=False)}
+    found: dict[str, Any] = {}
+    first_name: dict[int | str, str] = {}
+    for name, value in model.state_dict().items():
+        if not wanted(name):
+            continue
+        first = first_name.setdefault(owners.get(name, name), name)  # tied ones stay one tensor
+        if first == name and isinstance(value, DTensor):
+            value = value.full_tensor()
+        if dist.get_rank() == 0:
+            found[name] = found[first] if first != name else _on_host(value)
+    return found
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def follow(names: Mapping[int, str], model: nn.Module, optimizers: Iterable[Optimizer]) -> None:

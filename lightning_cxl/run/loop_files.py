@@ -17,7 +17,13 @@ from lightning_cxl.run.user_loop import UserLoop
 
 
 def save(
-    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], loop: UserLoop, rest: Mapping[str, Any]
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    loop: UserLoop,
+    rest: Mapping[str, Any],
+    *,
+    weights: bool = True,
 ) -> None:
     """Write a model and its optimizers, on all processes together.
 
@@ -27,6 +33,7 @@ def save(
         optimizers: of it, as `loop` gave them back.
         loop: that has prepared them.
         rest: what is no tensor; under our key more for our entry.
+        weights: whether those of the model are written, too.
 
     Raises:
         ConfigError: an optimizer was not prepared.
@@ -44,7 +51,8 @@ def save(
     masters = own.pop("master_weights", None)
     if masters:
         tensors[KEY] = {"master_weights": masters}
-    tensors["state_dict"] = model.state_dict()
+    if weights:
+        tensors["state_dict"] = model.state_dict()
     sharded_checkpoint.save(path, tensors, {**rest, KEY: {**rest.get(KEY, {}), **own}})
 
 
@@ -61,6 +69,7 @@ def load(
     loop: UserLoop,
     *,
     strict: bool,
+    weights: bool = True,
     weights_only: bool | None = None,
 ) -> None:
     """Load a model and its optimizers, each process what it has of them.
@@ -71,6 +80,7 @@ def load(
         optimizers: of it, as `loop` gave them back, by their number in the checkpoint. INOUT.
         loop: that has prepared them.
         strict: whether the names of weights must be the same here and there.
+        weights: whether those of the model are read, too.
         weights_only: see `torch.load`.
 
     Raises:
@@ -84,7 +94,8 @@ def load(
             f"checkpoint `{path}` has state of {folder.num_optimizers} optimizers, and {len(optimizers)} are to be "
             "loaded: prepare those that were saved, in the same order"
         )
-    folder.read_weights(model, strict=strict)
+    if weights:
+        folder.read_weights(model, strict=strict)
     for index, optimizer in optimizers.items():
         run = loop.run_of(optimizer)
         run.adopt_joined()

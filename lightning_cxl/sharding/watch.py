@@ -17,7 +17,9 @@ rank has a *line* to rank 0: a TCP connection, which carries what torch does not
 * Where nobody knows a reason (all others have waited for longer than the timeout), a rank that has not failed shows
   where it is: it is the one they wait for.
 
-Lines are there from `open_watch` to `close`; a rank that closes its line as it should says so.
+Lines are there from `open_watch` to `close`; a rank that closes its line as it should says so. Under Lightning that is
+while the Trainer runs. Where users write the loop it is until Python ends (`sharding/program.py`): what nobody catches
+is told, and a rank that calls ``sys.exit`` has done its work.
 """
 
 import json

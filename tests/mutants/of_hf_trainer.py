@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "an evaluation without a training places the model",
         _TRAINER,
-        "            self.accelerator.offload.prepare(self.model)\n        wrapped",
+        "            self.accelerator.place(self.model)\n        wrapped",
         "            pass\n        wrapped",
         (f"{_HABITS}::test_evaluates_beside_a_model_that_is_prepared",),
     ),

@@ -3,6 +3,10 @@
 from tests.mutants.mutant import Mutant
 
 _WATCH = "lightning_cxl/sharding/watch.py"
+_PROGRAM = "lightning_cxl/sharding/program.py"
+_OF_ACCELERATE = "lightning_cxl/integrations/accelerate/processes.py"
+_OWN_LOOPS = "tests/integration/test_own_loops.py"
+_HOOKS = "tests/distributed/test_accelerate_hooks.py"
 _FAILURES = "lightning_cxl/sharding/failures.py"
 _AGREEMENT = "tests/distributed/test_agreement.py"
 _PARITY = "tests/distributed/test_parity.py"
@@ -174,5 +178,33 @@ MUTANTS = (
         "        _remove(path.rename(gone))\n",
         "        _remove(path)\n",
         (f"{_T_FOLDERS}::test_a_checkpoint_is_removed_at_once",),
+    ),
+    Mutant(
+        "a forked process that ends has not failed",
+        _PROGRAM,
+        "        Finalize(None, program.end, exitpriority=0)",
+        "        __import__('atexit').register(program.end)",
+        (f"{_OWN_LOOPS}::test_a_forked_process_that_ends_first_has_not_failed",),
+    ),
+    Mutant(
+        "torchrun has the traceback of an error in a user's loop",
+        _PROGRAM,
+        "                _record(error.with_traceback(trace))",
+        "                get_error_handler().record_exception(error)",
+        (f"{_OWN_LOOPS}::test_a_rank_that_raises_is_shown",),
+    ),
+    Mutant(
+        "processes of one machine are counted where no launcher does",
+        _OF_ACCELERATE,
+        "machines.num_ranks_beside(rank)",
+        "1",
+        (f"{_HOOKS}::test_processes_of_one_machine_share_its_budget",),
+    ),
+    Mutant(
+        "hooks on saving get all models",
+        _OF_ACCELERATE,
+        "self._stand_ins is not None and not unwrap",
+        "False",
+        (f"{_HOOKS}::test_hooks_get_all_models",),
     ),
 )

@@ -13,17 +13,20 @@ from typing import Any
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.integrations.accelerate.whole_weights import load_whole
 from lightning_cxl.run import loop_files
-from lightning_cxl.run.cutting import cut_for, follow
+from lightning_cxl.run.cutting import cut_for, follow, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import is_cut
-from lightning_cxl.sharding.processes import gather_on_machine, make_mesh
+from lightning_cxl.sharding.machines import find_machines
+from lightning_cxl.sharding.processes import broadcast, gather_on_machine, make_mesh
+from lightning_cxl.sharding.program import watch_program
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]
@@ -33,6 +36,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
     _models: list[nn.Module]
     _optimizers: list[Optimizer]
     _mesh: DeviceMesh | None = None
+    _stand_ins: list[dict[str, Any]] | None = None
+    """While `save_state` gathers no weights: what it has in their place, of each model."""
 
     def _check_processes(self) -> None:
         """Refuse processes that Accelerate has set up in another way.
@@ -52,21 +57,25 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
             raise UnsupportedError(
                 f"{type(self).__name__} exchanges what is on the host through gloo, and Accelerate is set up for "
                 f"{self.num_processes} processes, kind {kind}, with the backends {backends}. Give the accelerator "
-                'kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")], or start it on the CPU.'
+                'kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")], a Trainer '
+                'TrainingArguments(ddp_backend="cpu:gloo,cuda:nccl"), or start it on the CPU.'
             )
 
     def _meet(self) -> None:
-        """Make the mesh, and give this process its part of the machine."""
+        """Watch all processes, make the mesh, and give this process its part of the machine.
+
+        Accelerate counts one process on each machine where a launcher has not said how many there are, so they are
+        asked themselves.
+        """
         if self.num_processes == 1:
             return
-        per_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or self.num_processes)
-        session = self.offload.session
-        machine = self.process_index // per_machine
-        self._mesh = make_mesh(
-            self.device, self.num_processes // per_machine, per_machine, replicate=session.config.replicate_machines
-        )
-        gather = partial(gather_on_machine, machine=machine)
-        session.bind(self.process_index, self.local_process_index, per_machine, self.device, gather)
+        watch_program(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        session, rank, machines = self.offload.session, self.process_index, find_machines()
+        replicate = session.config.replicate_machines
+        per_machine = machines.num_ranks_of_each() if replicate else self.num_processes
+        self._mesh = make_mesh(self.device, self.num_processes // per_machine, per_machine, replicate=replicate)
+        gather = partial(gather_on_machine, machine=machines.of_rank[rank])
+        session.bind(rank, machines.local_rank(rank), machines.num_ranks_beside(rank), self.device, gather)
 
     def _cut(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Cut a model, if there are several processes and it is whole, and let its optimizers have its new parameters.
@@ -83,8 +92,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
                     f"this {type(optimizer).__name__} has state of whole weights, and its model is to be cut over "
                     f"{self.num_processes} processes: prepare both before the first step, then load the state"
                 )
-        cut_for(self.offload.session, model, self._mesh, self.device)
+        cut_for(self.offload.session, model, self._mesh, self.device, root=model)
         follow(names, model, optimizers)
+        if hasattr(model, "generate"):
+            register_fsdp_forward_method(model, "generate")
+        for module in model.modules():
+            if hasattr(module, "generate"):  # of transformers: each process then generates for as long as one has to
+                module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -92,45 +106,59 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
         """Return the weights of a model; with several processes whole and on the first one, empty on the others."""
         if not is_cut(model):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
-        inner = self._plain(model) if unwrap else model
-        return get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if self._stand_ins is not None and not unwrap:
+            self._stand_ins.append({})
+            return self._stand_ins[-1]
+        return whole_state(self._plain(model) if unwrap else model)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Write what Accelerate does; models that are cut, and their optimizers, to a folder for each model in it."""
+        """Write what Accelerate does; models that are cut, and their optimizers, to a folder for each model in it.
+
+        Hooks of the user get all models, and an empty dict in the place of each model's weights. As with Accelerate
+        alone, one that takes a dict away has saved this model itself; what the first process says counts.
+        """
         if self._mesh is None:
             return super().save_state(output_dir, *args, **kwargs)
-        models, optimizers = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        models, optimizers, own = list(map(self._plain, self._models)), self._optimizers, [True] * len(self._models)
+        self._optimizers, self._stand_ins = [], []
+
+        def take_out(_: Any, weights: list[Any], __: str) -> None:
+            assert self._stand_ins is not None
+            own[:] = [any(each is stand_in for each in weights) for stand_in in self._stand_ins]
+            weights.clear()
+
+        handle = self.register_save_state_pre_hook(take_out)  # the last one
         try:
             location = super().save_state(output_dir, *args, **kwargs)
         finally:
-            self._models, self._optimizers = models, optimizers
-        for index, model in enumerate(map(self._plain, models)):
-            path = _folder(location, index)
-            loop_files.save(path, model, self.offload.optimizers_of(model), self.offload, {})
+            self._optimizers, self._stand_ins = optimizers, None
+            handle.remove()
+        for index, (model, with_weights) in enumerate(zip(models, broadcast(own), strict=True)):
+            path, adopted = _folder(location, index), self.offload.optimizers_of(model)
+            loop_files.save(path, model, adopted, self.offload, {}, weights=with_weights)
         return location
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what several processes have written, in any number of them; else as Accelerate does.
+        """Load what any number of processes has written, in any number of them.
 
-        Raises:
-            UnsupportedError: one process has written it, and there are several.
+        Hooks of the user get all models; one that takes a model away has loaded its weights itself.
         """
         models, optimizers = list(map(self._plain, self._models)), list(self._optimizers)
         folders: list[str] = []
+        left: list[nn.Module] = []
 
         def take_out(given: list[nn.Module], folder: str) -> None:
-            if is_sharded_checkpoint(_folder(folder, 0)):
+            sharded = is_sharded_checkpoint(_folder(folder, 0))
+            if sharded or self._mesh is not None:
                 folders.append(folder)
+                left[:] = map(self._plain, given)
                 given.clear()
+            if sharded:
                 self._optimizers.clear()
-            elif self._mesh is not None:
-                raise UnsupportedError(
-                    f"`{folder}` was written by one process, and {self.num_processes} are to load it: load it with "
-                    "one. What several processes have written any number of them loads"
-                )
 
-        handle = self.register_load_state_pre_hook(take_out)
+        handle = self.register_load_state_pre_hook(take_out)  # the last one
+        if self._mesh is not None:
+            kwargs.setdefault("map_location", "cpu")  # what is whole does not fit on a device
         try:
             super().load_state(input_dir, *args, **kwargs)
         finally:
@@ -138,8 +166,12 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
             handle.remove()
         for folder in folders:
             for index, model in enumerate(models):
-                numbered = dict(enumerate(self.offload.optimizers_of(model)))
-                loop_files.load(_folder(folder, index), model, numbered, self.offload, strict=True)
+                path, asked = _folder(folder, index), any(each is model for each in left)
+                if is_sharded_checkpoint(path):
+                    numbered = dict(enumerate(self.offload.optimizers_of(model)))
+                    loop_files.load(path, model, numbered, self.offload, strict=True, weights=asked)
+                elif asked:
+                    load_whole(Path(folder), index, model)
 
     def _plain(self, model: nn.Module) -> nn.Module:
         unwrapped: nn.Module = self.unwrap_model(model, keep_torch_compile=False)

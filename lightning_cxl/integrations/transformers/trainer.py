@@ -20,6 +20,7 @@ from torch import nn
 from transformers import Trainer
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.integrations.transformers.processes import ShardedTrainer
 from lightning_cxl.integrations.transformers.trainer_accelerator import TrainerAccelerator
 from lightning_cxl.integrations.transformers.trainer_loop import loop_of
 from lightning_cxl.streaming.awaited import peek
@@ -29,7 +30,7 @@ Options = Mapping[str, Any] | str | PathLike[str] | None
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
-class CXLTrainerMixin:
+class CXLTrainerMixin(ShardedTrainer):
     """Before a Trainer in the bases of a class: ``class MyTrainer(CXLTrainerMixin, SFTTrainer)``.
 
     Args:
@@ -40,13 +41,10 @@ class CXLTrainerMixin:
 
     Raises:
         ConfigError: an option with an impossible value.
-        UnsupportedError: several processes, a plugin that places models itself, or arguments that move whole models to
-            the device or update weights in the backward.
+        UnsupportedError: several processes without gloo for host memory, a plugin that places models itself, or
+            arguments that move whole models to the device or update weights in the backward.
     """
 
-    accelerator: TrainerAccelerator
-    model: nn.Module
-    args: Any
     ref_model: Any
     _num_parameters: int | None = None  # outside of embeddings
 
@@ -73,14 +71,14 @@ class CXLTrainerMixin:
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if not training:  # an evaluation, perhaps before any training
-            self.accelerator.offload.prepare(self.model)
+            self.accelerator.place(self.model)
         wrapped: nn.Module = super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
         return wrapped
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Let a model compute when TRL's preference trainers are made: without its adapters it is the reference."""
         if self.ref_model is None:
-            self.accelerator.offload.prepare(self.model)
+            self.accelerator.place(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     # -- training ----------------------------------------------------------------------------------------------------

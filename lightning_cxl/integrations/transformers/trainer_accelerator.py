@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.accelerate.accelerator import CXLAccelerator
 
 
@@ -32,15 +31,9 @@ class TrainerAccelerator(CXLAccelerator):
 
         Raises:
             ConfigError: it has prepared an optimizer, or an option has an impossible value.
-            UnsupportedError: several processes, or a plugin that places models itself.
+            UnsupportedError: several processes without gloo for host memory, or a plugin that places models itself.
         """
         accelerator = trainer.accelerator
-        if accelerator.num_processes > 1:
-            raise UnsupportedError(
-                f"{type(trainer).__name__} drives one process in this version, and {accelerator.num_processes} were "
-                "started: launch with `--num_processes 1`, or train in several processes with CXLOffloadStrategy of "
-                "Lightning, CXLFabricStrategy or CXLAccelerator"
-            )
         frozen = [] if accelerator._optimizers else list(accelerator._models)
         for model in frozen:
             accelerator._models.remove(model)
@@ -57,6 +50,11 @@ class TrainerAccelerator(CXLAccelerator):
         if trainer is not None and model is not trainer.model and not any(model is each for each in self._others):
             self._others.append(model)
         return super().prepare_model(model, *args, **kwargs)
+
+    def place(self, model: nn.Module) -> None:
+        """Let a model compute, without optimizers: it is cut, if there are several processes, and placed."""
+        self._cut(model, [])
+        self.offload.prepare(model)
 
     def _adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         trainer = self._trainer()

@@ -1,0 +1,94 @@
+"""Several processes under the Trainer of transformers: as one process, with folders that any number goes on from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import LlamaForCausalLM
+
+from tests.distributed import trainer_runs
+from tests.distributed.ranks import of_rank_0
+from tests.distributed.test_lightning import assert_close, assert_identical
+from tests.integration.llama import tiny_llama
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # of peft, TRL
+CASES = {
+    "plain": {},
+    "accumulated with a rest and clipped": {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3},
+    "LoRA": {"lora": True},
+    "evaluated before and meanwhile, tied": {
+        "tied": True, "evaluates_first": True, "eval_strategy": "steps", "eval_steps": 2,
+    },
+    "another optimizer": {"optim": "sgd"},
+    "twice": {"trains": 2},
+}  # fmt: skip
+
+
+def run(ranks, world, folder, *args, **keywords):
+    """Return what rank 0 has of a run of `world` ranks."""
+    return of_rank_0(ranks, world, trainer_runs.train, str(folder), *args, **keywords)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_processes_train_as_one(ranks, tmp_path, name):
+    two, one = run(ranks, 2, tmp_path / "two", **CASES[name]), run(ranks, 1, tmp_path / "one", **CASES[name])
+    assert_close(two, one)
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    assert two["evaluated"] == pytest.approx(one["evaluated"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "LoRA", "evaluated before and meanwhile, tied"])
+def test_transformers_loads_what_is_saved(ranks, tmp_path, name):
+    weights = run(ranks, 2, tmp_path, **CASES[name])["weights"]
+    if "LoRA" in name:
+        loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path / "saved")
+        assert not (tmp_path / "saved/model.safetensors").exists()
+    else:
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    found = dict(loaded.named_parameters())
+    assert weights.keys() == found.keys()
+    assert all(torch.equal(found[each], value) for each, value in weights.items())
+
+
+STATES = {
+    "float32": {},
+    "another optimizer": {"optim": "sgd"},
+    "LoRA": {"lora": True},
+    "bf16 with split masters": {"dtype": torch.bfloat16},
+    "bf16 with float32 masters": {"dtype": torch.bfloat16, "options": {"master": "fp32"}},
+}
+SAVING = {"save_strategy": "steps", "save_steps": 4}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("before, after", [(2, 2), (2, 1), (1, 2)])
+def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, state):
+    whole = run(ranks, before, tmp_path, **SAVING, **STATES[state])
+    rest = run(ranks, after, tmp_path, resume=str(tmp_path / "checkpoint-4"), **STATES[state])
+    assert len(whole["losses"]) == len(rest["losses"]) == 6
+    if before == after:
+        assert_identical(rest, whole)
+    else:
+        assert_close(
+            rest, whole, 2**-7 if "bf16" in state else 1e-6
+        )  # one rounding: they differ with the order of sums
+
+
+def test_the_best_model_comes_back(ranks, tmp_path):
+    given = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+    }  # fmt: skip
+    two = run(ranks, 2, tmp_path, **given)
+    best = max(range(3), key=lambda number: two["evaluated"][number])
+    assert best != 2, "the last one is not the best"
+    loaded = LlamaForCausalLM.from_pretrained(Path(tmp_path) / f"checkpoint-{2 * (best + 1)}")
+    assert all(torch.equal(value, two["weights"][name]) for name, value in loaded.named_parameters())
+
+
+def test_trl(ranks, tmp_path):
+    pytest.importorskip("trl")
+    two, one = [of_rank_0(ranks, world, trainer_runs.supervise, str(tmp_path)) for world in (2, 1)]
+    assert_close(two, one)
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)

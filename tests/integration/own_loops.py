@@ -1,0 +1,140 @@
+"""A program whose loop is of Fabric, Accelerate or the Trainer of transformers, on two processes; one fails on demand.
+
+python tests/integration/own_loops.py fabric FOLDER [--fail raise] [--rank 1]
+"""
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.models import TinyTransformer, token_data
+
+
+class Failing:
+    """Fails on one rank in the third batch."""
+
+    def __init__(self, asked, rank):
+        self.how = asked.fail if rank == asked.rank else None
+        self.says, self.batches = asked.fail is not None and rank == 0, 0
+
+    def batch(self):
+        self.batches += 1
+        if self.batches < 3:
+            return
+        if self.says:
+            print("failing", flush=True)
+        if self.how == "raise":
+            raise ValueError("this batch is bad")
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loss_of(model, batch):
+    tokens, labels = batch
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten())
+
+
+def with_fabric(asked):
+    from lightning.fabric import Fabric
+
+    from lightning_cxl import CXLFabricStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=CXLFabricStrategy(tiers={"dram": "1GiB"}))
+    if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it
+        fabric.launch()
+    model = fabric.setup_module(TinyTransformer(dropout=0.0))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    failing = Failing(asked, fabric.global_rank)
+    for batch in fabric.setup_dataloaders(token_data(8)):
+        failing.batch()
+        fabric.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def with_accelerate(asked):
+    from lightning_cxl.accelerate import CXLAccelerator
+
+    accelerator = CXLAccelerator(cpu=True, offload={"tiers": {"dram": "1GiB"}})
+    model = TinyTransformer(dropout=0.0)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), token_data(8))
+    failing = Failing(asked, accelerator.process_index)
+    for batch in data:
+        failing.batch()
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def with_trainer(asked):
+    from transformers import TrainerCallback, TrainingArguments
+
+    from lightning_cxl.transformers import CXLTrainer
+    from tests.integration.hf_trainer import rows
+    from tests.integration.llama import tiny_llama
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            failing.batch()
+
+    args = TrainingArguments(
+        str(asked.folder), use_cpu=True, max_steps=4, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
+        save_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+    offload = {"tiers": {"dram": "1GiB"}}
+    trainer = CXLTrainer(tiny_llama(), args, train_dataset=rows(16), callbacks=[Fails()], offload=offload)
+    failing = Failing(asked, args.process_index)
+    trainer.train()
+    return trainer.model
+
+
+def in_a_notebook(asked):
+    from accelerate import debug_launcher
+
+    debug_launcher(_cell, (asked,), num_processes=2)
+
+
+def _cell(asked):
+    """Train in a forked process; the first one has work left when the other has ended."""
+    torch.set_num_threads(1)
+    write(asked, with_accelerate(asked))
+    if torch.distributed.get_rank() == 0:
+        time.sleep(4)
+
+
+LOOPS = {"fabric": with_fabric, "accelerate": with_accelerate, "trainer": with_trainer}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("loop", choices=[*LOOPS, "notebook"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--fail", choices=["raise", "kill"])
+    parser.add_argument("--rank", type=int, default=1)
+    asked = parser.parse_args()
+    torch.manual_seed(3)
+    if asked.loop == "notebook":
+        in_a_notebook(asked)
+    else:
+        write(asked, LOOPS[asked.loop](asked))
+
+
+def write(asked, model):
+    """Tell what came of it, on each rank."""
+    cut = sum(isinstance(each, DTensor) for each in model.parameters())
+    total = sum(float((each.full_tensor() if isinstance(each, DTensor) else each).sum()) for each in model.parameters())
+    rank = torch.distributed.get_rank()
+    (asked.folder / f"rank_{rank}.json").write_text(json.dumps([torch.distributed.get_world_size(), cut, total]))
+
+
+if __name__ == "__main__":
+    main()
