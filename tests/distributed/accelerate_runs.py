@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 from lightning_cxl.accelerate import CXLAccelerator
 from tests.distributed.lightning_runs import BATCH, LENGTH, VOCAB
 from tests.distributed.training import place, whole
+from tests.distributed.volume import Traffic
 from tests.models import TinyTransformer
 
 
@@ -29,6 +31,7 @@ def train(
     *,
     micro_batches: int = 1,
     clip: float | None = None,
+    sync_each_batch: bool = False,
     optimizer: str = "AdamW",
     options: dict[str, Any] | None = None,
     resume: str | None = None,
@@ -36,7 +39,8 @@ def train(
 ) -> dict[str, Any]:
     """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
     torch.manual_seed(5)
-    accelerator = accelerator_of(gradient_accumulation_steps=micro_batches, offload=options)
+    accumulation = GradientAccumulationPlugin(num_steps=micro_batches, sync_each_batch=sync_each_batch)
+    accelerator = accelerator_of(gradient_accumulation_plugin=accumulation, offload=options)
     world = accelerator.num_processes
     model = TinyTransformer(dropout=0.0, tied=True)
     settings = {"eps": 1e-5} if "Adam" in optimizer else {"momentum": 0.9}
@@ -52,14 +56,15 @@ def train(
         if resume is not None:
             accelerator.load_state(resume)
             begin = int(resume[-1])
-        losses, norms, seen = [], [], 0
+        losses, norms, seen, moved = [], [], 0, Traffic()
         for number, batch in enumerate(data):
             if not begin * micro_batches <= number < steps * micro_batches:
                 continue
             with accelerator.accumulate(model):
                 logits = model(batch[:, :-1])
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-                accelerator.backward(loss)
+                with moved:
+                    accelerator.backward(loss)
                 losses.append(float(accelerator.reduce(loss.detach(), "mean")))
                 seen += len(accelerator.gather_for_metrics(batch))
                 if clip is not None and accelerator.sync_gradients:
@@ -73,6 +78,6 @@ def train(
         weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
         if accelerator.is_main_process:
             assert all(torch.equal(gathered[name], value) for name, value in weights.items())
-        return {"losses": losses, "norms": norms, "weights": weights}
+        return {"losses": losses, "norms": norms, "weights": weights, "reduced": moved.reduce_scatter}
     finally:
         accelerator.free_memory()

@@ -5,7 +5,8 @@ those of the model that is cut, by their names.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_cxl.run import loop_files
 from lightning_cxl.run.cutting import cut_for, follow
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
-from lightning_cxl.sharding.fsdp import is_cut
+from lightning_cxl.sharding.fsdp import is_cut, without_reducing
 from lightning_cxl.sharding.processes import gather_on_machine, make_mesh
 
 
@@ -85,6 +86,16 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
                 )
         cut_for(self.offload.session, model, self._mesh, self.device)
         follow(names, model, optimizers)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Return a region whose backwards exchange no gradients; the first one after it reduces the sum of all.
+
+        `accumulate` uses it for all micro-batches of a step but the last one, unless
+        ``GradientAccumulationPlugin(sync_each_batch=True)`` says otherwise. See Accelerate's `no_sync`.
+        """
+        with without_reducing(model):
+            yield
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
