@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.dp import DataParallelStrategy
     from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
