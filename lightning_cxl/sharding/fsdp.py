@@ -13,11 +13,14 @@ it is.
 * Gradients: FSDP2 reduces those of a unit when its backward is over, cuts them like the weights, puts them into
   ``.grad``, or adds them to what is there, and calls the hooks on the shard. We take away what is there before the
   backward, so that they come alone and are added up in float32. See [Note: Life of a gradient].
+* Without reductions (`without_reducing`): FSDP2 leaves gradients whole where they were computed, and autograd adds
+  those of the next micro-batch to them, in their own type. We see nothing of them before the sum is reduced.
 * The step: each process updates its own shards. Norms and the decision to leave a step out are of all processes:
   see `shards.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -101,6 +104,25 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def without_reducing(model: nn.Module) -> Iterator[None]:
+    """Return a region whose backwards exchange no gradients; the first one after it reduces the sum of all.
+
+    Until then each rank has whole gradients of all that is trained on its device. One process exchanges none anyway.
+
+    Args:
+        model: with all modules that FSDP2 cuts.
+    """
+    cuts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module in cuts:
+            module.set_requires_gradient_sync(False, recurse=False)
+        yield
+    finally:
+        for module in cuts:
+            module.set_requires_gradient_sync(True, recurse=False)
 
 
 def _reshard_after_evaluation(root: nn.Module, _inputs: object, _output: object) -> None:

@@ -1,6 +1,7 @@
 """A loop with Accelerate on several ranks, each of which has its rows of the batches that one process would get."""
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from lightning_cxl.accelerate import CXLAccelerator
 from tests.distributed.lightning_runs import BATCH, LENGTH, VOCAB
 from tests.distributed.training import place, whole
+from tests.distributed.volume import Traffic
 from tests.models import TinyTransformer
 
 
@@ -29,6 +31,7 @@ def train(
     *,
     micro_batches: int = 1,
     clip: float | None = None,
+    skip_sync: bool = False,
     optimizer: str = "AdamW",
     options: dict[str, Any] | None = None,
     resume: str | None = None,
@@ -52,14 +55,16 @@ def train(
         if resume is not None:
             accelerator.load_state(resume)
             begin = int(resume[-1])
-        losses, norms, seen = [], [], 0
+        losses, norms, seen, moved = [], [], 0, Traffic()
         for number, batch in enumerate(data):
             if not begin * micro_batches <= number < steps * micro_batches:
                 continue
-            with accelerator.accumulate(model):
+            skips = skip_sync and (number + 1) % micro_batches
+            with accelerator.no_sync(model) if skips else nullcontext(), accelerator.accumulate(model):
                 logits = model(batch[:, :-1])
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-                accelerator.backward(loss)
+                with moved:
+                    accelerator.backward(loss)
                 losses.append(float(accelerator.reduce(loss.detach(), "mean")))
                 seen += len(accelerator.gather_for_metrics(batch))
                 if clip is not None and accelerator.sync_gradients:
@@ -73,6 +78,6 @@ def train(
         weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
         if accelerator.is_main_process:
             assert all(torch.equal(gathered[name], value) for name, value in weights.items())
-        return {"losses": losses, "norms": norms, "weights": weights}
+        return {"losses": losses, "norms": norms, "weights": weights, "reduced": moved.reduce_scatter}
     finally:
         accelerator.free_memory()

@@ -9,6 +9,7 @@ from torch import nn
 from lightning_cxl import CXLFabricStrategy
 from tests.distributed.lightning_runs import rows
 from tests.distributed.training import place, whole
+from tests.distributed.volume import Traffic
 from tests.models import TinyTransformer
 
 
@@ -36,14 +37,15 @@ def train(
     try:
         if resume is not None:
             assert fabric.load(resume, state) == {}
-        losses, norms = [], []
+        losses, norms, moved = [], [], Traffic()
         for step in range(state["step"], steps):
             for part in range(micro_batches):
                 tokens = rows(step * micro_batches + part)
                 with fabric.no_backward_sync(model, enabled=skip_sync and part < micro_batches - 1):
                     logits = model(tokens[:, :-1])
                     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-                    fabric.backward(loss / micro_batches)
+                    with moved:
+                        fabric.backward(loss / micro_batches)
                 losses.append(float(fabric.all_reduce(loss.detach().clone(), reduce_op="mean")))
             if clip is not None:
                 norms.append(float(fabric.clip_gradients(model, stepper, max_norm=clip)))
@@ -52,7 +54,7 @@ def train(
         if save is not None:
             fabric.save(save, {**state, "step": steps})
         weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
-        return {"losses": losses, "norms": norms, "weights": weights}
+        return {"losses": losses, "norms": norms, "weights": weights, "reduced": moved.reduce_scatter}
     finally:
         fabric.strategy.teardown()
 

@@ -26,6 +26,12 @@ def test_several_processes_train_as_one(ranks, name):
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
+def test_every_micro_batch_reduces_unless_it_is_told_not_to(ranks):
+    once, each = (run(ranks, 2, 2, micro_batches=3, skip_sync=skips) for skips in (True, False))
+    assert_close(once, each)
+    assert each["reduced"] == 3 * once["reduced"] > 0
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("before, after", [(2, 2), (2, 1), (1, 2)])
 def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, optimizer):

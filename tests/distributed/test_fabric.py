@@ -28,6 +28,13 @@ def test_several_processes_train_as_one(ranks, name):
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
+def test_skipped_reductions_are_not_made(ranks):
+    def reduced(**keywords):
+        return run(ranks, 2, 2, micro_batches=3, **keywords)["reduced"]
+
+    assert reduced() == 3 * reduced(skip_sync=True) > 0
+
+
 STATES = {
     "float32": {},
     "another optimizer": {"optimizer": "SGD"},

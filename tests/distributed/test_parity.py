@@ -12,6 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 JOBS = {
     "plain": Job(),
     "accumulated and clipped": Job(micro_batches=3, clip=0.5),
+    "reduced by the last micro-batch alone": Job(micro_batches=3, clip=0.5, no_sync=True),
     "not tied": Job(tied=False, clip=0.5),
     "uneven shards, unused weights": Job(model="transformer", tied=False, clip=0.1),
     "frozen weights": Job(frozen=("mlp", "embed"), clip=0.5),
@@ -46,8 +47,9 @@ def test_bf16_with_split_masters_equals_fsdp_with_float32_shards(ranks):
         assert excess <= 1e-9, (name, excess)
 
 
-def test_replicated_shards(ranks):
-    job = Job(replicas=2, micro_batches=2, clip=0.5)
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_replicated_shards(ranks, no_sync):
+    job = Job(replicas=2, micro_batches=2, clip=0.5, no_sync=no_sync)
     ours = ranks.of(4).run(training.by_us, job)
     alone = ranks.of(4).run(training.by_fsdp, job)
     losses, weights = largest_difference(ours[0], alone[0])
@@ -66,10 +68,15 @@ ON_A_DEVICE = {
     "plain": Job(),
     "accumulated and clipped": Job(micro_batches=3, clip=0.5),
     "uneven shards, unused weights": Job(model="transformer", tied=False, clip=0.1),
+    "reduced by the last micro-batch alone": Job(model="transformer", tied=False, micro_batches=3, no_sync=True),
     "lora": Job(lora=True, micro_batches=2, clip=0.05),
+    "lora, reduced by the last micro-batch alone": Job(lora=True, micro_batches=2, clip=0.05, no_sync=True),
     "another optimizer": Job(optimizer="SGD", micro_batches=2, clip=0.5),
     "float32 masters": Job(model="transformer", bf16=True, options={"master": "fp32"}),
     "split masters": Job(model="transformer", bf16=True),
+    "split masters, reduced by the last micro-batch": Job(
+        model="transformer", bf16=True, micro_batches=3, no_sync=True
+    ),
 }
 
 

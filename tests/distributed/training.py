@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run.session import Session
@@ -39,6 +39,8 @@ class Job:
     frozen: tuple[str, ...] = ()
     steps: int = 4
     micro_batches: int = 1
+    no_sync: bool = False
+    """Only the last micro-batch of a step reduces gradients."""
     clip: float | None = None
     optimizer: str = "AdamW"
     bf16: bool = False
@@ -173,8 +175,10 @@ def _train(
 ) -> Trained:
     losses, norms = [], []
     for number, step in enumerate(batches(job, rank, world)):
-        for tokens in step:
+        for index, tokens in enumerate(step):
             tokens = tokens.to(device())
+            for cut_module in (each for each in model.modules() if job.no_sync and isinstance(each, FSDPModule)):
+                cut_module.set_requires_gradient_sync(index == job.micro_batches - 1)
             loss = loss_of(model, tokens) / job.micro_batches
             if (rank, number) == job.bad:
                 loss = loss * torch.inf

@@ -87,6 +87,13 @@ MUTANTS = (
         (f"{_AGREEMENT}::test_copies_of_a_shard_begin_equal_whatever_the_seeds",),
     ),
     Mutant(
+        "skipped reductions are not made",
+        "lightning_cxl/sharding/fsdp.py",
+        "            module.set_requires_gradient_sync(False, recurse=False)\n",
+        "            pass\n",
+        ("tests/distributed/test_fabric.py::test_skipped_reductions_are_not_made",),
+    ),
+    Mutant(
         "tied weights are gathered where both uses are",
         "lightning_cxl/sharding/fsdp.py",
         "module.named_parameters(remove_duplicate=False))",

@@ -5,7 +5,8 @@ those of the model that is cut, by their names.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_cxl.run import loop_files
 from lightning_cxl.run.cutting import cut_for, follow, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
-from lightning_cxl.sharding.fsdp import is_cut
+from lightning_cxl.sharding.fsdp import is_cut, without_reducing
 from lightning_cxl.sharding.machines import find_machines
 from lightning_cxl.sharding.processes import broadcast, gather_on_machine, make_mesh
 from lightning_cxl.sharding.program import watch_program
@@ -64,12 +65,16 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
     def _meet(self) -> None:
         """Watch all processes, make the mesh, and give this process its part of the machine.
 
+        `accumulate` reduces with every micro-batch from now on: Accelerate would keep gradients of the whole model on
+        every device until the last one.
+
         Accelerate counts one process on each machine where a launcher has not said how many there are, so they are
         asked themselves.
         """
         if self.num_processes == 1:
             return
         watch_program(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        self.gradient_state.plugin_kwargs["sync_each_batch"] = True
         session, rank, machines = self.offload.session, self.process_index, find_machines()
         replicate = session.config.replicate_machines
         per_machine = machines.num_ranks_of_each() if replicate else self.num_processes
@@ -99,6 +104,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
         for module in model.modules():
             if hasattr(module, "generate"):  # of transformers: each process then generates for as long as one has to
                 module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Return a region whose backwards exchange no gradients; the first one after it reduces the sum of all.
+
+        Until then every device has gradients of all that is trained. See Accelerate's `no_sync`.
+        """
+        with without_reducing(model):
+            yield
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

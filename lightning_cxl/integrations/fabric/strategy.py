@@ -7,7 +7,7 @@ See [Note: Call order in a user's loop].
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,9 @@ from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, 
 from lightning_cxl.integrations.lightning.lightning_api import (
     Accelerator,
     CheckpointIO,
+    DataParallelStrategy,
     FabricLauncher,
     FabricParallelStrategy,
-    SingleDeviceStrategy,
 )
 from lightning_cxl.integrations.lightning.processes import Processes
 from lightning_cxl.integrations.reporting import Reporting
@@ -39,6 +39,7 @@ from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.straight_copy import copying_from
 from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.sharding.fsdp import without_reducing
 from lightning_cxl.sharding.processes import gather_on_machine
 from lightning_cxl.sharding.program import watch_program
 from lightning_cxl.updates.adoption import repoint_scheduler
@@ -46,7 +47,7 @@ from lightning_cxl.updates.adoption import repoint_scheduler
 _UNKNOWN = Loop(writes_unseen=True)
 
 
-class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy, SingleDeviceStrategy):  # type: ignore[override]
+class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
@@ -76,11 +77,9 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy, SingleDevi
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        # Fabric asks for this base where one process needs no `launch`; its constructor would write the ranks
-        super(SingleDeviceStrategy, self).__init__(
-            accelerator=accelerator, checkpoint_io=checkpoint_io or CXLCheckpointIO(), precision=precision
-        )
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io or CXLCheckpointIO(), precision=precision)
         self.parallel_devices, self.cluster_environment = None, None  # filled in by Fabric
+        self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
         self._session = Session(**options)
         self.config, self.config_origins = self._session.config, self._session.origins
         self.timeout, self.replicate_machines = timeout, self.config.replicate_machines
@@ -258,7 +257,7 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy, SingleDevi
                 loop.close()
         finally:
             if self.cluster_environment is None:  # nobody has filled it in
-                SingleDeviceStrategy.teardown(self)
+                super(FabricParallelStrategy, self).teardown()
             else:
                 super().teardown()
 
@@ -276,6 +275,14 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy, SingleDevi
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__, override=True)
 
 
+class _BackwardSync:
+    """What `fabric.no_backward_sync` asks."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return a region whose backwards exchange no gradients, if that is enabled."""
+        return without_reducing(module) if enabled else nullcontext()
+
+
 class _WhenCalled:
     """Hook on a module that was moved and not set up; a copy of the module stays where it is."""
 
@@ -291,3 +298,6 @@ class _WhenCalled:
 
 
 CXLFabricStrategy.__init__.__signature__ = with_option_fields(CXLFabricStrategy.__init__)  # type: ignore[attr-defined]
+# Fabric lets these two, and no others, go without `fabric.launch()`, as one process may. The other one is
+# `SingleDeviceStrategy`, of which `fabric.no_backward_sync` asks nothing.
+DataParallelStrategy.register(CXLFabricStrategy)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.dp import DataParallelStrategy
     from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
-    from lightning.fabric.strategies.single_device import SingleDeviceStrategy
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
@@ -41,7 +41,7 @@ else:
     _fabric = "lightning.fabric" if PACKAGE == "lightning" else "lightning_fabric"
     for _module, _names in {
         f"{_fabric}.plugins": ("CheckpointIO", "ClusterEnvironment", "TorchCheckpointIO"),
-        f"{_fabric}.strategies": ("STRATEGY_REGISTRY", "SingleDeviceStrategy"),
+        f"{_fabric}.strategies": ("STRATEGY_REGISTRY", "DataParallelStrategy"),
         f"{_fabric}.utilities.distributed": ("_init_dist_connection",),
         f"{_fabric}.utilities.seed": ("reset_seed",),
         _pytorch: ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
@@ -99,6 +99,7 @@ __all__ = [
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
+    "DataParallelStrategy",
     "FabricLauncher",
     "FabricParallelStrategy",
     "LightningArgumentParser",
@@ -110,7 +111,6 @@ __all__ = [
     "ParallelStrategy",
     "Precision",
     "RichProgressBar",
-    "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
     "SubprocessScriptLauncher",

@@ -1,7 +1,8 @@
 """`TrainerAccelerator`: the accelerator inside of a Trainer of transformers."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -50,6 +51,14 @@ class TrainerAccelerator(CXLAccelerator):
         if trainer is not None and model is not trainer.model and not any(model is each for each in self._others):
             self._others.append(model)
         return super().prepare_model(model, *args, **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Return a region that changes nothing: the Trainer asks for it in every micro-batch but the last one.
+
+        Gradients of the whole model would have to stay on every device until then.
+        """
+        yield
 
     def place(self, model: nn.Module) -> None:
         """Let a model compute, without optimizers: it is cut, if there are several processes, and placed."""
