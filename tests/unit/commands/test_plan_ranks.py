@@ -183,7 +183,7 @@ def test_what_does_not_fit_may_be_cut_over_the_machines(plan):
 def test_of_several_devices_state_lies_on_drives_which_checkpoints_copy(plan):
     def of(count, **ssd):
         ssd = ", ".join(f"{name}: {value}" for name, value in {"capacity_bytes": "1GiB", **ssd}.items())
-        return plan("--devices", count, *GATHERED, links=f"{LINKS}}}\nssd: {{{ssd}", dram="66MiB")[2]
+        return plan("--devices", count, *GATHERED, links=f"{LINKS}}}\nssd: {{{ssd}", dram="54MiB")[2]
 
     alone, four = (of(count)["policies"]["dram_only"]["bytes"] for count in ("1", "4"))
     for found in (alone, four):
