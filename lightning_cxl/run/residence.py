@@ -20,6 +20,7 @@ from lightning_cxl.inventory.tensors import StreamedUnit
 from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.run.host_weights import place_weights
 from lightning_cxl.run.placed_memory import PlacedMemory
+from lightning_cxl.sharding.exchange_memory import pooled_exchanges
 from lightning_cxl.sharding.fsdp import place_shards
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
@@ -58,6 +59,7 @@ class Residence:
         self._streamer: ParamStreamer | None = None
         place_shards(model, memory.shard)
         if on_host:
+            self._undo.enter_context(pooled_exchanges(model))
             self.unplaced = place_weights(
                 model, lambda p, tensor: None if id(p) in self.streamed_ids else memory.weights(p, tensor)
             )

@@ -95,8 +95,8 @@ class SharedGather:
         self._runs: dict[torch.dtype, list[_Run]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an output."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Return memory for an output, from where it came before."""
+        return self._otherwise.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         """Copy the parts of the others; there is nothing to wait for but the stream.

@@ -15,6 +15,9 @@ make_wrapper = find("torch", "Tensor._make_wrapper_subclass", "show FSDP2 shards
 no_torch_function = find("torch", "_C._disabled_torch_function_impl", "see operators on shards behind autograd")
 to_copy = find("torch", "ops.aten._to_copy.default", "copy shards on the host to the host")
 
+_default_gather = find(f"{_FSDP}._fsdp_collectives", "DefaultAllGather", "gather into memory that is used again")
+_default_reduce = find(f"{_FSDP}._fsdp_collectives", "DefaultReduceScatter", "reduce in memory that is used again")
+
 
 def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """Return the arguments that a call of an operator writes to; None if its kind never writes."""
@@ -98,6 +101,29 @@ class FsdpUnit:
         assert self._group is not None
         return self._group._all_gather_comm
 
+    @property
+    def reduce(self) -> Any:
+        """What reduces and scatters the gradients now."""
+        assert self._group is not None
+        return self._group._reduce_scatter_comm
+
+    @property
+    def exchanges_by_default(self) -> bool:
+        """Whether nobody has replaced what gathers and what reduces."""
+        return type(self.gather) is _default_gather and type(self.reduce) is _default_reduce
+
+    def exchange_by(self, gather: Any, reduce: Any) -> None:
+        """Let others gather and reduce from now on."""
+        self.module.set_custom_all_gather(gather)
+        self.module.set_custom_reduce_scatter(reduce)
+
+    def exchange_by_default(self, other: type) -> None:
+        """Let FSDP2 gather and reduce as it does by itself, where objects of a class `other` do so now."""
+        if isinstance(self.gather, other):
+            self.module.set_custom_all_gather(_default_gather())
+        if isinstance(self.reduce, other):
+            self.module.set_custom_reduce_scatter(_default_reduce())
+
 
 def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
     """Return all modules inside a model to which ``fully_shard`` has been applied, and that gather something.
@@ -106,8 +132,8 @@ def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
         UnsupportedError: this torch lacks what is needed to put their shards elsewhere.
     """
     kind = find("torch.distributed.fsdp", "FSDPModule", "find sharded modules")
-    for name in ("_get_fsdp_state", "set_custom_all_gather"):
-        find("torch.distributed.fsdp", f"FSDPModule.{name}", "replace the gather of sharded modules")
+    for name in ("_get_fsdp_state", "set_custom_all_gather", "set_custom_reduce_scatter"):
+        find("torch.distributed.fsdp", f"FSDPModule.{name}", "replace the collectives of sharded modules")
     for name in ("_sharded_local_tensor", "reset_sharded_param"):
         find(f"{_FSDP}._fsdp_param", f"FSDPParam.{name}", "put shards where other processes can read them")
     units = [FsdpUnit(module) for module in model.modules() if isinstance(module, kind)]
@@ -147,4 +173,4 @@ def shard_name(shard: Any) -> str:
 
 def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
     """Gather equal parts of all ranks one after the other, as FSDP2 does by itself; a device may still be at it."""
-    find(f"{_FSDP}._fsdp_collectives", "DefaultAllGather", "compare gathers with shared memory")()(output, part, group)
+    _default_gather()(output, part, group)

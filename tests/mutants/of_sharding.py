@@ -17,6 +17,13 @@ _TEST = "tests/unit/sharding/test_watch.py"
 
 MUTANTS = (
     Mutant(
+        "collectives that a user has replaced stay",
+        "lightning_cxl/sharding/exchange_memory.py",
+        " if unit.exchanges_by_default]",
+        "]",
+        ("tests/distributed/test_exchange_memory.py",),
+    ),
+    Mutant(
         "an error in a collective waits for what explains it",
         _WATCH,
         "            self._decides_at = time.monotonic() + _SETTLE\n",

@@ -1,0 +1,75 @@
+"""FSDP2 gathers and reduces in pages that serve one unit after another."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.run.session import Session
+from lightning_cxl.sharding import exchange_memory
+from lightning_cxl.sharding.exchange_memory import PooledCollective, pooled_exchanges
+from lightning_cxl.sharding.fsdp import cut
+from lightning_cxl.sharding.torch_private import fsdp_units
+from lightning_cxl.streaming.units import find_units
+from tests.distributed.training import Job, make_model
+
+CPU = torch.device("cpu")
+
+
+class Counting(exchange_memory._Pages):
+    """Counts the bytes that it has been asked for."""
+
+    nbytes = 0
+
+    def allocate(self, nbytes: int, *, alignment: int = 4096) -> Buffer:
+        Counting.nbytes += nbytes
+        return super().allocate(nbytes, alignment=alignment)
+
+
+class Own(PooledCollective):
+    """A collective of a user."""
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return memory of its own."""
+        return self._collective.allocate(*args, **kwargs)
+
+
+def test_memory_is_used_again() -> None:
+    collective = PooledCollective(None, PoolResource(exchange_memory._Pages()))
+    first = collective.allocate((3, 5), dtype=torch.bfloat16, device=CPU)
+    assert (first.shape, first.dtype) == ((3, 5), torch.bfloat16)
+    view, address = first[1:], first.data_ptr()
+    del first
+    assert collective.allocate((15,), dtype=torch.bfloat16, device=CPU).data_ptr() != address, view
+    del view
+    assert collective.allocate((15,), dtype=torch.bfloat16, device=CPU).data_ptr() == address
+
+
+def train(steps: int) -> dict[str, Any]:
+    """Return what a model asks the OS for in its first step and later, and its collectives inside and outside."""
+    exchange_memory._Pages, Counting.nbytes = Counting, 0  # type: ignore[misc]
+    model = make_model(Job())
+    cut(model, find_units(model), init_device_mesh("cpu", (2,)), Session().host_on(CPU).engine)
+    units = fsdp_units(model)
+    own = Own(units[0].reduce, PoolResource(exchange_memory._Pages()))
+    units[0].exchange_by(units[0].gather, own)
+    asked = []
+    with pooled_exchanges(model):
+        inside = [type(unit.gather).__name__ for unit in units]
+        for _ in range(steps):
+            tokens = torch.ones(1, 8, dtype=torch.long)
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            model.zero_grad()
+            asked.append(Counting.nbytes)
+    after = units[0].reduce is own and all(unit.exchanges_by_default for unit in units[1:])
+    return {"inside": inside, "after": after, "asked": asked}
+
+
+def test_what_a_user_has_replaced_stays_and_the_rest_comes_back(ranks) -> None:
+    for each in ranks.of(2).run(train, 3):
+        assert each["inside"][0] == "DefaultAllGather"
+        assert set(each["inside"][1:]) == {"PooledCollective"}
+        assert each["after"]
+        assert each["asked"][0] == each["asked"][-1] > 0
