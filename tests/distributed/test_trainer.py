@@ -8,7 +8,7 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM
 
 from tests.distributed import trainer_runs
-from tests.distributed.ranks import of_rank_0
+from tests.distributed.ranks import RankError, of_rank_0
 from tests.distributed.test_lightning import assert_close, assert_identical
 from tests.integration.llama import tiny_llama
 
@@ -92,3 +92,8 @@ def test_trl(ranks, tmp_path):
     two, one = [of_rank_0(ranks, world, trainer_runs.supervise, str(tmp_path)) for world in (2, 1)]
     assert_close(two, one)
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+
+
+def test_files_of_each_machine_are_refused(ranks, tmp_path):
+    with pytest.raises(RankError, match="save_on_each_node=True.*2 processes write one checkpoint together"):
+        run(ranks, 2, tmp_path, save_on_each_node=True)

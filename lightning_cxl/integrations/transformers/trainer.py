@@ -187,6 +187,12 @@ def _take_over(trainer: Any, options: Options) -> None:
             f"TrainingArguments(optim={optim!r}) updates weights inside the backward, before gradients are on the "
             "host. Use optim='adamw_torch', whose update runs on the host."
         )
+    if args.save_on_each_node and args.world_size > 1:
+        raise UnsupportedError(
+            "TrainingArguments(save_on_each_node=True) writes the files of each machine, and "
+            f"{args.world_size} processes write one checkpoint together: leave it out, and give `output_dir` on a "
+            "drive that all machines see"
+        )
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"a Trainer uses {args.n_gpu} devices from one process here, and {type(trainer).__name__} drives one: set "
