@@ -95,5 +95,5 @@ def test_trl(ranks, tmp_path):
 
 
 def test_files_of_each_machine_are_refused(ranks, tmp_path):
-    with pytest.raises(RankError, match="save_on_each_node=True.*2 processes write one checkpoint together"):
+    with pytest.raises(RankError, match=r"save_on_each_node=True.*2 processes write one checkpoint together"):
         run(ranks, 2, tmp_path, save_on_each_node=True)
