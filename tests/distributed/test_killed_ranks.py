@@ -113,7 +113,7 @@ def waited(chance, moment, folder):
     time.sleep(chance.random() * 0.03)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, kills):
     steps, chance = 5 * kills + 3, random.Random(kills)
     whole = whole_run(tmp_path / "whole", steps)
@@ -131,9 +131,10 @@ def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, kills):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_a_run_that_is_started_again_goes_on(tmp_path):
     kills = 20
-    steps, chance, seconds = 5 * kills + 3, random.Random(1), []
+    steps, chance, seconds = 3 * kills + 3, random.Random(1), []
     whole = whole_run(tmp_path / "whole", steps)
     job = Job(tmp_path / "killed", "lightning", steps)
     for number in range(kills):
