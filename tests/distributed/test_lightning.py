@@ -1,7 +1,10 @@
 """Several processes under Lightning: as one process, with checkpoints that any number of processes goes on from."""
 
+import warnings
+
 import pytest
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from tests.distributed import lightning_runs
 
@@ -86,3 +89,18 @@ def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, sta
     whole = run(ranks, before, 6, **STATES[state])
     limit = 1e-6 if state in ("float32", "another optimizer") else 2e-3  # roundings differ with the order of sums
     assert_close(rest, {**whole, "losses": whole["losses"][3:]}, limit)
+
+
+def told_with(plugin):
+    """Save with a plug-in for files; return what was said of it."""
+    plugins = [] if plugin is None else [plugin()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lightning_runs.fit(1, trainer={"plugins": plugins})
+    return [str(each.message) for each in caught if "writes no checkpoints here" in str(each.message)]
+
+
+def test_a_plug_in_that_is_not_asked_is_named(ranks):
+    first, second = ranks.of(2).run(told_with, AsyncCheckpointIO)
+    assert len(first) == 1 and first[0].startswith("AsyncCheckpointIO writes no checkpoints here: 2 processes")
+    assert second == [] and ranks.of(2).run(told_with, None) == [[], []]

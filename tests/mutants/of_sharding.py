@@ -143,6 +143,13 @@ MUTANTS = (
         ("tests/unit/run/test_folder_pickles.py",),
     ),
     Mutant(
+        "a plug-in for files that is not asked is named",
+        "lightning_cxl/integrations/lightning/sharded.py",
+        "            self._warn_of_unused_io()\n",
+        "",
+        ("tests/distributed/test_lightning.py::test_a_plug_in_that_is_not_asked_is_named",),
+    ),
+    Mutant(
         "a checkpoint has its name when it is complete",
         _FOLDERS,
         """target.with_name(f".{target.name[:_MOST_CHARS]}.{secrets.token_hex(4)}.partial")""",

@@ -1,5 +1,6 @@
 """`ShardedStrategy`: the part of the Lightning strategy that is about a model cut over several processes."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
 from lightning_cxl.run.checkpoint import LoadedCheckpoint
 from lightning_cxl.run.checkpoint_folder import remove
@@ -49,8 +52,19 @@ class ShardedStrategy(ProcessesStrategy):
         """
         if self.is_distributed:
             assert isinstance(self.model, nn.Module)
+            self._warn_of_unused_io()
             root = self.model if getattr(self.model, "automatic_optimization", False) else None
             self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device, root)
+
+    def _warn_of_unused_io(self) -> None:
+        if self.is_global_zero and not isinstance(self.checkpoint_io, CXLCheckpointIO):
+            warnings.warn(
+                f"{type(self.checkpoint_io).__name__} writes no checkpoints here: {self.world_size} processes write "
+                "each its part of a folder, and training goes on when the folder is complete. It reads files of one "
+                "process. Leave it out, or train with devices=1",
+                LightningCXLWarning,
+                stacklevel=2,
+            )
 
     # -- steps: what Lightning calls must be the module that gathers -------------------------------------------------
 
