@@ -7,6 +7,7 @@ import signal
 import statistics
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,9 +59,14 @@ class Job:
         os.kill(number, signal.SIGKILL)
 
     def code(self, seconds):
-        """Wait for the end and return the exit code."""
+        """Wait until all processes have ended, and return the exit code of the first: it may be a rank of its own."""
+        first, end = self._processes[0], time.monotonic() + seconds
         try:
-            return self._processes[0].wait(seconds)
+            code = first.wait(seconds)
+            while running := processes_of(first.pid):
+                assert time.monotonic() < end, f"{running} have not ended after {seconds} s\n{self.log()}"
+                time.sleep(0.05)
+            return code
         finally:
             self.end()
 
@@ -68,6 +74,17 @@ class Job:
         with suppress(ProcessLookupError):
             os.killpg(self._processes[0].pid, signal.SIGKILL)
         self._processes[0].wait()
+
+
+def processes_of(group):
+    """Return the numbers of the processes of a group that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, number = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(number) == group and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
 
 
 def check_checkpoints(folder):
