@@ -23,6 +23,8 @@ import threading
 import pytest
 import torch
 
+from lightning_cxl.memory.scope import active
+from lightning_cxl.run.unclosed import close_garbage
 from tests import training_device
 
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package
@@ -73,6 +75,25 @@ def _no_thread_of_a_drive_is_left():
     yield
     left = storage_threads() - before
     assert not left, f"the test left a store open: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _no_run_is_left():
+    """Memory of a run that goes on would be what later tests use."""
+    before = active()
+    yield
+    for _ in range(3):  # what has a finaliser of its own goes one round later
+        if active() not in (before, None):
+            gc.collect()
+            close_garbage()
+    assert active() in (before, None), "the test has left a run that goes on"
+
+
+@pytest.fixture(autouse=True)
+def _lightning_begins_anew():
+    """It hands the last seed on to processes, which begin with it."""
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
 
 
 @pytest.fixture(autouse=True)

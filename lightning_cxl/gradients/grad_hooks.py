@@ -9,6 +9,9 @@ The gradient of such another parameter may come while it is not where it was use
 needs nothing that is recomputed, so it comes before the unit is entered. Autograd takes it as it is, but copies one
 that others hold as well, such as the gradient of the output itself, to where the parameter is then. So the hook before
 gives it one of its own.
+
+Torch keeps hooks where the garbage collector does not look. So what they reach must not reach the model, or a training
+that nobody ends would never be found ([Note: Call order in a user's loop]).
 """
 
 import weakref

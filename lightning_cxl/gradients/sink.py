@@ -52,7 +52,7 @@ Details:
   sum depend on that number.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -70,13 +70,6 @@ from lightning_cxl.torch_private import at_end_of_backward, backward_id
 from lightning_cxl.transfer.engine import TransferEngine
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class Homes(Protocol):
-    """Where streamed weights are when they do not visit the device."""
-
-    def bring_home(self) -> None:
-        """Let every streamed parameter show its home."""
 
 
 class BackwardUpdates(Protocol):
@@ -100,7 +93,7 @@ class GradientSink:
         sums: of what is added up on the host.
         arrived: keeps account of what comes from the device.
         updates: learns what has come.
-        homes: of streamed weights.
+        bring_home: lets every streamed parameter show its home.
         streamed: the unit of each parameter whose weights visit the device, by the parameter's id.
         reserves_streamed: whether `watch` makes sure that there is room for the gradients of all streamed parameters
             at once.
@@ -114,7 +107,7 @@ class GradientSink:
         sums: GradientSums,
         arrived: ArrivedGradients,
         updates: BackwardUpdates,
-        homes: Homes,
+        bring_home: Callable[[], None],
         streamed: Mapping[int, object],
         *,
         reserves_streamed: bool = True,
@@ -124,7 +117,7 @@ class GradientSink:
         self._sums = sums
         self._arrived = arrived
         self._updates = updates
-        self._homes = homes
+        self._bring_home = bring_home
         self._streamed = streamed
         self._reserves_streamed = reserves_streamed
         self._are_read_early = are_read_early
@@ -260,7 +253,7 @@ class GradientSink:
 
     def start_backward(self) -> None:
         """Forget what a backward that failed left behind; another one begins."""
-        self._homes.bring_home()
+        self._bring_home()
         self._aside.begin(pair for pair, _ in self._watched.values() if pair.is_shared and is_sharded(pair.compute))
         if self._backward is not None:
             self._backward = None
@@ -288,7 +281,7 @@ class GradientSink:
 
     def finish(self) -> None:
         """Note that a backward is over: its gradients are complete now, or on their way if nobody reads them yet."""
-        self._homes.bring_home()
+        self._bring_home()
         self._aside.give_back()
         self._arrived.leave()
         if self._are_read_early or self._is_last_backward:
@@ -306,7 +299,7 @@ class GradientSink:
         """Learn that no backward of the step comes any more; return when gradients are where the optimizer reads."""
         self._is_last_backward = False
         self._arrived.step_is_over()
-        self._homes.bring_home()
+        self._bring_home()
         self._arrived.complete()
 
     # -- what others ask
@@ -321,7 +314,7 @@ class GradientSink:
 
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget the gradients of separate masters, as `zero_grad` on a module does for shared ones."""
-        self._homes.bring_home()
+        self._bring_home()
         self._arrived.complete()
         for parameter in parameters:
             pair, _ = self._watched.get(id(parameter), (None, None))

@@ -125,7 +125,7 @@ class Run:
                 sums,
                 arrived,
                 self._updates,
-                self._residence,
+                _nothing if streamer is None else streamer.release,  # [Note: Which hooks stay]
                 {id(place.parameter): unit for unit in units for place in unit.places},
                 reserves_streamed=inventory.reserves_all_gradients,
                 are_read_early=loop.reads_gradients,
@@ -288,3 +288,7 @@ class Run:
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
             "notes": [*report["notes"], *self._residence.notes()],
         }
+
+
+def _nothing() -> None:
+    """No weights stream, so none have to be brought home."""

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 
 import lightning_cxl
 from lightning_cxl.memory.pool import PoolResource
@@ -101,6 +102,26 @@ def test_the_collector_comes_while_a_lock_is_held(monkeypatch, nothing_is_left):
     monkeypatch.undo()
     close_garbage()
     assert nothing_is_left()
+
+
+def forgotten_with_fabric():
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="cxl_offload")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(2, 8)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("forget", [lambda: forgotten({}), forgotten_with_fabric])
+def test_it_is_found_where_the_cpu_computes(forget):
+    """What torch holds of hooks, the collector does not see; there are more of them where the weights are at home."""
+    forget()
+    collect()
+    assert len(unclosed._garbage) == 1
+    close_garbage()
+    assert active() is None
 
 
 @pytest.mark.parametrize("step", [collect, close_garbage])

@@ -89,6 +89,13 @@ MUTANTS = (
         (f"{_MODELS}::test_nothing_is_left_where_nobody_frees",),
     ),
     Mutant(
+        "hooks do not reach the model",
+        "lightning_cxl/run/run.py",
+        "                _nothing if streamer is None",
+        "                self._residence.bring_home if streamer is None",
+        (_UNCLOSED,),
+    ),
+    Mutant(
         "a finaliser closes nothing",
         _LOOP,
         "            note_garbage(self)\n",

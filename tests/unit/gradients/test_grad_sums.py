@@ -15,11 +15,6 @@ from lightning_cxl.transfer.engine import make_engine
 from lightning_cxl.updates.whole_updates import WholeUpdates
 
 
-class NothingStreams:
-    def bring_home(self):
-        pass
-
-
 class Sink:
     """A sink over parameters of its own, and a record of the memory it asked for."""
 
@@ -46,7 +41,7 @@ class Sink:
             make_engine(torch.device("cpu")),
         )
         arrived = ArrivedGradients(LeavingGradients(engine, allocate_all, self.sums, None), self.sums)
-        self.sink = GradientSink(engine, self.sums, arrived, WholeUpdates([], masters), NothingStreams(), {})
+        self.sink = GradientSink(engine, self.sums, arrived, WholeUpdates([], masters), lambda: None, {})
         self.sink.watch(self.pairs)
 
     def backward(self, step):
