@@ -19,11 +19,11 @@ MUTANTS = (
         T_FABRIC,
     ),
     Mutant(
-        "gradients are complete after the backward",
+        "gradients are complete after the last backward of a step",
         _LOOP,
         "            run.finish_backward(is_last=is_last)\n",
         "            pass\n",
-        T_FABRIC,
+        ("tests/integration/test_hf_trainer.py::test_is_the_plain_trainer",),
     ),
     Mutant(
         "new parameters take the place of old ones in optimizers",
