@@ -1,5 +1,7 @@
 """What tests of storage share: memory with known bytes, written to records and read back."""
 
+import os
+
 import torch
 
 from lightning_cxl.memory.resource import Buffer
@@ -41,3 +43,16 @@ def get(store, record):
 
 def folders(path, count=1):
     return [path / f"drive{index}" for index in range(count)]
+
+
+def damage(folder):
+    """Flip a bit in every block of the one data file in a folder, behind its store's back; metadata stays."""
+    (data,) = folder.glob("*.data")
+    with open(data, "r+b") as file:
+        for offset in range(256 << 10, data.stat().st_size, BLOCK):
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 16]))
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,6 +1,5 @@
 """What a rank does in tests of state on SSD."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.run.run import Run
 from tests.distributed import lightning_runs, training
 from tests.distributed.training import Job, Trained, place
+from tests.storage_cases import damage
 
 
 def by_us(job: Job) -> Trained:
@@ -28,19 +28,6 @@ class Zeroes(lightning_runs.Callback):
         """Write to it."""
         for state in trainer.optimizers[0].state.values():
             state["exp_avg"].zero_()
-
-
-def damage(folder: Path) -> None:
-    """Flip a bit in every block of the one data file in a folder, behind its store's back."""
-    (data,) = folder.glob("*.data")
-    with open(data, "r+b") as file:
-        for offset in range(256 << 10, data.stat().st_size, 4096):
-            file.seek(offset)
-            byte = file.read(1)[0]
-            file.seek(offset)
-            file.write(bytes([byte ^ 16]))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class SavesWhatIsDamaged(lightning_runs.Callback):

@@ -17,6 +17,7 @@ from lightning_cxl.storage.record_copy import RecordCopy
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
+from tests.storage_cases import damage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -409,15 +410,7 @@ class DamagesTheDrive(Callback):
 
     def on_train_batch_end(self, trainer, module, *args):
         trainer.optimizers[0].state  # noqa: B018 - waits for the writes
-        (data,) = self.folder.glob("*data*")
-        with open(data, "r+b") as file:
-            for offset in range(256 << 10, data.stat().st_size, 4096):
-                file.seek(offset)
-                byte = file.read(1)[0]
-                file.seek(offset)
-                file.write(bytes([byte ^ 16]))
-            file.flush()
-            os.fsync(file.fileno())
+        damage(self.folder)
         trainer.save_checkpoint(self.path, **self.how)
 
 
