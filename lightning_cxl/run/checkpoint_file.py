@@ -13,6 +13,7 @@ import torch
 from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.memory.file_pages import pages_of_file
 from lightning_cxl.run import straight_copy
+from lightning_cxl.run.checkpoint_folder import META, take_place
 from lightning_cxl.run.partial_file import open_partial, remove_left
 from lightning_cxl.storage.system import sync_folder
 from lightning_cxl.torch_private import mapping_files_with
@@ -38,7 +39,7 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
-            os.replace(partial, target)  # while it is locked
+            _take_place(partial, target)  # while it is locked
         for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
             sync_folder(folder)
     except StorageError:  # a drive from which state is copied
@@ -51,6 +52,14 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
         if partial is not None:
             with contextlib.suppress(OSError):  # users need the first error; the next save here removes the file
                 partial.unlink(missing_ok=True)
+
+
+def _take_place(partial: Path, target: Path) -> None:
+    """Give a finished file its name, which the checkpoint of several processes, a folder, may have."""
+    if (target / META).is_file():
+        take_place(partial, target)
+    else:
+        os.replace(partial, target)
 
 
 def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

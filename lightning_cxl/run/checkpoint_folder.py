@@ -71,14 +71,23 @@ def put_in_place(folder: Path, path: Path) -> None:
         OSError: it could not be renamed, or what it replaces could not be removed.
     """
     sync_folder(folder)
+    take_place(folder, path)
+
+
+def take_place(finished: Path, path: Path) -> None:
+    """Give a finished file or folder its name, also where a folder has it. What had it is removed.
+
+    Raises:
+        OSError: it could not be renamed, or what it replaces could not be removed.
+    """
     replaced = _before(path)
     if os.path.lexists(path):  # also a link that leads nowhere
-        if exchange(folder, path):
-            replaced = folder
+        if exchange(finished, path):
+            replaced = finished
         else:
             os.rename(path, _cleared(replaced))
-    if replaced != folder:
-        os.rename(folder, path)
+    if replaced != finished:
+        os.rename(finished, path)
     sync_folder(path.parent)
     _remove(replaced)
 

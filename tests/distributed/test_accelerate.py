@@ -41,3 +41,12 @@ def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, opt
     rest = run(ranks, after, 6, resume=path, optimizer=optimizer)
     compare = assert_identical if before == after else assert_close
     compare(rest, {**whole, "losses": whole["losses"][3:]})
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_a_state_is_what_was_saved_last_whatever_lay_in_its_folder(ranks, tmp_path, before, after):
+    path = str(tmp_path / "step_3")
+    run(ranks, before, 1, save=path)
+    saved = run(ranks, after, 3, save=path)
+    for world in (1, 2):
+        assert_identical(run(ranks, world, 3, resume=path), {**saved, "losses": []})

@@ -1,5 +1,6 @@
 """Several processes under Lightning: as one process, with checkpoints that any number of processes goes on from."""
 
+import os
 import warnings
 
 import pytest
@@ -89,6 +90,14 @@ def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, sta
     whole = run(ranks, before, 6, **STATES[state])
     limit = 1e-6 if state in ("float32", "another optimizer") else 2e-3  # roundings differ with the order of sums
     assert_close(rest, {**whole, "losses": whole["losses"][3:]}, limit)
+
+
+def test_one_process_saves_where_several_have_saved(ranks, tmp_path):
+    path = tmp_path / "last.ckpt"
+    run(ranks, 2, 3, save=str(path))
+    saved = run(ranks, 1, 4, resume=str(path), save=str(path))
+    assert path.is_file() and os.listdir(tmp_path) == ["last.ckpt"]
+    assert_identical(run(ranks, 1, 4, resume=str(path)), {**saved, "losses": []})
 
 
 def told_with(plugin):

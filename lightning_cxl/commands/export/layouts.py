@@ -6,6 +6,7 @@
 | Lightning, several processes | a folder with ``meta.pt`` and ``.metadata`` |
 | Fabric | a file with a state dict, or with one beside other entries |
 | Accelerate (`save_state`) | a folder with ``model.safetensors`` or ``pytorch_model.bin``, without config |
+| Accelerate, several processes | a folder with a folder ``sharded_model_N`` for each model |
 | Hugging Face Trainer, transformers | a folder with ``config.json`` and weights |
 | peft, and the Trainer with it | a folder with ``adapter_config.json`` and ``adapter_model.safetensors`` |
 """
@@ -34,6 +35,7 @@ FILES_KEY = "transformers_files"
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_SHARDED = "sharded_model_"
 _PICKLES = "pytorch_model*.bin"
 _OPTIMIZERS = ("optimizer*.bin", "optimizer.pt")
 TOKENIZER_FILES = (
@@ -86,6 +88,8 @@ def _opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], Mapping[str, 
         loaded = _load(path)
         yield _of_file(path, loaded), lambda: masters_in(loaded)
         return
+    if is_sharded_checkpoint(path / f"{_SHARDED}0"):  # older files of one process may lie beside it
+        path = _only_model(path)
     if is_sharded_checkpoint(path):
         folder = ShardedCheckpoint(path)
         with _only_plain_values(path):
@@ -119,6 +123,13 @@ def _opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], Mapping[str, 
             f"`{path}` is no checkpoint that is known: it has {found}. Expected a file of Lightning or Fabric, or a "
             f"folder with {SINGLE_FILE}, {INDEX_FILE}, {_PICKLES} or {ADAPTER_CONFIG}"
         )
+
+
+def _only_model(path: Path) -> Path:
+    found = sorted(path.glob(f"{_SHARDED}*"))
+    if len(found) > 1:
+        raise CheckpointError(f"`{path}` has several models: export one of {', '.join(str(each) for each in found)}")
+    return found[0]
 
 
 def _load(path: Path) -> dict[str, Any]:

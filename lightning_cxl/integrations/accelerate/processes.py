@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.accelerate.whole_weights import load_whole
 from lightning_cxl.run import loop_files
+from lightning_cxl.run.checkpoint_folder import remove
 from lightning_cxl.run.cutting import cut_for, follow, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
@@ -132,7 +133,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
         alone, one that takes a dict away has saved this model itself; what the first process says counts.
         """
         if self._mesh is None:
-            return super().save_state(output_dir, *args, **kwargs)
+            location = super().save_state(output_dir, *args, **kwargs)
+            for older in _folders(location):  # of several processes: `load_state` would take them
+                remove(older)
+            return location
         models, optimizers, own = list(map(self._plain, self._models)), self._optimizers, [True] * len(self._models)
         self._optimizers, self._stand_ins = [], []
 
@@ -194,3 +198,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
 
 def _folder(state: str | Path, index: int) -> Path:
     return Path(state) / f"sharded_model_{index}"
+
+
+def _folders(state: str | Path) -> list[Path]:
+    return [path for path in Path(state).glob("sharded_model_*") if is_sharded_checkpoint(path)]

@@ -15,6 +15,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from lightning_cxl.integrations.transformers.trainer_accelerator import TrainerAccelerator
 from lightning_cxl.run import loop_files
+from lightning_cxl.run.checkpoint_folder import remove
 from lightning_cxl.run.cutting import taking_whole, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.sharding.fsdp import is_cut
@@ -44,6 +45,8 @@ class ShardedTrainer:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_cut(self.model):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            if self.args.should_save and is_sharded_checkpoint(_folder(output_dir)):
+                remove(_folder(output_dir))  # of several processes, which have written here before
             return
         offload = self.accelerator.offload
         path = _folder(output_dir)
