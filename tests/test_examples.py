@@ -132,7 +132,7 @@ def test_the_benchmark_of_shared_weights_writes_rows(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_of_several_ranks_writes_rows(tmp_path):
-    """It compares losses with shared weights and without itself."""
+    """It compares first losses, and those with shared weights and without, itself."""
     target = tmp_path / "rows.json"
     command = [sys.executable, EXAMPLES / "bench" / "several_ranks.py", "--size=tiny", "--ranks", "2", "--json", target]
     few = ["--rounds=2", "--steps=1", "--only", "fsdp2", "ours", "ours, shared"]
@@ -140,6 +140,8 @@ def test_the_benchmark_of_several_ranks_writes_rows(tmp_path):
     subprocess.run([*command, *few], env=environment, check=True, capture_output=True, timeout=300)
     values = {row["name"]: row["value"] for row in json.loads(target.read_text())["rows"]}
     assert all(values[f"2 ranks, {name}: step"] > 0 for name in few[3:])
+    assert all(values[f"2 ranks, {name}: loss off"] < 0.01 for name in few[3:])
+    assert values["2 ranks, ours: grown"] > 0
 
 
 @pytest.mark.slow

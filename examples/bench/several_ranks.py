@@ -1,4 +1,4 @@
-"""Host memory and step time of one job that several ranks of a machine train: FSDP2, and this package.
+"""Host memory and step time of one job that several ranks of a machine train: FSDP2, this package, DeepSpeed ZeRO-3.
 
 A Llama in bfloat16 with AdamW, blocks recomputed in the backward, 64 tokens for each rank, gloo, the CPU as device, one
 thread for each rank. What each contender keeps, in bytes per parameter, all ranks together:
@@ -8,11 +8,16 @@ thread for each rank. What each contender keeps, in bytes per parameter, all ran
 * fsdp2, offload: the same with `CPUOffloadPolicy`, which on the CPU has nothing to move.
 * ours: bfloat16 shards and gradients, lower halves of float32 masters, `CPUAdam`: 2 + 2 + 2 + 8 = 14.
 * ours, shared: the same, with weights in memory that all ranks map (`share_weights`), in the place of gathers.
+* zero-3: DeepSpeed's ZeRO-3, optimizer and parameters offloaded to the CPU, `DeepSpeedCPUAdam`: 2 weights + 2 gradients
+  + 4 gradients in float32 + 4 masters + 8 state = 20, with groups and buckets as small as a block and a matrix. It is
+  left out where DeepSpeed is missing: `DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed ninja`. At first
+  use it compiles two extensions, which takes minutes and needs a C++ compiler.
 
 Every contender has processes of its own, which stay; steps are done block by block in turns, in a new random order each
 round. A step takes as long as its slowest rank. *Grown*: anonymous and shared memory (`Pss_Anon`, `Pss_Shmem`) of all
 ranks at the peak, less what there was before the model; pages that ranks share count once. It is sampled in steps that
-are not timed, and a tiny job comes before.
+are not timed, three at the beginning and one in each round, and a tiny job comes before. *Loss off*: the largest
+distance of a loss from that of fsdp2, over all ranks and steps; first losses must be the same.
 
 *Floor*: no step can be shorter than its arithmetic, its exchanged bytes and its update's bytes at the speeds that all
 ranks have at once with plain matrix products and copies, which are measured in the same rounds.
@@ -30,109 +35,30 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from sharded_contenders import CONTENDERS, KEPT, Step, compile_deepspeed, has_deepspeed, make_model
 from shared_host import SHAPES, TOKENS
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 from lightning_cxl.commands.measuring.timing import cpu_seconds, others_fraction
-from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.planning.jobs.collectives import groups_of, step_volume
-from lightning_cxl.run.session import Session
-from lightning_cxl.run.user_loop import UserLoop
-from lightning_cxl.sharding.fsdp import cut
-from lightning_cxl.sharding.shared_memory import share_weights
 from lightning_cxl.streaming.units import find_units
 
-KEPT = {"fsdp2": 16, "fsdp2, offload": 16, "ours": 14, "ours, shared": 14}
-"""Bytes per parameter between steps and gradients."""
 UPDATED = 12 + 12
 """Bytes per parameter that an update must read and write: float32 weights and state; gradients come on top."""
-ADAM = {"lr": 1e-3, "weight_decay": 0.1}
+SAME_LOSS = 1e-5
+"""How far first losses may be apart: weights, tokens and formats are the same."""
 MIB = 2**20
 PATIENCE_S = 300
-Step = Callable[[torch.Tensor], float]
 
 
 # -- one rank of a contender -------------------------------------------------------------------------------------------
-
-
-def make_model(size: str) -> nn.Module:
-    torch.manual_seed(3)
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": TOKENS, **SHAPES[size]}
-    return LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16)  # all begin with the same values
-
-
-def recompute(model: nn.Module) -> None:
-    """Let blocks keep their inputs alone, inside of what FSDP2 wraps."""
-    for _, block in find_units(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-@contextlib.contextmanager
-def by_fsdp2(size: str, ranks: int, offload: OffloadPolicy) -> Iterator[Step]:
-    model = make_model(size).float()
-    recompute(model)
-    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "offload_policy": offload}
-    mesh = init_device_mesh("cpu", (ranks,))
-    for _, block in find_units(model):
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
-
-    def step(tokens: torch.Tensor) -> float:
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.item())
-
-    yield step
-
-
-@contextlib.contextmanager
-def by_us(size: str, ranks: int, shares: bool) -> Iterator[Step]:
-    model = make_model(size)
-    session = Session(num_threads=1)
-    cut(model, find_units(model), init_device_mesh("cpu", (ranks,)), session.host_on(torch.device("cpu")).engine)
-    loop = UserLoop(session, torch.device("cpu"), Loop(reads_gradients=False))
-    (optimizer,) = loop.prepare(model, [torch.optim.AdamW(model.parameters(), **ADAM)])
-    shared = share_weights(model, NumaResource("dram", 0, Topology.detect())) if shares else None
-
-    def step(tokens: torch.Tensor) -> float:
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        with loop.backward():
-            loss.backward()
-        with contextlib.nullcontext() if shared is None else shared.writing():
-            optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.item())
-
-    yield step
-    if shared is not None:
-        shared.close()
-    loop.close()
-
-
-CONTENDERS: dict[str, Callable[[str, int], Any]] = {
-    "fsdp2": lambda size, ranks: by_fsdp2(size, ranks, OffloadPolicy()),
-    "fsdp2, offload": lambda size, ranks: by_fsdp2(size, ranks, CPUOffloadPolicy(pin_memory=False)),
-    "ours": lambda size, ranks: by_us(size, ranks, False),
-    "ours, shared": lambda size, ranks: by_us(size, ranks, True),
-}
 
 
 def speeds(size: str) -> tuple[float, float]:
@@ -155,7 +81,8 @@ def speeds(size: str) -> tuple[float, float]:
 
 def work(name: str, rank: int, ranks: int, size: str, folder: str, pipe: Any) -> None:
     """Do what the parent says and answer, as one rank of a contender."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # DeepSpeed asks for them; nothing is opened
     made = torch.Generator().manual_seed(17 + rank)
 
     def block(step: Step, count: int, vocabulary: int) -> dict[str, Any]:
@@ -233,8 +160,8 @@ class Group:
                     found += int(line.split()[1]) * 1024
         return found
 
-    def watched(self, *orders: Any) -> int:
-        """Return the most memory while orders are followed."""
+    def watched(self, *orders: Any) -> tuple[int, list[Any]]:
+        """Return the most memory while orders are followed, and the answers to the last."""
         over, peak = threading.Event(), [self.memory()]
 
         def watch() -> None:
@@ -244,12 +171,11 @@ class Group:
         thread = threading.Thread(target=watch)
         thread.start()
         try:
-            for order in orders:
-                self.ask(order)
+            answers = [self.ask(order) for order in orders][-1]
         finally:
             over.set()
             thread.join()
-        return max(*peak, self.memory())
+        return max(*peak, self.memory()), answers
 
     def close(self) -> None:
         """End the processes, whatever they do: what they hold is theirs alone."""
@@ -259,31 +185,38 @@ class Group:
         self._folder.cleanup()
 
 
+def losses_of(answers: list[dict[str, Any]]) -> list[float]:
+    """Return the losses of a block: step after step, all ranks of each."""
+    return [loss for step in zip(*(each["losses"] for each in answers), strict=True) for loss in step]
+
+
 def measure(names: list[str], ranks: int, options: argparse.Namespace) -> dict[str, dict[str, list[Any]]]:
     """Return seconds, losses and peaks of each contender, and the speeds of the machine."""
     found: dict[str, dict[str, list[Any]]] = {}
-    order, groups = random.Random(1), {}
+    order, groups, before = random.Random(1), {}, {}
     with contextlib.ExitStack() as life:
         for name in names:
             group = Group(name, ranks, options.size)
             try:
                 group.answers()
-                before = group.memory()
-                peak = group.watched("make", 3) - before
+                before[name] = group.memory()
+                peak, answers = group.watched("make", 3)
             except (ChildProcessError, EOFError) as error:
                 print(f"{name} did not run: {error}", flush=True)
                 group.close()
                 continue
             life.callback(group.close)
             groups[name] = group
-            found[name] = {"grown": [peak], "seconds": [], "losses": []}
-            print(f"{ranks} ranks, {name}: grown by {peak / MIB:.0f} MiB", flush=True)
+            found[name] = {"grown": [peak - before[name]], "seconds": [], "losses": losses_of(answers)}
+            print(f"{ranks} ranks, {name}: grown by {found[name]['grown'][0] / MIB:.0f} MiB", flush=True)
         rates = found["machine"] = {"copy": [], "product": []}
         for _ in range(options.rounds):
             for name in order.sample(sorted(groups), len(groups)):
                 answers = groups[name].ask(options.steps)
                 found[name]["seconds"].append(max(each["seconds"] for each in answers))
-                found[name]["losses"] += [each["losses"] for each in answers]
+                peak, watched = groups[name].watched(1)
+                found[name]["grown"].append(peak - before[name])
+                found[name]["losses"] += losses_of(answers) + losses_of(watched)
             measured = groups[names[0]].ask("speeds")
             rates["copy"].append(sum(each[0] for each in measured))
             rates["product"].append(sum(each[1] for each in measured))
@@ -313,22 +246,27 @@ def report(ranks: int, found: dict[str, dict[str, list[Any]]], options: argparse
     print(f"and multiply {product:.1f} GFLOP/s. Floor of a step: {sum(parts.values()):.3f} s, ", end="")
     print(", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items()))
     results.add(f"{ranks} ranks: floor", sum(parts.values()), "s")
-    rows = [("", "kept B/parameter", "grown B/parameter", "MiB", "s per step", "x fsdp2", "fastest", "last loss")]
+    rows = [("", "kept B/p.", "grown B/p.", "MiB", "s per step", "x fsdp2", "fastest", "last loss", "loss off")]
     for name, each in found.items():
-        seconds, grown = statistics.median(each["seconds"]), each["grown"][0]
-        base = found.get("fsdp2", each)["seconds"]
-        ratio = statistics.median(a / b for a, b in zip(each["seconds"], base, strict=True))
-        loss = each["losses"][-1][-1]
+        seconds, grown = statistics.median(each["seconds"]), max(each["grown"])
+        base = found.get("fsdp2", each)
+        ratio = statistics.median(a / b for a, b in zip(each["seconds"], base["seconds"], strict=True))
+        off = [abs(a - b) for a, b in zip(each["losses"], base["losses"], strict=True)]
         rows.append(
             (
                 name, str(KEPT[name]), f"{grown / numel:.2f}", f"{grown / MIB:.0f}", f"{seconds:.3f}",
-                f"{ratio:.2f}", f"{min(each['seconds']):.3f}", f"{loss:.4f}",
+                f"{ratio:.2f}", f"{min(each['seconds']):.3f}", f"{each['losses'][-1]:.4f}", f"{max(off):.4f}",
             )
         )  # fmt: skip
         results.add(f"{ranks} ranks, {name}: grown", grown / numel, "B/parameter")
         results.add(f"{ranks} ranks, {name}: step", seconds, "s")
         results.add(f"{ranks} ranks, {name}: step / fsdp2", ratio, "x")
+        results.add(f"{ranks} ranks, {name}: loss off", max(off), "")
     print_columns(rows)
+    firsts = {name: each["losses"][:ranks] for name, each in found.items()}  # of each rank, before any update
+    every = torch.tensor(list(firsts.values()))
+    if (every.amax(0) - every.amin(0)).max() > SAME_LOSS:
+        raise SystemExit(f"the first losses differ by more than {SAME_LOSS}: {firsts}")
     if "ours" in found and "ours, shared" in found and found["ours"]["losses"] != found["ours, shared"]["losses"]:
         raise SystemExit("sharing weights changes a loss")
 
@@ -345,6 +283,13 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     names = options.only or list(CONTENDERS)
+    if "zero-3" in names and not has_deepspeed():
+        print("DeepSpeed is not installed, see --help: zero-3 is left out", flush=True)
+        names = [name for name in names if name != "zero-3"]
+        if not names:
+            raise SystemExit("no contender is left")
+    elif "zero-3" in names:
+        compile_deepspeed()
     results, begin = Results(machine(1)), cpu_seconds()
     for ranks in options.ranks:
         report(ranks, measure(names, ranks, options), options, results)
