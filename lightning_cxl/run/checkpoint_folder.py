@@ -17,6 +17,7 @@ moment, and a crash in this moment leaves it so. `lying_at` finds it; so does Li
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -26,6 +27,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from lightning_cxl.storage.system import exchange, sync_folder
+
+log = logging.getLogger(__name__)
 
 META = "meta.pt"
 """The file with what is no tensor. It is the last one that is written."""
@@ -37,6 +40,8 @@ _REPLACED = ".being_replaced"
 
 def lying_at(path: Path) -> Path:
     """Return where the checkpoint of a name lies: there, or where a crash has left it while it was replaced."""
+    if not path.name:  # of no checkpoint: it is `.` or `/`
+        return path
     before = _before(path)
     return before if not os.path.lexists(path) and os.path.lexists(before) else path
 
@@ -65,20 +70,16 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 
 def put_in_place(folder: Path, path: Path) -> None:
-    """Give a finished folder its name. What had it is removed.
-
-    Raises:
-        OSError: it could not be renamed, or what it replaces could not be removed.
-    """
+    """Give a finished folder its name; see `take_place`."""
     sync_folder(folder)
     take_place(folder, path)
 
 
 def take_place(finished: Path, path: Path) -> None:
-    """Give a finished file or folder its name, also where a folder has it. What had it is removed.
+    """Give a finished file or folder its name, also where a folder has it. What had it is removed, as far as it can be.
 
     Raises:
-        OSError: it could not be renamed, or what it replaces could not be removed.
+        OSError: it could not be renamed.
     """
     replaced = _before(path)
     if os.path.lexists(path):  # also a link that leads nowhere
@@ -89,7 +90,10 @@ def take_place(finished: Path, path: Path) -> None:
     if replaced != finished:
         os.rename(finished, path)
     sync_folder(path.parent)
-    _remove(replaced)
+    try:
+        _remove(replaced)
+    except OSError as error:  # the new one is in place: no reason to call it not written
+        log.warning(f"`{replaced}`, which checkpoint `{path}` has replaced, could not be removed: {error}")
 
 
 def remove(path: Path) -> None:
@@ -98,6 +102,7 @@ def remove(path: Path) -> None:
     Raises:
         OSError: it is still there, or what is left of it could not be removed.
     """
+    path = lying_at(path)
     with ExitStack() as cleanup:
         gone = path.with_name(f".{path.name[:_MOST_CHARS]}.{secrets.token_hex(4)}.partial")
         try:

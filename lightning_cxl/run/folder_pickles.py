@@ -29,13 +29,17 @@ _KNOWN = {
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("pathlib", "WindowsPath")}
 
 
+class RefusedError(pickle.UnpicklingError):
+    """A list of tensors asks for what no such list needs."""
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PATHS:
             return PosixPath  # of where it was written, which nobody needs: also from another system
         if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its list of tensors asks for {module}.{name}, which no such list needs")
+        raise RefusedError(f"its list of tensors asks for {module}.{name}, which no such list needs")
 
 
 class PlainReader(FileSystemReader):

@@ -14,6 +14,7 @@ from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.run.state_on_ssd import check_together
 from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.sharding.agreement import on_all_ranks
 
 
 def save(
@@ -43,7 +44,7 @@ def save(
     own: dict[str, Any] = {}
     for index, optimizer in enumerate(optimizers):
         run = loop.run_of(optimizer)
-        run.wait_for_updates()
+        on_all_ranks(run.wait_for_updates)  # a drive of one may fail
         run.adopt_joined()
         check_together(run.on_ssd)
         tensors[f"optimizer_{index}"] = sharded_checkpoint.optimizer_tensors(optimizer, run.masters.name_of)

@@ -20,7 +20,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER
 from lightning_cxl.optim.resharded import of_this_shard
 from lightning_cxl.run.checkpoint_folder import META, lying_at
-from lightning_cxl.run.folder_pickles import PlainReader, PlainValues
+from lightning_cxl.run.folder_pickles import PlainReader, PlainValues, RefusedError
 from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.sharded_checkpoint import first_failure
 from lightning_cxl.shards import is_sharded, local, sharded_like
@@ -248,8 +248,10 @@ class ShardedCheckpoint:
 
     def _damaged(self, error: BaseException) -> CheckpointError:
         error = first_failure(error)
-        if isinstance(error, pickle.UnpicklingError):
-            asked = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error))
+        if isinstance(error, RefusedError):
+            return CheckpointError(f"checkpoint `{self._path}` was not read: {error}. Reading it could run code")
+        asked = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), None)
+        if isinstance(error, pickle.UnpicklingError) and asked is not None:
             return CheckpointError(
                 f"checkpoint `{self._path}` was not read: {asked}. Reading it could run code. If you trust whoever has "
                 "written it, name the class of that value in `torch.serialization.add_safe_globals([...])`"

@@ -240,7 +240,7 @@ def check_together(on_ssd: StateOnSsd | None) -> None:
         StorageError: on all ranks, where a drive of one has failed, or has damaged a record.
         TierFullError: the same, where state is encrypted, and memory cannot hold it.
     """
-    on_all_ranks(lambda: None if on_ssd is None else on_ssd.visits.check(), None)
+    on_all_ranks(lambda: None if on_ssd is None else on_ssd.visits.check())
 
 
 def _say_what_copies_take(nbytes: int) -> None:

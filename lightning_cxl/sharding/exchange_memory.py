@@ -64,7 +64,9 @@ class _Pages:
     """New pages of this process, which lie where its threads first write them, as torch's own memory does."""
 
     def allocate(self, nbytes: int, *, alignment: int = mmap.PAGESIZE) -> Buffer:
-        pages = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # keeps them
+        # not shared, or a forked child would have the pages, too, and keep them
+        own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = torch.frombuffer(own, dtype=torch.uint8)  # keeps them
         return Buffer(pages.data_ptr(), nbytes, (), None, pages)
 
     def deallocate(self, buffer: Buffer) -> None:

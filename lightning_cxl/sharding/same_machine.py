@@ -38,8 +38,8 @@ def own_place(root: Path = Path("/")) -> Place:
         return Place(boot_id, os.readlink(root / "proc/self/ns/pid"), os.uname().nodename)
     except OSError as error:
         raise UnsupportedError(
-            f"the kernel does not say where this process runs, which sharing memory needs: {error}. Show the process "
-            "its /proc, or gather weights: share_weights=False."
+            f"the kernel does not say where this process runs, so nobody knows which ranks share a machine: {error}. "
+            "Show the process its /proc."
         ) from error
 
 

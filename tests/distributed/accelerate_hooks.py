@@ -1,14 +1,18 @@
 """What hooks of users see on several ranks when Accelerate saves and loads a state, and who counts the ranks."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from lightning_cxl.accelerate import CXLAccelerator
+from lightning_cxl.integrations.accelerate.whole_weights import load_whole
 from tests.distributed.accelerate_runs import accelerator_of
 from tests.distributed.training import place, whole
 from tests.integration.accelerate_loop import forget_accelerators
+from tests.integration.llama import tiny_llama
 from tests.models import TinyTransformer
 
 
@@ -47,6 +51,68 @@ def save_and_load(folder: str, *, own: bool) -> dict[str, Any]:
             "back": [all(map(torch.equal, _whole(model), old)) for model, old in zip(models, before, strict=True)],
             "files": sorted(path for path in os.listdir(folder) if "model" in path),
         }  # fmt: skip
+    finally:
+        accelerator.free_memory()
+
+
+def save_where_a_hook_fails(folder: str) -> str:
+    """Return the error of a save that fails on rank 0; the ranks go on together."""
+    accelerator = accelerator_of()
+
+    def fails(*_: Any) -> None:
+        if accelerator.is_main_process:
+            raise OSError(28, "No space left on device")
+
+    try:
+        accelerator.prepare(TinyTransformer(dropout=0.0))
+        accelerator.register_save_state_pre_hook(fails)
+        try:
+            accelerator.save_state(folder)
+        except Exception as error:
+            assert accelerator.reduce(torch.ones(1), "sum").item() == 2
+            return f"{type(error).__name__}: {error}"
+        return ""
+    finally:
+        accelerator.free_memory()
+
+
+def load_what_was_compiled(folder: str) -> bool:
+    """Return whether weights that one process has saved of a compiled model come back."""
+    torch.manual_seed(5)
+    rank, _ = place()
+    model = TinyTransformer(dropout=0.0)
+    expected = [each.detach().clone() for each in model.parameters()]
+    if rank == 0:
+        save_file(
+            {f"_orig_mod.{name}": value for name, value in model.state_dict().items()},
+            Path(folder) / "model.safetensors",
+        )
+    accelerator = accelerator_of()
+    try:
+        model = accelerator.prepare(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        load_whole(Path(folder), 0, model)
+        return all(map(torch.equal, _whole(model), expected))
+    finally:
+        accelerator.free_memory()
+
+
+def generate() -> tuple[int, bool]:
+    """Return how many tokens a rank has of a model that is cut, where ranks ask for other numbers, and whether right."""
+    torch.manual_seed(5)
+    accelerator = accelerator_of()
+    model = tiny_llama()
+    plain = tiny_llama()
+    plain.load_state_dict(model.state_dict())
+    try:
+        model = accelerator.prepare(model)
+        rank = accelerator.process_index
+        tokens = torch.arange(1, 5 + rank)[None]
+        given = {"max_new_tokens": 2 + 4 * rank, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        found = model.generate(tokens, **given)
+        return found.shape[1], torch.equal(found, plain.generate(tokens, **given))
     finally:
         accelerator.free_memory()
 

@@ -1,5 +1,6 @@
 """FSDP2 gathers and reduces in pages that serve one unit after another."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,16 @@ def test_memory_is_used_again() -> None:
     assert collective.allocate((15,), dtype=torch.bfloat16, device=CPU).data_ptr() != address, view
     del view
     assert collective.allocate((15,), dtype=torch.bfloat16, device=CPU).data_ptr() == address
+
+
+def test_a_forked_child_does_not_keep_what_is_given_back() -> None:
+    """Pages that processes share have a file in the kernel's list; those of this process alone have none."""
+    pages = exchange_memory._Pages().allocate(1 << 20)
+    (line,) = (
+        each for each in Path("/proc/self/maps").read_text().splitlines()
+        if int(each.split("-")[0], 16) <= pages.address < int(each.split("-")[1].split()[0], 16)
+    )  # fmt: skip
+    assert line.split()[1] == "rw-p", line
 
 
 def train(steps: int) -> dict[str, Any]:

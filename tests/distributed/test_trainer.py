@@ -55,6 +55,7 @@ STATES = {
     "float32": {},
     "another optimizer": {"optim": "sgd"},
     "LoRA": {"lora": True},
+    "LoRA with biases": {"lora": {"bias": "all"}, "biased": True},
     "bf16 with split masters": {"dtype": torch.bfloat16},
     "bf16 with float32 masters": {"dtype": torch.bfloat16, "options": {"master": "fp32"}},
 }

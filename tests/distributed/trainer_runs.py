@@ -1,6 +1,7 @@
 """The Trainer of transformers on several ranks, each of which has its rows of the batches that one process gets."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def train(
     folder: str,
     *,
     options: dict[str, Any] | None = None,
-    lora: bool = False,
+    lora: bool | dict[str, Any] = False,
+    biased: bool = False,
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
     resume: str | None = None,
@@ -48,9 +50,9 @@ def train(
     """Train on all ranks, and save the model; return what the Trainer has logged, and the weights."""
     set_seed(5)
     args = TrainingArguments(folder, **of_all(**given))
-    model = tiny_llama(tie_word_embeddings=tied).to(dtype)
+    model = tiny_llama(tie_word_embeddings=tied, attention_bias=biased).to(dtype)
     if lora:
-        model = get_peft_model(model, LORA)
+        model = get_peft_model(model, replace(LORA, **(lora if isinstance(lora, dict) else {})))
     trainer = CXLTrainer(model, args, train_dataset=rows(24), eval_dataset=rows(8, seed=4), offload=options)
     return _trained(trainer, resume, folder, evaluates_first=evaluates_first, trains=trains)
 

@@ -5,8 +5,8 @@ those of the model that is cut, by their names.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from lightning_cxl.run.checkpoint_folder import remove
 from lightning_cxl.run.cutting import cut_for, follow, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.fsdp import is_cut, without_reducing
 from lightning_cxl.sharding.machines import find_machines
-from lightning_cxl.sharding.processes import broadcast, gather_on_machine, make_mesh
+from lightning_cxl.sharding.processes import gather_on_machine, make_mesh
 from lightning_cxl.sharding.program import watch_program
 
 
@@ -106,14 +107,12 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
             if hasattr(module, "generate"):  # of transformers: each process then generates for as long as one has to
                 module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a region whose backwards exchange no gradients; the first one after it reduces the sum of all.
 
         Until then every device has gradients of all that is trained. See Accelerate's `no_sync`.
         """
-        with without_reducing(model):
-            yield
+        return without_reducing(model)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -145,13 +144,16 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
             own[:] = [any(each is stand_in for each in weights) for stand_in in self._stand_ins]
             weights.clear()
 
+        save = super().save_state
         handle = self.register_save_state_pre_hook(take_out)  # the last one
-        try:
-            location = super().save_state(output_dir, *args, **kwargs)
+        try:  # a hook, or the disk of one process, may fail
+            results = on_all_ranks(lambda: (save(output_dir, *args, **kwargs), own))
         finally:
             self._optimizers, self._stand_ins = optimizers, None
             handle.remove()
-        for index, (model, with_weights) in enumerate(zip(models, broadcast(own), strict=True)):
+        location, _ = results[self.process_index]
+        _, own = results[0]
+        for index, (model, with_weights) in enumerate(zip(models, own, strict=True)):
             path, adopted = _folder(location, index), self.offload.optimizers_of(model)
             loop_files.save(path, model, adopted, self.offload, {}, weights=with_weights)
         return location

@@ -31,6 +31,7 @@ def load_whole(folder: Path, index: int, model: nn.Module) -> None:
     else:
         found = ", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(f"state `{folder}` has no {path.name} or {other.name}; it has {found}")
+    saved = {name.replace("_orig_mod.", ""): value for name, value in saved.items()}  # of a compiled model
     with taking_whole(model):
         missing, unknown = model.load_state_dict(saved, strict=False)
     tied = _names_of_loaded(model, saved)  # safetensors has each weight once

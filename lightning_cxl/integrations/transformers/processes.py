@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from lightning_cxl.integrations.transformers.trainer_accelerator import TrainerAccelerator
 from lightning_cxl.run import loop_files
@@ -27,20 +27,30 @@ class ShardedTrainer:
     accelerator: TrainerAccelerator
     model: nn.Module
     args: Any
+    optimizer: Any
     lr_scheduler: Any
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Gather weights on the first process, which writes them; every process calls this."""
         if state_dict is None and is_cut(self.model):
-            state_dict = whole_state(self.model, self._is_saved)
+            names = self._names_that_may_be_saved()
+            state_dict = whole_state(self.model, names.__contains__)
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
-    def _is_saved(self, name: str) -> bool:
-        """Return whether files have a weight: of a model with adapters, what peft saves with one of them."""
-        adapters = getattr(self.model, "peft_config", None)
+    def _names_that_may_be_saved(self) -> set[str]:
+        """Return the weights that files may have: of a model with adapters, all that peft chooses from.
+
+        These are adapters, whatever else is trained, such as biases, and embeddings, whose vocabulary may have grown.
+        """
+        model: Any = self.model
+        names = set(model.state_dict())
+        adapters = getattr(model, "peft_config", None)
         if adapters is None:
-            return True
-        return not adapters.keys().isdisjoint(name.split("."))
+            return names
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        kept = {id(p) for end in ends if end is not None for p in end.parameters()}
+        chosen = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad or id(p) in kept}
+        return {name for name in names if name in chosen or not adapters.keys().isdisjoint(name.split("."))}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_cut(self.model):
@@ -55,12 +65,18 @@ class ShardedTrainer:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_sharded_checkpoint(_folder(checkpoint)):
+        if checkpoint is None:
+            return
+        if is_sharded_checkpoint(_folder(checkpoint)):
+            offload = self.accelerator.offload
+            numbered = dict(enumerate(offload.optimizers_of(self.model)))
+            loop_files.load(_folder(checkpoint), self.model, numbered, offload, strict=True, weights=False)
+        elif is_cut(self.model) and os.path.isfile(path := os.path.join(checkpoint, OPTIMIZER_NAME)):
+            # transformers would read the state of the whole model onto every device
+            self.optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        else:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        offload = self.accelerator.offload
-        numbered = dict(enumerate(offload.optimizers_of(self.model)))
-        loop_files.load(_folder(checkpoint), self.model, numbered, offload, strict=True, weights=False)
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:

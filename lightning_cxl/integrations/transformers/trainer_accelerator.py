@@ -1,8 +1,8 @@
 """`TrainerAccelerator`: the accelerator inside of a Trainer of transformers."""
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -52,13 +52,12 @@ class TrainerAccelerator(CXLAccelerator):
             self._others.append(model)
         return super().prepare_model(model, *args, **kwargs)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a region that changes nothing: the Trainer asks for it in every micro-batch but the last one.
 
         Gradients of the whole model would have to stay on every device until then.
         """
-        yield
+        return nullcontext()
 
     def place(self, model: nn.Module) -> None:
         """Let a model compute, without optimizers: it is cut, if there are several processes, and placed."""

@@ -125,7 +125,7 @@ def bind_rank(
     for name in config.budgets():
         topology.tier(name)
     own = _facts(local_rank, num_local_ranks, device, topology, root)
-    if (options := config.ssd()) is not None:
+    if (options := config.ssd()) is not None and local_rank == 0:
         own = own._replace(ssd_bytes=ssd_capacity_bytes(options))
     facts = _exchange(own, num_local_ranks, gather)
     host = read_host_cpus(root, own.cpus)
@@ -184,9 +184,9 @@ def _facts(local_rank: int, num_local_ranks: int, device: torch.device, topology
 
 
 def _exchange(own: RankFacts, num_local_ranks: int, gather: Gather | None) -> Sequence[RankFacts]:
-    if num_local_ranks == 1:
+    if gather is None and num_local_ranks == 1:
         return [own]
-    if gather is None:
+    if gather is None:  # else also one process on its own takes part: those of all machines ask together
         raise ConfigError(
             f"{num_local_ranks} processes share this machine, and there is no way to tell each other what they use: "
             "give `gather`, such as one with torch.distributed.all_gather_object over the processes of this machine"

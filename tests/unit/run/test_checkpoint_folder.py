@@ -10,6 +10,7 @@ import pytest
 
 from lightning_cxl.run import checkpoint_folder
 from lightning_cxl.run.checkpoint_folder import lying_at, put_in_place, remove, unfinished
+from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 
 
 @pytest.fixture(params=["locks", "no locks"])
@@ -203,3 +204,30 @@ def test_what_is_being_replaced_is_found_where_lightning_looks_for_the_last_one(
     assert not (tmp_path / "last.ckpt").exists()
     saving = ModelCheckpoint(tmp_path, save_last=True)
     assert {Path(each).name for each in saving._find_last_checkpoints(None)} == {lying_at(tmp_path / "last.ckpt").name}
+
+
+def test_a_path_without_a_name_is_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not is_sharded_checkpoint(Path("."))
+    assert not is_sharded_checkpoint(Path("/"))
+    write(tmp_path / "a.ckpt", 1)
+    monkeypatch.chdir(tmp_path / "a.ckpt")
+    assert is_sharded_checkpoint(Path("."))
+
+
+def test_what_a_crash_has_left_under_another_name_is_removed_by_its_own(tmp_path):
+    write(tmp_path / "a.being_replaced.ckpt", 1)
+    assert number_at(tmp_path / "a.ckpt") == 1
+    remove(tmp_path / "a.ckpt")
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_is_written_where_the_one_before_cannot_be_removed(tmp_path, monkeypatch, caplog):
+    def fails(path):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    write(tmp_path / "a.ckpt", 1)
+    monkeypatch.setattr(checkpoint_folder.shutil, "rmtree", fails)
+    write(tmp_path / "a.ckpt", 2)
+    assert number_at(tmp_path / "a.ckpt") == 2
+    assert "could not be removed" in caplog.text

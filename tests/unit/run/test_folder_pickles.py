@@ -43,7 +43,7 @@ def test_a_list_of_tensors_that_asks_for_code_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"a\.ckpt.*was not read.*asks for \w+\.mkdir"):
         ShardedCheckpoint(path)
     (path / ".metadata").write_bytes(pickle.dumps({"weight": 3}))
-    with pytest.raises(CheckpointError, match="its list of tensors is a dict"):
+    with pytest.raises(CheckpointError, match="its list of tensors is a dict.*damaged"):
         ShardedCheckpoint(path)
     assert not (tmp_path / "made").exists()
 
@@ -74,3 +74,12 @@ def test_every_list_of_torchs_own_is_known(tmp_path):
     assert kinds == {TensorStorageMetadata, BytesStorageMetadata} and len(metadata.state_dict_metadata) == 9
     whole = pickle.load(io.BytesIO((tmp_path / "a.ckpt" / ".metadata").read_bytes()))
     assert whole.state_dict_metadata == metadata.state_dict_metadata
+
+
+@pytest.mark.parametrize("keep", [0, 0.5])
+def test_a_list_of_tensors_that_is_cut_off_is_damaged(tmp_path, keep):
+    path = folder_with(tmp_path / "a.ckpt")
+    whole = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(whole[: int(keep * len(whole))])
+    with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
+        ShardedCheckpoint(path)
