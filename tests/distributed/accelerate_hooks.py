@@ -83,10 +83,8 @@ def load_what_was_compiled(folder: str) -> bool:
     model = TinyTransformer(dropout=0.0)
     expected = [each.detach().clone() for each in model.parameters()]
     if rank == 0:
-        save_file(
-            {f"_orig_mod.{name}": value for name, value in model.state_dict().items()},
-            Path(folder) / "model.safetensors",
-        )
+        named = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+        save_file(named, Path(folder) / "model.safetensors")
     accelerator = accelerator_of()
     try:
         model = accelerator.prepare(model)
@@ -100,7 +98,7 @@ def load_what_was_compiled(folder: str) -> bool:
 
 
 def generate() -> tuple[int, bool]:
-    """Return how many tokens a rank has of a model that is cut, where ranks ask for other numbers, and whether right."""
+    """Return how many tokens a rank gets where each wants another number, and whether a plain model gives them."""
     torch.manual_seed(5)
     accelerator = accelerator_of()
     model = tiny_llama()

@@ -236,8 +236,8 @@ MUTANTS = (
     Mutant(
         "a file keeps its lock until it has its name",
         _FILE,
-        "            os.replace(partial, target)  # while",
-        "        os.replace(partial, target)  # while",
+        "            _take_place(partial, target)  # while",
+        "        _take_place(partial, target)  # while",
         T_PARTIAL,
     ),
     Mutant(

@@ -19,13 +19,6 @@ MUTANTS = (
         T_FABRIC,
     ),
     Mutant(
-        "gradients are complete after the last backward of a step",
-        _LOOP,
-        "            run.finish_backward(is_last=is_last)\n",
-        "            pass\n",
-        ("tests/integration/test_hf_trainer.py::test_is_the_plain_trainer",),
-    ),
-    Mutant(
         "new parameters take the place of old ones in optimizers",
         _LOOP,
         "            follow(names, model, optimizers)  # some",

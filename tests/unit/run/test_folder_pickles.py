@@ -43,7 +43,7 @@ def test_a_list_of_tensors_that_asks_for_code_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"a\.ckpt.*was not read.*asks for \w+\.mkdir"):
         ShardedCheckpoint(path)
     (path / ".metadata").write_bytes(pickle.dumps({"weight": 3}))
-    with pytest.raises(CheckpointError, match="its list of tensors is a dict.*damaged"):
+    with pytest.raises(CheckpointError, match=r"its list of tensors is a dict.*damaged"):
         ShardedCheckpoint(path)
     assert not (tmp_path / "made").exists()
 

@@ -174,3 +174,14 @@ def test_each_rank_wears_its_part_of_the_drives(root, process, tmp_path):
     whole = machine.with_ssd(OffloadConfig(tiers=tiers).ssd()).ssd.drive_bytes
     part = machine.with_ssd(share_ssd(OffloadConfig(tiers=tiers).ssd(), 0, 4, GIB)).ssd.drive_bytes
     assert part == whole // 4
+
+
+def test_one_process_on_a_machine_takes_part_where_those_of_all_machines_ask_together():
+    asked = []
+
+    def gather(facts):
+        asked.append(facts)
+        return [facts]
+
+    bind_rank(0, 1, CPU, OffloadConfig(), Topology.detect(), gather=gather)
+    assert len(asked) == 1
