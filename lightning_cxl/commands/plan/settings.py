@@ -35,7 +35,7 @@ class Settings:
     """What the weights below adapters are quantised to, as ``quantization`` of the main job."""
     num_nodes: int = 1
     """Machines, all alike."""
-    between_nodes: Literal["replicate", "shard"] = "replicate"
+    between_nodes: Literal["replicate", "shard"] = "shard"
     """What machines do with the model: each holds all of it, or it is cut over all ranks of all of them."""
     weights: Literal["gathered", "shared"] = "gathered"
     """How several devices of a machine come to a unit's weights: each reads its shard and gathers those of the others,

@@ -121,7 +121,7 @@ def test_gradients_that_wait_on_the_devices_are_reduced_once(plan):
 
 
 def test_the_text_says_what_each_device_and_each_machine_does(plan):
-    status, text, data = plan("--num-nodes", "3", "--devices", "4", *GATHERED)
+    status, text, data = plan("--num-nodes", "3", "--devices", "4", "--between-nodes", "replicate", *GATHERED)
     assert status == 0
     said = " ".join(text.split())
     assert "1 x 512 tokens x 4 devices x 3 machines" in said
@@ -174,8 +174,8 @@ def test_what_cannot_be_is_refused(plan, arguments, message):
 
 
 def test_what_does_not_fit_may_be_cut_over_the_machines(plan):
-    needed = plan("--num-nodes", "2", *GATHERED)[2]["host_bytes"]
-    status, _, data = plan("--num-nodes", "2", *GATHERED, dram=f"{needed * 3 // 4}B")
+    needed = plan("--num-nodes", "2", "--between-nodes", "replicate", *GATHERED)[2]["host_bytes"]
+    status, _, data = plan("--num-nodes", "2", "--between-nodes", "replicate", *GATHERED, dram=f"{needed * 3 // 4}B")
     assert status == 2 and "the model cut over all machines (--between-nodes shard)" in data["what_fits"]
     assert plan("--num-nodes", "2", "--between-nodes", "shard", dram=f"{needed * 3 // 4}B")[0] == 0
 
