@@ -144,7 +144,8 @@ def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, kills, how):
         assert job.code(240) == 0, job.log()
     finally:
         job.end()
-    assert check_checkpoints(job.folder) == 3
+    # who is killed between the two saves of a step leaves that of the step, which nobody remembers
+    assert 3 <= check_checkpoints(job.folder) <= 3 + kills
     assert_as_if_nothing_was(job, whole)
 
 
