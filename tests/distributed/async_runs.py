@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_cxl.errors import LightningCXLError
+from lightning_cxl.errors import LightningCXLError, LightningCXLWarning
 from lightning_cxl.run.async_save import AsyncSaves
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
@@ -175,21 +176,33 @@ def loaded_at_once(path: Path) -> list[Any]:
     return found
 
 
-def raising(path: Path) -> tuple[str, bool]:
-    """Save, and raise while that is being written; return the error, and whether the checkpoint is there."""
+def raising(path: Path, *, fails: bool) -> tuple[str, bool, list[str]]:
+    """Save, and raise while that is being written; return the error, whether the checkpoint is there, and what is told.
+
+    Args:
+        path: of the checkpoint.
+        fails: whether it cannot be written.
+    """
     held = Held()
+
+    def before() -> None:
+        held()
+        if fails:
+            full_drive()
 
     def save_and_raise(trainer: Any) -> None:
         trainer.save_checkpoint(path)
         held.go_later()
         raise ValueError("of the user")
 
-    with writing(held):
+    with writing(before), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         try:
             fit(3, At(step_1=save_and_raise))
         except ValueError as error:
-            return str(error), path.exists()
-    return "", False
+            told = [str(each.message) for each in caught if each.category is LightningCXLWarning]
+            return str(error), path.exists(), told
+    raise AssertionError("no error of the user's")
 
 
 def replacing(folder: Path, *, fails: bool) -> list[list[str]]:

@@ -44,8 +44,11 @@ def test_loading_waits(ranks, tmp_path):
     assert ranks.of(2).run(async_runs.loaded_at_once, tmp_path / "it.ckpt") == [[2]] * 2
 
 
-def test_who_raises_waits(ranks, tmp_path):
-    assert ranks.of(2).run(async_runs.raising, tmp_path / "it.ckpt") == [("of the user", True)] * 2
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_raises_waits(ranks, tmp_path, fails):
+    for error, is_there, told in ranks.of(2).run(async_runs.raising, tmp_path / "it.ckpt", fails=fails):
+        assert error == "of the user" and is_there != fails
+        assert any("No space left on device" in each for each in told) == fails, told
 
 
 @pytest.mark.parametrize("fails", [False, True])
