@@ -140,6 +140,11 @@ class StateOnSsd:
         """Return the home of weights that were planned, by the first parameter of their piece."""
         return self._homes[id(first)]
 
+    @property
+    def has_state(self) -> bool:
+        """Whether state of optimizers lies here."""
+        return bool(self._record_of)
+
     def check_weights(self) -> None:
         """Read weights and compare checksums, before a checkpoint copies what windows show.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
@@ -35,8 +36,14 @@ class Recording(Module):
                 file.write(json.dumps([self.global_step, self.losses[-1].hex()]) + "\n")
 
 
-def main(folder: Path, steps: int) -> None:
-    """Train up to a step, from the last checkpoint that there is."""
+def main(folder: Path, steps: int, *, asynchronous: bool) -> None:
+    """Train up to a step, from the last checkpoint that there is.
+
+    Args:
+        folder: for all that is written.
+        steps: of the whole run.
+        asynchronous: whether training goes on while a checkpoint is written.
+    """
     torch.set_num_threads(1)
     seed_everything(5, verbose=False)
     module = Recording()
@@ -48,7 +55,7 @@ def main(folder: Path, steps: int) -> None:
     trainer = Trainer(
         accelerator="cpu", devices=2, max_steps=steps, max_epochs=-1, use_distributed_sampler=False,
         strategy=lightning_cxl.CXLOffloadStrategy(tiers={"dram": "1GiB"}), callbacks=[saving], logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, plugins=[AsyncCheckpointIO()] if asynchronous else [],
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.arange(64))), ckpt_path="last")
     weights = {name: value.full_tensor() for name, value in module.named_parameters()}
@@ -57,4 +64,4 @@ def main(folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), asynchronous="asynchronous" in sys.argv)

@@ -100,7 +100,7 @@ def fit(
     options: dict[str, Any] | None = None,
     resume: str | None = None,
     save: str | None = None,
-    callback: Callback | None = None,
+    callback: Callback | list[Callback] | None = None,
     evaluate: bool = False,
 ) -> Result:
     """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
@@ -110,7 +110,7 @@ def fit(
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     runner = Trainer(
         accelerator="cpu", devices=world, max_steps=steps, max_epochs=-1, use_distributed_sampler=False,
-        strategy=lightning_cxl.CXLOffloadStrategy(**(options or {})), callbacks=callback and [callback],
+        strategy=lightning_cxl.CXLOffloadStrategy(**(options or {})), callbacks=callback,
         **{**dict.fromkeys(off, False), **(trainer or {})},
     )  # fmt: skip
     loader = DataLoader(TensorDataset(torch.arange(64)))

@@ -23,10 +23,10 @@ LIMIT_S = 60
 class Job:
     """Processes of the program, started in a folder."""
 
-    def __init__(self, folder, launcher, steps, max_restarts=0):
+    def __init__(self, folder, launcher, steps, max_restarts=0, how=""):
         self.folder = folder
         self.folder.mkdir(exist_ok=True)
-        self._args = (launcher, folder, str(steps))
+        self._args = (launcher, folder, str(steps), how)
         self._options = {"program": killed_ranks.__file__, "max_restarts": max_restarts}
         self.start()
 
@@ -130,30 +130,33 @@ def waited(chance, moment, folder):
     time.sleep(chance.random() * 0.03)
 
 
+@pytest.mark.parametrize("how", ["", "asynchronous"])
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, kills):
+def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, kills, how):
     steps, chance = 5 * kills + 3, random.Random(kills)
     whole = whole_run(tmp_path / "whole", steps)
-    job = Job(tmp_path / "killed", "torchrun", steps, max_restarts=kills)
+    job = Job(tmp_path / "killed", "torchrun", steps, max_restarts=kills, how=how)
     try:
         for number in range(kills):
             job.wait_for_steps(1 + chance.randrange(3))
-            waited(chance, ("any", "saving")[number % 2], job.folder)
+            waited(chance, ("any", "saving")[(number + bool(how)) % 2], job.folder)
             job.kill(chance.randrange(2))
         assert job.code(240) == 0, job.log()
     finally:
         job.end()
-    assert check_checkpoints(job.folder) == 3
+    # who is killed between the two saves of a step leaves that of the step, which nobody remembers
+    assert 3 <= check_checkpoints(job.folder) <= 3 + kills
     assert_as_if_nothing_was(job, whole)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_started_again_goes_on(tmp_path):
+@pytest.mark.parametrize("how", ["", "asynchronous"])
+def test_a_run_that_is_started_again_goes_on(tmp_path, how):
     kills = 20
     steps, chance, seconds = 3 * kills + 3, random.Random(1), []
     whole = whole_run(tmp_path / "whole", steps)
-    job = Job(tmp_path / "killed", "lightning", steps)
+    job = Job(tmp_path / "killed", "lightning", steps, how=how)
     for number in range(kills):
         try:
             job.wait_for_steps(1 + chance.randrange(3))

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from tests.distributed import lightning_runs
 
@@ -102,14 +102,19 @@ def test_one_process_saves_where_several_have_saved(ranks, tmp_path):
 
 def told_with(plugin):
     """Save with a plug-in for files; return what was said of it."""
-    plugins = [] if plugin is None else [plugin()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        lightning_runs.fit(1, trainer={"plugins": plugins})
+        lightning_runs.fit(1, trainer={"plugins": [plugin] if plugin else []})
     return [str(each.message) for each in caught if "writes no checkpoints here" in str(each.message)]
 
 
-def test_a_plug_in_that_is_not_asked_is_named(ranks):
-    first, second = ranks.of(2).run(told_with, AsyncCheckpointIO)
-    assert len(first) == 1 and first[0].startswith("AsyncCheckpointIO writes no checkpoints here: 2 processes")
-    assert second == [] and ranks.of(2).run(told_with, None) == [[], []]
+@pytest.mark.parametrize("plugin", [TorchCheckpointIO(), AsyncCheckpointIO(TorchCheckpointIO())])
+def test_a_plug_in_that_is_not_asked_is_named(ranks, plugin):
+    first, second = ranks.of(2).run(told_with, plugin)
+    assert len(first) == 1 and first[0].startswith("TorchCheckpointIO writes no checkpoints here: 2 processes")
+    assert second == []
+
+
+@pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO()])
+def test_nothing_is_said_of_others(ranks, plugin):
+    assert ranks.of(2).run(told_with, plugin) == [[], []]

@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.mutants import (
     of_accelerate,
     of_all_folders,
+    of_async_saves,
     of_copies,
     of_encryption,
     of_finetuning,
@@ -56,6 +57,7 @@ MUTANTS = (
     *of_ranks.MUTANTS,
     *of_sequences.MUTANTS,
     *of_sharding.MUTANTS,
+    *of_async_saves.MUTANTS,
     *of_user_loops.MUTANTS,
     *of_accelerate.MUTANTS,
     *of_shared_weights.MUTANTS,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
     from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
     from lightning.pytorch.utilities import rank_zero_only
@@ -50,6 +51,7 @@ else:
         f"{_pytorch}.cli": ("LightningArgumentParser", "LightningCLI"),
         f"{_pytorch}.core.optimizer": ("LightningOptimizer",),
         f"{_pytorch}.plugins": ("Precision",),
+        f"{_pytorch}.plugins.io": ("AsyncCheckpointIO",),
         f"{_pytorch}.strategies": ("ParallelStrategy", "Strategy", "StrategyRegistry"),
         f"{_pytorch}.strategies.launchers": ("_SubprocessScriptLauncher",),
         f"{_pytorch}.utilities": ("rank_zero_only",),
@@ -95,6 +97,7 @@ __all__ = [
     "PACKAGE",
     "STRATEGY_REGISTRY",
     "Accelerator",
+    "AsyncCheckpointIO",
     "BaseFinetuning",
     "Callback",
     "CheckpointIO",

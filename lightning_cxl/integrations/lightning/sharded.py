@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
+from lightning_cxl.integrations.lightning.lightning_api import AsyncCheckpointIO, Trainer
 from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
+from lightning_cxl.run.async_save import AsyncSaves
 from lightning_cxl.run.checkpoint import LoadedCheckpoint
 from lightning_cxl.run.checkpoint_folder import remove
 from lightning_cxl.run.cutting import cut_for, cut_state
@@ -21,6 +23,7 @@ from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import TIED, is_sharded_checkpoint, save
 from lightning_cxl.run.state_on_ssd import check_together
+from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.processes import gather_on_machine
 
 
@@ -31,6 +34,8 @@ class ShardedStrategy(ProcessesStrategy):
     _session: Session
     _root: nn.Module | None = None
     """The module whose call gathers what no unit has; None where nothing is cut."""
+    _saves: AsyncSaves | None = None
+    """Writes checkpoints while training goes on; None where training waits for them."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -57,14 +62,52 @@ class ShardedStrategy(ProcessesStrategy):
             self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device, root)
 
     def _warn_of_unused_io(self) -> None:
-        if self.is_global_zero and not isinstance(self.checkpoint_io, CXLCheckpointIO):
+        given = self.checkpoint_io  # `AsyncCheckpointIO` asks for what `_open_saves` does: the plug-in in it writes
+        io = given.checkpoint_io if isinstance(given, AsyncCheckpointIO) else given
+        if self.is_global_zero and not isinstance(io, CXLCheckpointIO):
             warnings.warn(
-                f"{type(self.checkpoint_io).__name__} writes no checkpoints here: {self.world_size} processes write "
-                "each its part of a folder, and training goes on when the folder is complete. It reads files of one "
-                "process. Leave it out, or train with devices=1",
+                f"{type(io).__name__} writes no checkpoints here: {self.world_size} processes write each its part of a "
+                "folder. It reads files of one process. Leave it out, or train with devices=1",
                 LightningCXLWarning,
                 stacklevel=2,
             )
+
+    def _open_saves(self, trainer: Trainer) -> None:
+        """Let checkpoints be written while training goes on, where the user asks for that with `AsyncCheckpointIO`.
+
+        Raises:
+            ConfigError: a callback would link to a checkpoint before it is there.
+            UnsupportedError: optimizer state lies on SSD.
+        """
+        if self.is_distributed and isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            on_all_ranks(partial(self._check_saves, trainer))
+            self._saves = AsyncSaves(self.timeout)
+
+    def _check_saves(self, trainer: Trainer) -> None:
+        if any(getattr(each, "save_last", None) == "link" for each in trainer.checkpoint_callbacks):
+            raise ConfigError(
+                "ModelCheckpoint(save_last='link') links to a checkpoint at once, and with AsyncCheckpointIO it is "
+                "complete later: a run that is killed between would find no last one. Set save_last=True, or leave "
+                "AsyncCheckpointIO out"
+            )
+        run = self._session.run
+        if run is not None and run.on_ssd is not None and run.on_ssd.has_state:
+            raise UnsupportedError(
+                "optimizer state of this run lies on tier 'ssd', and AsyncCheckpointIO would copy it to memory at "
+                "every save. Leave AsyncCheckpointIO out: training then waits until the checkpoint is written"
+            )
+
+    def _close_saves(self, *, after_error: bool) -> None:
+        """Wait for what is being written. After an error, what failed there is only told: it hides nothing."""
+        saves, self._saves = self._saves, None
+        if saves is None:
+            return
+        try:
+            saves.close()
+        except Exception as error:
+            if not after_error:
+                raise
+            warnings.warn(str(error), LightningCXLWarning, stacklevel=2)
 
     # -- steps: what Lightning calls must be the module that gathers -------------------------------------------------
 
@@ -121,10 +164,17 @@ class ShardedStrategy(ProcessesStrategy):
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         if states:
             check_together(None if self._session.run is None else self._session.run.on_ssd)
-        save(Path(self.broadcast(str(filepath))), tensors, {**rest, KEY: entry})
+        begin = save if self._saves is None else self._saves.save
+        begin(Path(self.broadcast(str(filepath))), tensors, {**rest, KEY: entry})
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; a folder at once."""
+        """Remove a checkpoint, a folder at once; where one is being written, when that is complete."""
+        if self._saves is None:
+            self._remove(filepath)
+        elif self.is_global_zero:
+            self._saves.then(partial(self._remove, filepath))
+
+    def _remove(self, filepath: Any) -> None:
         path = Path(filepath)
         if "://" in str(filepath) or path.is_symlink() or not is_sharded_checkpoint(path):
             super().remove_checkpoint(filepath)

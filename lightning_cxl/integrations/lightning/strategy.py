@@ -141,6 +141,7 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         self._adopt_optimizers(trainer)
         self.setup_precision_plugin()
         attach_scaling(self.precision_plugin, self.run.guard, self._session.active, use)
+        self._open_saves(trainer)
 
     def _start_run(self, optimizers: Sequence[Optimizer], loop: Loop) -> None:
         assert isinstance(self.model, nn.Module)
@@ -232,8 +233,10 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it.
 
         Of a folder tensors are read when there is memory for them. See [Note: Sharded checkpoints]. All processes read
-        what the first one names: each has looked for "last" by itself.
+        what the first one names: each has looked for "last" by itself. What is being written is complete before.
         """
+        if self._saves is not None:
+            self._saves.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         if "://" not in str(checkpoint_path) and is_sharded_checkpoint(Path(checkpoint_path)):
             folder = ShardedCheckpoint(Path(checkpoint_path))
@@ -288,7 +291,9 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
             if self.lightning_module is not None and self.root_device.type != "cpu" and self._root is None:
                 cleanup.callback(self.lightning_module.cpu)
             trainer = None if self.lightning_module is None else self.lightning_module._trainer
-            cleanup.callback(self._session.close, after_error=trainer is not None and trainer.interrupted)
+            after_error = trainer is not None and trainer.interrupted
+            cleanup.callback(self._session.close, after_error=after_error)
+            cleanup.callback(self._close_saves, after_error=after_error)
             cleanup.callback(self.checkpoint_io.teardown)  # it may still be writing
 
     @classmethod
