@@ -23,8 +23,9 @@ from lightning_cxl.weights.folder import Source, open_weights
 from lightning_cxl.weights.match import Matches, Read, match_names, refuse_mismatch
 from lightning_cxl.weights.quantise import quantised
 from lightning_cxl.weights.saved_quantised import SavedQuantised
-from lightning_cxl.weights.sources import Translate, WeightSource, tensors_of
+from lightning_cxl.weights.sources import Translate, WeightSource, reader_of, tensors_of
 from lightning_cxl.weights.tied import ModelWeight
+from lightning_cxl.weights.unread import UnreadWeight, are_left_in_files
 
 
 class LoadReport(NamedTuple):
@@ -46,7 +47,7 @@ def load_weights(
     *,
     strict: bool = True,
     dtype: torch.dtype | None = None,
-    mapped: bool = False,
+    mapped: bool | None = None,
 ) -> LoadReport:
     """Load safetensors files into a model, tensor by tensor; at no time is there a second copy in memory.
 
@@ -90,7 +91,7 @@ def load_translated(
     *,
     strict: bool,
     dtype: torch.dtype | None = None,
-    mapped: bool = False,
+    mapped: bool | None = None,
     completes: bool = True,
 ) -> LoadReport:
     """Load as `load_weights` does, with tensors of the files translated first; see `match_names`."""
@@ -106,7 +107,7 @@ def _same(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
     return [(tensor.name, tensor) for tensor in tensors]
 
 
-def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool) -> int:
+def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool | None) -> int:
     """Read every tensor that matches; return the bytes they take in the model. See [Note: Loading straight]."""
     sources: dict[int, Read] = {}
     made: list[tuple[ModelWeight, Tensor]] = []
@@ -119,7 +120,7 @@ def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool) -> int:
                 _check_tied(first, read)
                 continue
             before = read.weight.tensor
-            if before.is_meta:
+            if before.is_meta or isinstance(before, UnreadWeight):
                 made.append((read.weight, before))
                 _materialise(read, dtype, mapped, staging)
             else:
@@ -134,17 +135,20 @@ def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool) -> int:
     return nbytes
 
 
-def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool, staging: Staging) -> None:
-    """Give a weight on the meta device its values: memory with them, or pages of the file."""
+def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, staging: Staging) -> None:
+    """Give a weight without memory its values: memory with them, pages of the file, or what reads them later."""
     weight, meta = read.weight, read.weight.tensor
     wanted = dtype if dtype is not None and weight.is_parameter and meta.is_floating_point() else meta.dtype
     if isinstance(meta, nn.Parameter) and isinstance(read.source, SavedQuantised):
-        weight.put(read.source.parameter(meta, weight.spec, staging, mapped=mapped))
+        weight.put(read.source.parameter(meta, weight.spec, staging, mapped=bool(mapped)))
         return
     if isinstance(meta, nn.Parameter) and is_quantised_later(meta):
         weight.put(quantised(read.source, meta, wanted, weight.spec))
         return
-    tensor = _pages_like(meta, wanted, read) if mapped else None
+    left = mapped is None and weight.is_parameter and are_left_in_files()
+    tensor = _pages_like(meta, wanted, read) if mapped or left else None
+    if tensor is None and left:
+        tensor = _unread(meta, wanted, read)
     if tensor is None:
         tensor = new_weight(meta, wanted, weight.spec)
         with ordinary_memory():
@@ -157,9 +161,20 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool, staging: S
 
 def _pages_like(meta: Tensor, dtype: torch.dtype, read: Read) -> Tensor | None:
     """Return the pages of the file, if they are what new memory would be filled with."""
-    if read.source.dtype != dtype or not meta.is_contiguous() or torch.get_default_device().type != "cpu":
+    if read.source.dtype != dtype or not _is_shown(meta):
         return None
     return read.source.mapped()
+
+
+def _unread(meta: Tensor, dtype: torch.dtype, read: Read) -> Tensor | None:
+    """Return a weight that is read when it is used, if its files can be mapped."""
+    reader = reader_of(read.source) if _is_shown(meta) else None
+    return None if reader is None else UnreadWeight(meta, dtype, reader)
+
+
+def _is_shown(meta: Tensor) -> bool:
+    """Whether pages of files may stand for new memory: it would have their layout, and be on the host."""
+    return meta.is_contiguous() and torch.get_default_device().type == "cpu"
 
 
 def _check_tied(first: Read, read: Read) -> None:
