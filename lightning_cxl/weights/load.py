@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_cxl.errors import CheckpointError
+from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.memory.new_weight import new_weight
+from lightning_cxl.shards import is_sharded
 from lightning_cxl.streaming.quantised import is_quantised_later
 from lightning_cxl.weights.chunks import Staging
 from lightning_cxl.weights.folder import Source, open_weights
@@ -66,7 +67,8 @@ def load_weights(
         mapped: weights on the ``meta`` device show the pages of the files instead, as with ``torch.load(mmap=True)``,
             and take no memory until a run moves them to their tiers. For a model that is larger than memory, whose
             weights go to the tier ``ssd``. Files must not change meanwhile. What is converted, or in another layout,
-            is read as without it.
+            is read as without it. None: False in one process; several that have met leave parameters in their files
+            until the model is cut, also those that are converted: [Note: Left in files].
 
     Returns:
         What was loaded and what was not.
@@ -74,6 +76,7 @@ def load_weights(
     Raises:
         CheckpointError: files are missing or damaged, or do not fit the model; or reading fails.
         TierFullError: the weights do not fit in memory.
+        UnsupportedError: the model is cut over processes already.
 
     Example::
 
@@ -95,12 +98,22 @@ def load_translated(
     completes: bool = True,
 ) -> LoadReport:
     """Load as `load_weights` does, with tensors of the files translated first; see `match_names`."""
+    _refuse_cut(model)
     with open_weights(source) as files:
         matches = match_names(model, tensors_of(files), translate, completes=completes)
         if strict:
             refuse_mismatch(matches, model)
         nbytes = _read_all(matches, dtype, mapped)
     return LoadReport(matches.missing, matches.unexpected, len(matches.reads), nbytes)
+
+
+def _refuse_cut(model: nn.Module) -> None:
+    name = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"`{name}` is cut over processes already, and files are loaded into a model that is not: load first (under a "
+            "Trainer in `configure_model`), then cut"
+        )
 
 
 def _same(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:

@@ -86,7 +86,8 @@ class UnreadWeight(Tensor):
         copy: Tensor = (
             torch.nn.Parameter(values, self.requires_grad) if isinstance(self, torch.nn.Parameter) else values
         )
-        return memo.setdefault(id(self), copy)
+        memo[id(self)] = copy
+        return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({}).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -114,8 +115,8 @@ class UnreadWeight(Tensor):
 
 
 _WHY = (
-    "it is in its file: with several processes, each reads its part when the run begins. To change weights before that, "
-    "load them with mapped=False; then every process has all of them in memory until the run begins"
+    "it is in its file: with several processes, each reads its part when the run begins. To change weights before, "
+    "load with mapped=False; then every process has all of them in memory until the run begins"
 )
 
 
@@ -129,10 +130,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     views = func(_shape_of(weight), *rest, **kwargs)
     if isinstance(views, Tensor):
         return UnreadWeight(views, weight.dtype, lambda: func(weight._read(), *rest, **kwargs))
-    readers = [
-        partial(lambda index: func(weight._read(), *rest, **kwargs)[index], index) for index in range(len(views))
-    ]
-    return [UnreadWeight(view, weight.dtype, read) for view, read in zip(views, readers, strict=True)]
+
+    def read(index: int) -> Tensor:
+        part: Tensor = func(weight._read(), *rest, **kwargs)[index]
+        return part
+
+    return [UnreadWeight(view, weight.dtype, partial(read, index)) for index, view in enumerate(views)]
 
 
 def _with_values(values: Any, read: dict[int, Tensor]) -> Any:

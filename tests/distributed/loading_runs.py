@@ -114,6 +114,17 @@ def refusals(folder: Path) -> list[str]:
     return said
 
 
+def into_cut(folder: Path) -> str:
+    """Return what is said to who loads files into a model that is cut."""
+    model = load(folder)
+    prepared(model)
+    try:
+        lightning_cxl.load_weights(model, folder)
+    except lightning_cxl.UnsupportedError as error:
+        return str(error)
+    return "loaded"
+
+
 class Loads(LightningModule):
     """Loads its model when the processes have met."""
 
