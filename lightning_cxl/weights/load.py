@@ -111,8 +111,8 @@ def _refuse_cut(model: nn.Module) -> None:
     name = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if name is not None:
         raise UnsupportedError(
-            f"`{name}` is cut over processes already, and files are loaded into a model that is not: load first (under a "
-            "Trainer in `configure_model`), then cut"
+            f"`{name}` is cut over processes already, and files are loaded into a model that is not: load first (under "
+            "a Trainer in `configure_model`), then cut"
         )
 
 
