@@ -315,7 +315,7 @@ class CausalLM(LightningModule):
             if _has_safetensors(name_or_path):
                 # quantized, or experts that must be merged
                 with contextlib.nullcontext() if must_be_ours else contextlib.suppress(UnsupportedError):
-                    return from_pretrained(AutoModelForCausalLM, name_or_path, mapped=self.mapped, **options)
+                    return from_pretrained(AutoModelForCausalLM, name_or_path, mapped=self.mapped or None, **options)
             return AutoModelForCausalLM.from_pretrained(name_or_path, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(

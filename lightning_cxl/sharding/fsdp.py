@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
 from lightning_cxl.sharding.torch_private import move_shard, padded_size, put_shard, sharded_parameters
 from lightning_cxl.shards import local, shard_of
@@ -87,10 +88,11 @@ def cut(
         reshard(model)
     else:
         values = {} if engine.computes_on_host else _without_values(model, engine.device)
-        for _, unit in units:
-            if unit is not root and next(unit.parameters(), None) is not None:
-                fully_shard(unit, mesh=mesh)
-        fully_shard(root, mesh=mesh)
+        with large_blocks_apart():  # shards go on to their tiers, and must leave no holes
+            for _, unit in units:
+                if unit is not root and next(unit.parameters(), None) is not None:
+                    fully_shard(unit, mesh=mesh)
+            fully_shard(root, mesh=mesh)
         if not engine.computes_on_host:
             owners = dict(model.named_parameters())
             host_shards(model, lambda name, shape, dtype: shard_of(values.pop(name), owners[name]).clone(), engine)

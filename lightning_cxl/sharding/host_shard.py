@@ -37,7 +37,7 @@ from lightning_cxl.torch_private import tree_leaves, tree_map
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _aten = torch.ops.aten
-_SHAPE_ALONE = frozenset(
+SHAPE_ALONE = frozenset(
     (
         *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
         *(_aten.rand_like.default, _aten.randn_like.default, _aten.new_empty.default, _aten.new_zeros.default),
@@ -166,7 +166,7 @@ class HostShard(Tensor):
     ) -> Any:
         """Run an operator on the bytes, on the host where it changes them, else on the device."""
         kwargs = kwargs or {}
-        if func in _SHAPE_ALONE:
+        if func in SHAPE_ALONE:
             stand_in = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
             return func(stand_in, *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
         if func is _aten.is_pinned.default:

@@ -7,6 +7,8 @@ from math import prod
 
 import torch
 
+from lightning_cxl.weights.unread import UnreadWeight
+
 CHUNK_BYTES = 16 * 2**20
 """Large enough for a disk, small enough that a few of them do not count."""
 
@@ -29,7 +31,8 @@ def chunks(tensor: torch.Tensor, num_elements: int) -> Iterator[torch.Tensor]:
 
 def is_raw(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is host memory that holds its elements in row-major order and nothing else."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and plain and not isinstance(tensor, UnreadWeight)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

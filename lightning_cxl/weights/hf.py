@@ -37,7 +37,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     *,
     strict: bool = True,
-    mapped: bool = False,
+    mapped: bool | None = None,
     quantization_config: Any = None,
     **config_overrides: Any,
 ) -> Any:
@@ -57,7 +57,8 @@ def from_pretrained(
         dtype: of the model; None: what the config says, else that of the files.
         strict: refuse when weights are missing, or files hold more than the model has; False: initialise the missing
             (a new head) as transformers does, and warn.
-        mapped: weights show the pages of the files, and take no memory until a run moves them; see `load_weights`.
+        mapped: weights show the pages of the files, and take no memory until a run moves them; None: where several
+            processes have met. See `load_weights`.
         quantization_config: a ``BitsAndBytesConfig`` of transformers, 4 or 8 bit, or a dictionary of its fields; None:
             nothing is quantised that is not so in the files. For files that are, the way they were quantised counts.
         **config_overrides: fields of the config, such as ``attn_implementation="eager"``.
@@ -96,7 +97,7 @@ def _load(
     quantizer: Quantizer | None,
     *,
     strict: bool,
-    mapped: bool,
+    mapped: bool | None,
 ) -> Any:
     """Return the model with its weights, tied."""
     with empty_weights():

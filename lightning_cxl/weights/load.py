@@ -14,17 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_cxl.errors import CheckpointError
+from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.memory.new_weight import new_weight
+from lightning_cxl.shards import is_sharded
 from lightning_cxl.streaming.quantised import is_quantised_later
 from lightning_cxl.weights.chunks import Staging
 from lightning_cxl.weights.folder import Source, open_weights
 from lightning_cxl.weights.match import Matches, Read, match_names, refuse_mismatch
 from lightning_cxl.weights.quantise import quantised
 from lightning_cxl.weights.saved_quantised import SavedQuantised
-from lightning_cxl.weights.sources import Translate, WeightSource, tensors_of
+from lightning_cxl.weights.sources import Translate, WeightSource, reader_of, tensors_of
 from lightning_cxl.weights.tied import ModelWeight
+from lightning_cxl.weights.unread import UnreadWeight, are_left_in_files
 
 
 class LoadReport(NamedTuple):
@@ -46,7 +48,7 @@ def load_weights(
     *,
     strict: bool = True,
     dtype: torch.dtype | None = None,
-    mapped: bool = False,
+    mapped: bool | None = None,
 ) -> LoadReport:
     """Load safetensors files into a model, tensor by tensor; at no time is there a second copy in memory.
 
@@ -65,7 +67,8 @@ def load_weights(
         mapped: weights on the ``meta`` device show the pages of the files instead, as with ``torch.load(mmap=True)``,
             and take no memory until a run moves them to their tiers. For a model that is larger than memory, whose
             weights go to the tier ``ssd``. Files must not change meanwhile. What is converted, or in another layout,
-            is read as without it.
+            is read as without it. None: False in one process; several that have met leave parameters in their files
+            until the model is cut, also those that are converted: [Note: Left in files].
 
     Returns:
         What was loaded and what was not.
@@ -73,6 +76,7 @@ def load_weights(
     Raises:
         CheckpointError: files are missing or damaged, or do not fit the model; or reading fails.
         TierFullError: the weights do not fit in memory.
+        UnsupportedError: the model is cut over processes already.
 
     Example::
 
@@ -90,10 +94,11 @@ def load_translated(
     *,
     strict: bool,
     dtype: torch.dtype | None = None,
-    mapped: bool = False,
+    mapped: bool | None = None,
     completes: bool = True,
 ) -> LoadReport:
     """Load as `load_weights` does, with tensors of the files translated first; see `match_names`."""
+    _refuse_cut(model)
     with open_weights(source) as files:
         matches = match_names(model, tensors_of(files), translate, completes=completes)
         if strict:
@@ -102,11 +107,20 @@ def load_translated(
     return LoadReport(matches.missing, matches.unexpected, len(matches.reads), nbytes)
 
 
+def _refuse_cut(model: nn.Module) -> None:
+    name = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"`{name}` is cut over processes already, and files are loaded into a model that is not: load first (under "
+            "a Trainer in `configure_model`), then cut"
+        )
+
+
 def _same(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
     return [(tensor.name, tensor) for tensor in tensors]
 
 
-def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool) -> int:
+def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool | None) -> int:
     """Read every tensor that matches; return the bytes they take in the model. See [Note: Loading straight]."""
     sources: dict[int, Read] = {}
     made: list[tuple[ModelWeight, Tensor]] = []
@@ -119,7 +133,7 @@ def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool) -> int:
                 _check_tied(first, read)
                 continue
             before = read.weight.tensor
-            if before.is_meta:
+            if before.is_meta or isinstance(before, UnreadWeight):
                 made.append((read.weight, before))
                 _materialise(read, dtype, mapped, staging)
             else:
@@ -134,17 +148,20 @@ def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool) -> int:
     return nbytes
 
 
-def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool, staging: Staging) -> None:
-    """Give a weight on the meta device its values: memory with them, or pages of the file."""
+def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, staging: Staging) -> None:
+    """Give a weight without memory its values: memory with them, pages of the file, or what reads them later."""
     weight, meta = read.weight, read.weight.tensor
     wanted = dtype if dtype is not None and weight.is_parameter and meta.is_floating_point() else meta.dtype
     if isinstance(meta, nn.Parameter) and isinstance(read.source, SavedQuantised):
-        weight.put(read.source.parameter(meta, weight.spec, staging, mapped=mapped))
+        weight.put(read.source.parameter(meta, weight.spec, staging, mapped=bool(mapped)))
         return
     if isinstance(meta, nn.Parameter) and is_quantised_later(meta):
         weight.put(quantised(read.source, meta, wanted, weight.spec))
         return
-    tensor = _pages_like(meta, wanted, read) if mapped else None
+    left = mapped is None and weight.is_parameter and are_left_in_files()
+    tensor = _pages_like(meta, wanted, read) if mapped or left else None
+    if tensor is None and left:
+        tensor = _unread(meta, wanted, read)
     if tensor is None:
         tensor = new_weight(meta, wanted, weight.spec)
         with ordinary_memory():
@@ -157,9 +174,20 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool, staging: S
 
 def _pages_like(meta: Tensor, dtype: torch.dtype, read: Read) -> Tensor | None:
     """Return the pages of the file, if they are what new memory would be filled with."""
-    if read.source.dtype != dtype or not meta.is_contiguous() or torch.get_default_device().type != "cpu":
+    if read.source.dtype != dtype or not _is_shown(meta):
         return None
     return read.source.mapped()
+
+
+def _unread(meta: Tensor, dtype: torch.dtype, read: Read) -> Tensor | None:
+    """Return a weight that is read when it is used, if its files can be mapped."""
+    reader = reader_of(read.source) if _is_shown(meta) else None
+    return None if reader is None else UnreadWeight(meta, dtype, reader)
+
+
+def _is_shown(meta: Tensor) -> bool:
+    """Whether pages of files may stand for new memory: it would have their layout, and be on the host."""
+    return meta.is_contiguous() and torch.get_default_device().type == "cpu"
 
 
 def _check_tied(first: Read, read: Read) -> None:

@@ -126,6 +126,12 @@ class MergedTensor:
     def mapped(self) -> None:
         """Return None: no file has these numbers."""
 
+    def from_pages(self) -> Callable[[], Tensor] | None:
+        """Return what computes the values, also when the files are closed; None where these cannot be mapped."""
+        pages = [source.mapped() for source in self._sources]
+        parts = [each for each in pages if each is not None]
+        return (lambda: self._compute(list(parts))) if len(parts) == len(pages) else None
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has the numbers that `read_into` would give it."""
         return torch.equal(self._merged(Staging()).to(tensor.dtype), tensor.detach().cpu())
@@ -136,3 +142,11 @@ class MergedTensor:
             parts.append(scratch(source.shape, source.dtype))
             source.read_into(parts[-1], staging)
         return self._compute(parts)
+
+
+def reader_of(source: WeightSource) -> Callable[[], Tensor] | None:
+    """Return what gives the values of a weight also when its files are closed; None where they cannot be mapped."""
+    if isinstance(source, MergedTensor):
+        return source.from_pages()
+    pages = source.mapped()
+    return None if pages is None else lambda: pages

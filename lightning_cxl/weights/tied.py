@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.placement.decorators import TierSpec, owner_spec
+from lightning_cxl.weights.unread import UnreadWeight
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +92,6 @@ def _paths(
 
 def _identity(tensor: Tensor) -> object:
     """Return what two tensors have in common that are the same bytes, seen the same way."""
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
+    if tensor.is_meta or isinstance(tensor, UnreadWeight) or tensor.layout is not torch.strided or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

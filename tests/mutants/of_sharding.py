@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 _WATCH = "lightning_cxl/sharding/watch.py"
 _PROGRAM = "lightning_cxl/sharding/program.py"
 _OF_ACCELERATE = "lightning_cxl/integrations/accelerate/processes.py"
+_LOADING = "tests/distributed/test_loading.py"
 _OWN_LOOPS = "tests/integration/test_own_loops.py"
 _HOOKS = "tests/distributed/test_accelerate_hooks.py"
 _FAILURES = "lightning_cxl/sharding/failures.py"
@@ -213,6 +214,27 @@ MUTANTS = (
         "                _record(error.with_traceback(trace))",
         "                get_error_handler().record_exception(error)",
         (f"{_OWN_LOOPS}::test_a_rank_that_raises_is_shown",),
+    ),
+    Mutant(
+        "no process has the whole of a model from files",
+        "lightning_cxl/weights/load.py",
+        "left = mapped is None and weight.is_parameter and are_left_in_files()",
+        "left = False",
+        (f"{_LOADING}::test_what_is_converted_waits_in_the_files",),
+    ),
+    Mutant(
+        "an unread weight is not written",
+        "lightning_cxl/weights/unread.py",
+        "        if any(isinstance(leaf, UnreadWeight) for",
+        "        if False and any(isinstance(leaf, UnreadWeight) for",
+        (f"{_LOADING}::test_an_unread_weight_is_not_written",),
+    ),
+    Mutant(
+        "an unread weight has the values that it was given",
+        "lightning_cxl/weights/unread.py",
+        "        self._read = lambda: values\n",
+        "        pass\n",
+        (f"{_LOADING}::test_a_model_can_be_used_before_it_is_cut",),
     ),
     Mutant(
         "processes of one machine are counted where no launcher does",

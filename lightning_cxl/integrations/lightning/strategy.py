@@ -102,9 +102,9 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create weights where their tier is, from the first byte; on a GPU, on the GPU, unless they stream."""
+        """Create weights where their tier is, from the first byte; on a GPU, on it, unless they stream or are cut."""
         with super().tensor_init_context(empty_init=empty_init):
-            if self.root_device.type == "cpu" or self.host.streams_weights:
+            if self.root_device.type == "cpu" or self.is_distributed or self.host.streams_weights:
                 host = self.host
                 with torch.device("cpu"), host.activate(), host.creating_weights():
                     yield
