@@ -7,7 +7,7 @@ from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import BudgetResource
 from lightning_cxl.memory.arena import STEP_BYTES, ArenaResource
-from lightning_cxl.memory.numa import HUGE_PAGE_BYTES
+from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PageSource, allocate_pages
 from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.memory.resource import Buffer, MemoryResource
@@ -68,9 +68,11 @@ class SplitStacks:
         self._pinned: PinnedResource | None = None
         self._lock = threading.Lock()
 
-    def stack(self, role: TensorRole, pinned: bool, nbytes: int) -> MemoryResource:
-        """Return what serves a request of `nbytes` for a role."""
+    def stack(self, role: TensorRole, pinned: bool, nbytes: int, fd: int = -1) -> MemoryResource:
+        """Return what serves a request of `nbytes` for a role, or for a file of memory."""
         kind = _kind(role, pinned)
+        if fd >= 0:
+            return _FilePages(self._sources[kind == "inherited"], fd)
         with self._lock:
             if self._reuse_below is not None and nbytes >= self._reuse_below and kind != "pinned":
                 return self._sources[kind == "inherited"]
@@ -78,7 +80,7 @@ class SplitStacks:
                 self._stacks[kind] = self._build(kind)
             return self._stacks[kind]
 
-    def lend(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str]) -> Buffer:
+    def lend(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str], fd: int = -1) -> Buffer:
         """Allocate where one of several tiers may have no room for its share, which the others then take.
 
         Args:
@@ -87,11 +89,12 @@ class SplitStacks:
             pinned: page-locked or not.
             alignment: of the first byte.
             full: gets the tiers without room. OUT.
+            fd: of the file of memory whose bytes it gets; -1 for none.
         """
         source = self._sources[_kind(role, pinned) == "inherited"]
         assert isinstance(source, StripedResource)
         with source.lending(full):
-            return self.stack(role, pinned, nbytes).allocate(nbytes, alignment=alignment)
+            return self.stack(role, pinned, nbytes, fd).allocate(nbytes, alignment=alignment)
 
     @property
     def pin_failure(self) -> str:
@@ -128,6 +131,21 @@ class SplitStacks:
             step, least = (-(-n // self._stripe_bytes) * self._stripe_bytes for n in (STEP_BYTES, HUGE_PAGE_BYTES))
             return ArenaResource(source, max(1, self._limit_bytes), step_bytes=step, least_bytes=least)
         return PoolResource(source)
+
+
+class _FilePages:
+    """Pages of `source` for one file of memory, straight from the OS: no pool could give them to another file."""
+
+    def __init__(self, source: PageSource, fd: int) -> None:
+        self._source = source
+        self._fd = fd
+
+    def allocate(self, nbytes: int, *, alignment: int = HUGE_PAGE_BYTES) -> Buffer:
+        """Return the bytes of the file; `source` gets them back."""
+        return allocate_pages(self._source, nbytes, alignment, self._fd)
+
+    def deallocate(self, buffer: Buffer) -> None:
+        """Nothing to do: `source` is asked."""
 
 
 def _kind(role: TensorRole, pinned: bool) -> str:

@@ -10,6 +10,7 @@ _WEIGHTS = "lightning_cxl/sharding/shared_memory.py"
 _AGREEMENT = "lightning_cxl/sharding/agreement.py"
 T_TURNS = ("tests/unit/sharding/test_turns.py",)
 T_LATE = ("tests/integration/test_shared_host_turns.py",)
+T_WRITES = ("tests/distributed/test_shared_weights.py::test_what_users_write_on_late_ranks",)
 T_SEGMENTS = ("tests/unit/memory/test_shared.py",)
 T_ERRORS = ("tests/integration/test_shared_host_errors.py",)
 T_ANEW = ("tests/integration/test_shared_host.py::test_what_a_forward_shards_anew_over_fewer_ranks_is_gathered",)
@@ -17,45 +18,39 @@ T_ANEW = ("tests/integration/test_shared_host.py::test_what_a_forward_shards_ane
 MUTANTS = (
     # -- turns
     Mutant(
-        "a gather waits until all ranks have written",
+        "a gather reads when all ranks have come to it",
         _GATHER,
-        "        self._turns.wait_written(self._unit)\n",
-        "",
+        "            self._turns.come(self._unit)\n",
+        "            self._turns._own.come[self._unit] += 1\n",
         T_LATE,
     ),
     Mutant(
-        "a rank that updates waits until all ranks have read",
+        "a rank leaves a gather when all ranks have read",
         _TURNS,
-        '                    self._wait(peer, peer.counters.arrived, unit, "stop reading")\n',
-        "                    pass\n",
+        '            self._wait(peer, peer.counters.left, unit, "finish reading")\n\n    def close',
+        "            pass\n\n    def close",
+        (*T_TURNS, *T_LATE),
+    ),
+    Mutant(
+        "a rank has come before it waits for the others",
+        _TURNS,
+        "        self._own.come[unit] += 1\n        for peer in self._peers:\n",
+        "        self._own.come[unit] += 1\n        for peer in ():\n",
         T_TURNS,
     ),
     Mutant(
-        "a rank has written when its update is over, not when it begins",
-        _TURNS,
-        "            own.arrived[unit] += 1\n",
-        "            own.arrived[unit] += 1\n            own.written[unit] += 1\n",
-        T_TURNS,
+        "the host does not write what a device of another rank still reads",
+        "lightning_cxl/sharding/host_shard.py",
+        "            self.wait_for_others()\n",
+        "            pass\n",
+        T_WRITES,
     ),
     Mutant(
-        "reads of the device are over before others write",
+        "who fails in a gather lets the others go on",
         _TURNS,
-        "        self._finish_reads()\n        for unit in numbers:\n",
-        "        for unit in numbers:\n",
-        T_TURNS,
-    ),
-    Mutant(
-        "who fails in an update lets the others go on",
-        _TURNS,
-        "            yield\n        finally:\n            for unit in numbers:\n",
-        "            yield\n        finally:\n            for unit in ():\n",
-        T_TURNS,
-    ),
-    Mutant(
-        "nobody reads what it is writing itself",
-        _TURNS,
-        '        self._check_not_writing(unit, "read")\n',
-        "",
+        '        """Say that this rank will not read a unit after all: an error has ended its gather."""\n'
+        "        self._own.left[unit] = self._own.come[unit]\n",
+        '        """Say nothing."""\n',
         T_TURNS,
     ),
     Mutant(
@@ -71,14 +66,6 @@ MUTANTS = (
         "            if now - begin > self._timeout_s:\n",
         "            if False:\n",
         T_TURNS,
-    ),
-    Mutant(
-        "reads of the device are over before memory is let go of",
-        _TURNS,
-        '        """Wait until nothing is read any more, and let go of the other processes. Idempotent."""\n'
-        "        self._finish_reads()\n",
-        "",
-        T_ERRORS,
     ),
     # -- segments
     Mutant(
