@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 
 from lightning_cxl.errors import TierFullError, UnsupportedError
 from lightning_cxl.memory.adaptors import whole_pages
-from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PAGE_BYTES
+from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PAGE_BYTES, PageNodes
+from lightning_cxl.memory.pinned import check_nodes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping, Range
 from lightning_cxl.units import format_bytes
@@ -88,6 +89,10 @@ class SharedSegment:
     def name(self) -> SegmentName:
         """What other processes need to map it."""
         return SegmentName(os.getpid(), self._fd, self.nbytes, self._mark)
+
+    def check_nodes(self, where: PageNodes | None) -> None:
+        """Check that page-locking has moved no page; see `pinned.check_nodes`."""
+        check_nodes(self._buffer, where)
 
     def lock_door(self) -> None:
         """Let no further process map it. Idempotent."""

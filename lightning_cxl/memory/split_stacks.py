@@ -7,7 +7,7 @@ from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import BudgetResource
 from lightning_cxl.memory.arena import STEP_BYTES, ArenaResource
-from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PageSource, allocate_pages
+from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PageNodes, PageSource, allocate_pages
 from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.memory.resource import Buffer, MemoryResource
@@ -39,6 +39,9 @@ class SplitStacks:
     activations ``Arena(source)``          pageable activations; pinned ones come from the pinned pool,
                                            because a copy must not cross two registrations
     ==========  =========================  ==========================================================
+
+    A file of memory gets pages of ``source`` itself. Forked children do not see them: what they write there would be
+    written for all processes.
 
     Args:
         tiers: the tiers' pages by name.
@@ -72,7 +75,7 @@ class SplitStacks:
         """Return what serves a request of `nbytes` for a role, or for a file of memory."""
         kind = _kind(role, pinned)
         if fd >= 0:
-            return _FilePages(self._sources[kind == "inherited"], fd)
+            return _FilePages(self._sources[False], fd)
         with self._lock:
             if self._reuse_below is not None and nbytes >= self._reuse_below and kind != "pinned":
                 return self._sources[kind == "inherited"]
@@ -91,7 +94,7 @@ class SplitStacks:
             full: gets the tiers without room. OUT.
             fd: of the file of memory whose bytes it gets; -1 for none.
         """
-        source = self._sources[_kind(role, pinned) == "inherited"]
+        source = self._sources[fd < 0 and _kind(role, pinned) == "inherited"]
         assert isinstance(source, StripedResource)
         with source.lending(full):
             return self.stack(role, pinned, nbytes, fd).allocate(nbytes, alignment=alignment)
@@ -167,11 +170,16 @@ def _source(
 
 def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
     """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
-    several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
+    where = where_pages_move(topology)
 
     def pin(upstream: MemoryResource) -> PinnedResource:
         driver = process_device_type()
-        where = page_nodes if several else None
         return PinnedResource(upstream, driver.register, driver.unregister, required=required, where=where)
 
     return pin
+
+
+def where_pages_move(topology: Topology) -> PageNodes | None:
+    """Return what says where pages are; None on a machine with one node, where they cannot move."""
+    several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
+    return page_nodes if several else None

@@ -10,6 +10,7 @@ from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import PinnedMemoryError, TierFullError, UnsupportedError
 from lightning_cxl.machine.gathers import GatherSeconds
 from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.split_stacks import where_pages_move
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.sharding.measured_gather import measure_gather
@@ -72,7 +73,8 @@ class Sharing:
         choice = choose_sharing(asked, group, partial(_measure, memory, model, group, engine, page_lock))
         self.reason = choice.reason
         if choice.shares:
-            self._weights = share_weights(model, places, engine, page_lock=page_lock)
+            where = where_pages_move(memory.memory.topology)
+            self._weights = share_weights(model, places, engine, page_lock=page_lock, where=where)
 
 
 class _Places:

@@ -55,35 +55,37 @@ def measure_gather(
 
     parts: list[torch.Tensor] = []
     segments = Segments(make, group, page_lock)
-    own = parts[0]
-    at = own.data_ptr() - segments.own[0].address
-    others = {
-        other: segment.part(at, own.nbytes).tensor((numel,), torch.float32)
-        for other, (segment,) in segments.others.items()
-    }
-    output = torch.empty(ranks * numel, device=engine.device)
-    mine = output.narrow(0, rank * numel, numel)
+    try:
+        own = parts[0]
+        at = own.data_ptr() - segments.own[0].address
+        others = {
+            other: segment.part(at, own.nbytes).tensor((numel,), torch.float32)
+            for other, (segment,) in segments.others.items()
+        }
+        output = torch.empty(ranks * numel, device=engine.device)
+        mine = output.narrow(0, rank * numel, numel)
 
-    def by_shared_memory() -> None:
-        for other, part in ((rank, own), *others.items()):
-            engine.h2d(part, output.narrow(0, other * numel, numel)).wait()
+        def by_shared_memory() -> None:
+            for other, part in ((rank, own), *others.items()):
+                engine.h2d(part, output.narrow(0, other * numel, numel)).wait()
 
-    def by_peers() -> None:
-        engine.h2d(own, mine).wait()
-        all_gather(output, mine, group)
+        def by_peers() -> None:
+            engine.h2d(own, mine).wait()
+            all_gather(output, mine, group)
 
-    def timed(run: Callable[[], None]) -> float:
-        dist.barrier(group)
-        begin = time.perf_counter()
-        run()
-        engine.mark().wait_host()
-        return time.perf_counter() - begin
+        def timed(run: Callable[[], None]) -> float:
+            dist.barrier(group)
+            begin = time.perf_counter()
+            run()
+            engine.mark().wait_host()
+            return time.perf_counter() - begin
 
-    for run in (by_shared_memory, by_peers):
-        timed(run)  # connections are made, pages are mapped
-    rounds = [(timed(by_shared_memory), timed(by_peers)) for _ in range(_ROUNDS)]
-    everybody = on_all_ranks(lambda: rounds, group)
-    segments.close()
+        for run in (by_shared_memory, by_peers):
+            timed(run)  # connections are made, pages are mapped
+        rounds = [(timed(by_shared_memory), timed(by_peers)) for _ in range(_ROUNDS)]
+        everybody = on_all_ranks(lambda: rounds, group)
+    finally:
+        segments.close()
     slowest = [[max(times) for times in zip(*ways, strict=True)] for ways in zip(*everybody, strict=True)]
     shared, peers = (statistics.median(times) for times in zip(*slowest, strict=True))
     return GatherSeconds(4 * numel * ranks, shared, peers, "measured")

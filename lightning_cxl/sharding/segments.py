@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from lightning_cxl.memory.numa import PageNodes
 from lightning_cxl.memory.shared import ForeignSegment, SharedSegment
 from lightning_cxl.sharding.agreement import on_all_ranks
 
@@ -30,13 +31,18 @@ class Segments:
         make: returns this rank's segments, filled with what the others may read at once.
         group: can exchange objects of the host.
         page_lock: page-locks all segments for this rank's device; None for no device.
+        where: asks where pages are, after that; None where they can only be in one place.
 
     Raises:
         LightningCXLError: a rank has no room, cannot map what another one has, or cannot page-lock it.
     """
 
     def __init__(
-        self, make: Callable[[], Sequence[SharedSegment]], group: Any, page_lock: PageLock | None = None
+        self,
+        make: Callable[[], Sequence[SharedSegment]],
+        group: Any,
+        page_lock: PageLock | None = None,
+        where: PageNodes | None = None,
     ) -> None:
         self._page_lock = page_lock
         self._locked: list[int] = []
@@ -57,6 +63,8 @@ class Segments:
             for other in ((rank + step) % len(names) for step in range(1, len(names))):
                 self.others[other] = [ForeignSegment(name) for name in names[other]]
                 self._lock(self.others[other])
+            for segment in self.own if page_lock is not None else ():
+                segment.check_nodes(where)
 
         try:
             on_all_ranks(map_others, group)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.shared import ForeignSegment
 from lightning_cxl.sharding.turns import Turns
 from lightning_cxl.transfer.engine import TransferEngine
@@ -109,7 +110,16 @@ class SharedGather:
         self._runs: dict[torch.dtype, dict[int, list[_Run]]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an output, from where it came before."""
+        """Return memory for an output, from where it came before. FSDP2 asks before it copies this rank's own part.
+
+        Raises:
+            UnsupportedError: in a forked child, which has no weights.
+        """
+        if self._turns.is_inherited:
+            raise UnsupportedError(
+                "a forked child cannot gather weights: only its parent is a rank. Let a DataLoader worker or another "
+                "child leave the model alone, or start it with `spawn` and give it a copy of what it needs."
+            )
         return self._otherwise.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:

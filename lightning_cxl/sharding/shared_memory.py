@@ -10,6 +10,7 @@ others, too, as far as a process has read them.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.memory.numa import PageNodes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.shared import ForeignSegment, SharedSegment, segment_bytes
 from lightning_cxl.sharding.agreement import on_all_ranks
@@ -76,8 +78,9 @@ class SharedWeights:
         """Let FSDP2 gather again as before; all ranks do it at the same step. Idempotent.
 
         Shards stay where they are: this rank's memory is free when the parameters are, and the others have let go.
+        In a forked child, nothing: the run is its parent's.
         """
-        if self._closed:
+        if self._closed or self._turns.is_inherited:
             return
         self._closed = True
         for unit, gather in zip(self._units, self._before, strict=True):
@@ -89,7 +92,12 @@ class SharedWeights:
 
 
 def share_weights(
-    model: nn.Module, places: SharedPlaces, engine: TransferEngine, *, page_lock: PageLock | None = None
+    model: nn.Module,
+    places: SharedPlaces,
+    engine: TransferEngine,
+    *,
+    page_lock: PageLock | None = None,
+    where: PageNodes | None = None,
 ) -> SharedWeights:
     """Move the shards of all units of a model into shared memory, and let FSDP2 read there in the place of a gather.
 
@@ -101,11 +109,12 @@ def share_weights(
         places: where this rank's shards lie.
         engine: of the device that computes.
         page_lock: page-locks all segments for this rank's device, until `SharedWeights.close`; None for no device.
+        where: asks where pages are, after page-locking; None where they can only be in one place.
 
     Raises:
         UnsupportedError: ranks run on several machines, cannot map each other's memory, or units are not of this kind.
         TierFullError: no room for the shards on the tiers of one rank.
-        PinnedMemoryError: a rank cannot page-lock a segment.
+        PinnedMemoryError: a rank cannot page-lock a segment, or that moves pages to another node.
     """
     units = fsdp_units(model)
     group = group_of(units)
@@ -115,22 +124,31 @@ def share_weights(
     _check([place for place, _ in facts], [sizes for _, sizes in facts])
 
     own = _OwnMemory(places, counters_bytes(len(units)))
-    segments = Segments(lambda: own.fill(managed, sizes), group, page_lock)
-    lies = on_all_ranks(lambda: own.lies, group)
-    peers = [
-        Peer(rank, segments.pids[rank], Counters(_part(other, lies[rank][0], own.counters.nbytes), len(units)))
-        for rank, other in segments.others.items()
-    ]
-    limit = timeout_s(group) or _TIMEOUT_S
-    turns = Turns(Counters(own.counters, len(units)), peers, len(units), timeout_s=limit, device=engine.device)
-    shared = SharedWeights(units, segments, turns)
-    ends = list(accumulate((len(unit.shards) for unit in units), initial=1))  # the first is of the counters
-    for number, unit in enumerate(units):
-        where = [of_rank[ends[number] : ends[number + 1]] for of_rank in lies]
-        shards = [_shared_shard(each) for each in unit.shards]
-        gather = SharedGather(number, shards, where, segments.others, group, turns, engine, unit.gather)
-        unit.module.set_custom_all_gather(gather)
-        _read_by_others(unit, partial(turns.wait_read, number))
+    peers: list[Peer] = []
+    with ExitStack() as undo:  # nothing of it is left after an error, but where shards lie
+        segments = Segments(lambda: own.fill(managed, sizes), group, page_lock, where)
+        undo.callback(segments.close)
+        lies = on_all_ranks(lambda: own.lies, group)
+
+        def meet() -> None:
+            for rank, other in segments.others.items():
+                counters = Counters(_part(other, lies[rank][0], own.counters.nbytes), len(units))
+                peers.append(Peer(rank, segments.pids[rank], counters))
+                undo.callback(peers[-1].close)
+
+        on_all_ranks(meet, group)
+        limit = timeout_s(group) or _TIMEOUT_S
+        turns = Turns(Counters(own.counters, len(units)), peers, len(units), timeout_s=limit, device=engine.device)
+        shared = SharedWeights(units, segments, turns)
+        undo.callback(shared.close)
+        ends = list(accumulate((len(unit.shards) for unit in units), initial=1))  # the first is of the counters
+        for number, unit in enumerate(units):
+            where_lies = [of_rank[ends[number] : ends[number + 1]] for of_rank in lies]
+            shards = [_shared_shard(each) for each in unit.shards]
+            gather = SharedGather(number, shards, where_lies, segments.others, group, turns, engine, unit.gather)
+            unit.module.set_custom_all_gather(gather)
+            _read_by_others(unit, partial(turns.wait_read, number))
+        undo.pop_all()
     return shared
 
 

@@ -24,8 +24,11 @@ order, as they must when gathers are sent, so numbers of one rank can be compare
 No wait is for something that waits for this rank. Who has come to a gather lets the others pass; what a device does
 before its copies, it does without more from the program of this rank, which has come to the same gather.
 
-A counter is one aligned word. x86 makes stores visible in program order, and the threads that write weights are joined
-before the counter is, so who sees the counter sees the weights. Nothing sleeps in the kernel for the others: who waits
+A counter is one aligned word. x86 makes stores visible in program order, and loads are not done before older ones; the
+threads that read and write weights are joined before the counter is written. So who sees the counter sees the weights.
+Other CPUs (ARM) promise neither, and Python has no barriers: there weights are not shared (`why_apart`). Counters and
+segments belong to the process that made them: a forked child does not have that memory, and is refused before it looks
+there. Nothing sleeps in the kernel for the others: who waits
 looks again after a pause, and looks whether the process it waits for is alive. Wherever a rank is killed, the others
 say so within a second.
 """
@@ -39,7 +42,7 @@ from typing import Any
 
 import torch
 
-from lightning_cxl.errors import LostRankError
+from lightning_cxl.errors import LostRankError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer
 
 _WORD_BYTES = 8
@@ -80,13 +83,23 @@ class Peer:
         rank: in the group.
         pid: of its process.
         counters: its.
+
+    Raises:
+        UnsupportedError: the kernel does not let this process watch that one.
     """
 
     def __init__(self, rank: int, pid: int, counters: Counters) -> None:
         self.rank = rank
         self.pid = pid
         self.counters = counters
-        self._fd = os.pidfd_open(pid)  # stands for this process, also when its number is given to another one
+        self._fd = -1
+        try:
+            self._fd = os.pidfd_open(pid)  # stands for this process, also when its number is given to another one
+        except OSError as error:
+            raise UnsupportedError(
+                f"cannot watch rank {rank} (process {pid}): {error}. Ranks that share weights must see when one ends: "
+                "in a container allow the system call pidfd_open."
+            ) from error
 
     @property
     def has_ended(self) -> bool:
@@ -127,6 +140,12 @@ class Turns:
         self._num_units = num_units
         self._timeout_s = timeout_s
         self._device = None if device is None or device.type == "cpu" else device
+        self._pid = os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child, where the counters are not."""
+        return os.getpid() != self._pid
 
     def come(self, unit: int) -> None:
         """Return when all ranks have come to this gather of a unit: their shards may be read.

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed import lightning_runs, training
+from tests.distributed import lightning_runs, shared_runs, training
 from tests.distributed.training import Job
 from tests.distributed.writes import written_by_users
 
@@ -83,3 +83,27 @@ def test_auto_says_what_was_measured(ranks):
     notes = [[note for note in each.report["notes"] if note.startswith("weights come together by ")] for each in found]
     assert notes[0] == notes[1] and len(notes[0]) == 1
     assert "GB/s" in notes[0][0]
+
+
+def test_outputs_come_from_the_pool_and_fsdp2_has_its_own_collectives_after(ranks):
+    for each in ranks.of(2).run(shared_runs.collectives):
+        assert each["inside"] == {("SharedGather", "PooledCollective")}
+        assert each["asked"][0] == each["asked"][-1] > 0
+        assert each["after"] and each["same"]
+        assert each["mapped"] == 1  # where this rank's shards are
+
+
+@pytest.mark.parametrize("device", ["cpu", "apart"])
+def test_an_error_after_sharing_leaves_nothing_of_it(ranks, device):
+    first, second = ranks.of(2, device).run(shared_runs.failing)
+    assert first["raised"] == second["raised"] == "TierFullError: no room for the rest"
+    assert first["by_default"] and second["by_default"]
+    assert (first["mapped"], second["mapped"]) == (1, 1)  # where this rank's shards are
+
+
+def test_forked_children_change_nothing(ranks):
+    alone, forked = (ranks.of(2).run(shared_runs.with_children, forks) for forks in (False, True))
+    assert [losses for losses, _ in alone] == [losses for losses, _ in forked]
+    for _, said in forked:
+        assert len(said) == 8
+        assert all(each.startswith("0 segments; UnsupportedError: a forked child cannot gather") for each in said)

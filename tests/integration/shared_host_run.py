@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -270,6 +271,37 @@ def locked(rank, ranks):
     return calls
 
 
+def moved(rank, ranks):
+    """Page-locking moves pages of the last rank to another node: refused on all, and nothing stays page-locked."""
+    locks = Counter()
+    lock = SimpleNamespace(
+        register=lambda address, nbytes: locks.update([address]), unregister=lambda address: locks.subtract([address])
+    )
+    model = sharded_model(ranks)
+    node = 1 if rank == ranks - 1 else 0
+    raised = error_of(lambda: share(model, page_lock=lock, where=lambda address, nbytes: {node: nbytes}))
+    return raised, locks.total(), train(model, rank)[0]
+
+
+def unwatched(rank, ranks):
+    """The kernel does not let the last rank watch others: refused on all, and nothing stays page-locked or open."""
+    locks = Counter()
+    lock = SimpleNamespace(
+        register=lambda address, nbytes: locks.update([address]), unregister=lambda address: locks.subtract([address])
+    )
+    model, watch = sharded_model(ranks), os.pidfd_open
+    files = len(os.listdir("/proc/self/fd"))
+
+    def refuse(pid):
+        raise PermissionError(1, "Operation not permitted")
+
+    os.pidfd_open = refuse if rank == ranks - 1 else watch
+    raised = error_of(lambda: share(model, page_lock=lock))
+    os.pidfd_open = watch
+    gc.collect()
+    return raised, locks.total() + len(os.listdir("/proc/self/fd")) - files, train(model, rank)[0]
+
+
 def measured(rank, ranks):
     """What a measurement says, and how long it takes."""
     begin = time.monotonic()
@@ -308,7 +340,8 @@ def sharded_model(ranks, **options):
     return model
 
 
-OTHERS = {each.__name__: each for each in (elsewhere, chosen, full, measured, counted_once, misuse, locked, killed)}
+_CASES = (elsewhere, chosen, full, measured, counted_once, misuse, locked, moved, unwatched, killed)
+OTHERS = {each.__name__: each for each in _CASES}
 """By name; `killed` must be the last."""
 
 

@@ -71,6 +71,20 @@ def test_all_segments_are_page_locked_until_they_are_closed():
         assert [call[1] for call in calls[2:]] == [call[1] for call in calls[:2]]
 
 
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("moved", "PinnedMemoryError: rank 1 of the group: page-locking moved"),
+        ("unwatched", "UnsupportedError: rank 1 of the group: cannot watch rank 0"),
+    ],
+)
+def test_what_one_rank_cannot_do_leaves_nothing_on_any(case, message):
+    for raised, left, losses in results(case):
+        assert ": ".join(raised).startswith(message)
+        assert left == 0
+        assert losses in [losses for ((losses, *_), _) in results("plain")]
+
+
 def test_a_rank_that_is_killed_is_named_within_seconds():
     ((raised, seconds),) = results("killed")
     name, message = raised

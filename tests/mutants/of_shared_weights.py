@@ -11,6 +11,8 @@ _AGREEMENT = "lightning_cxl/sharding/agreement.py"
 T_TURNS = ("tests/unit/sharding/test_turns.py",)
 T_LATE = ("tests/integration/test_shared_host_turns.py",)
 T_WRITES = ("tests/distributed/test_shared_weights.py::test_what_users_write_on_late_ranks",)
+T_CHILDREN = ("tests/distributed/test_shared_weights.py::test_forked_children_change_nothing",)
+T_UNDONE = ("tests/distributed/test_shared_weights.py::test_an_error_after_sharing_leaves_nothing_of_it",)
 T_SEGMENTS = ("tests/unit/memory/test_shared.py",)
 T_ERRORS = ("tests/integration/test_shared_host_errors.py",)
 T_ANEW = ("tests/integration/test_shared_host.py::test_what_a_forward_shards_anew_over_fewer_ranks_is_gathered",)
@@ -67,7 +69,35 @@ MUTANTS = (
         "            if False:\n",
         T_TURNS,
     ),
+    Mutant(
+        "CPUs that may show a counter before what it counts do not share",
+        "lightning_cxl/sharding/same_machine.py",
+        "    if platform.machine() not in _ORDERED_STORES:\n",
+        "    if False:\n",
+        ("tests/unit/sharding/test_same_machine.py",),
+    ),
+    Mutant(
+        "a forked child gathers nothing",
+        _GATHER,
+        "        if self._turns.is_inherited:\n",
+        "        if False:\n",
+        T_CHILDREN,
+    ),
     # -- segments
+    Mutant(
+        "a forked child cannot write weights of its parent",
+        "lightning_cxl/memory/split_stacks.py",
+        "            return _FilePages(self._sources[False], fd)\n",
+        '            return _FilePages(self._sources[kind == "inherited"], fd)\n',
+        ("tests/unit/memory/test_stacks.py::test_forked_children_see_weights_and_nothing_else", *T_CHILDREN),
+    ),
+    Mutant(
+        "pages that page-locking has moved are noticed",
+        "lightning_cxl/sharding/segments.py",
+        "                segment.check_nodes(where)\n",
+        "                pass\n",
+        T_ERRORS,
+    ),
     Mutant(
         "a segment is known by its mark",
         _SHARED,
@@ -97,6 +127,20 @@ MUTANTS = (
         T_SEGMENTS,
     ),
     # -- weights
+    Mutant(
+        "segments are not page-locked any more after an error",
+        _WEIGHTS,
+        "        undo.callback(segments.close)\n",
+        "",
+        T_ERRORS,
+    ),
+    Mutant(
+        "FSDP2 gathers by itself after an error in a run",
+        "lightning_cxl/run/residence.py",
+        "            undo.callback(self._sharing.close)\n",
+        "",
+        T_UNDONE,
+    ),
     Mutant(
         "a shard that was replaced is noticed",
         _GATHER,
