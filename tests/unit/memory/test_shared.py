@@ -99,6 +99,7 @@ def test_parts_are_aligned_counted_and_limited(dram):
     segment = SharedSegment(segment_bytes(sizes), OnOneTier(dram).file)
     buffers = [segment.allocate(size) for size in sizes]
     assert [buffer.address % 64 for buffer in buffers[:3]] == [0, 0, 0]
+    assert [segment.offset(buffer) for buffer in buffers[:3]] == [64, 128, 256]
     assert [span.nbytes for span in buffers[1].spans] == [100]
     with pytest.raises(TierFullError, match=r"cannot take 8\.0 KiB of a shared segment of 4\.0 KiB"):
         segment.allocate(8192)
