@@ -53,6 +53,7 @@ OPTIONS = {
     "on_missing_tier": "fallback",
     "on_tier_full": "spill",
     "pin_memory": "auto",
+    "share_weights": False,
     "replicate_machines": False,
 }
 ARGUMENTS = {

@@ -23,12 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.inventory.loop import Loop
-from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import cut
-from lightning_cxl.sharding.shared_memory import share_weights
 from lightning_cxl.streaming.units import find_units
 
 KEPT = {"fsdp2": 16, "fsdp2, offload": 16, "ours": 14, "ours, shared": 14, "zero-3": 20}
@@ -74,24 +71,20 @@ def by_fsdp2(size: str, ranks: int, offload: OffloadPolicy) -> Iterator[Step]:
 @contextlib.contextmanager
 def by_us(size: str, ranks: int, shares: bool) -> Iterator[Step]:
     model = make_model(size)
-    session = Session(num_threads=1)
+    session = Session(num_threads=1, share_weights=shares)
     cut(model, find_units(model), init_device_mesh("cpu", (ranks,)), session.host_on(torch.device("cpu")).engine)
     loop = UserLoop(session, torch.device("cpu"), Loop(reads_gradients=False))
     (optimizer,) = loop.prepare(model, [torch.optim.AdamW(model.parameters(), **ADAM)])
-    shared = share_weights(model, NumaResource("dram", 0, Topology.detect())) if shares else None
 
     def step(tokens: torch.Tensor) -> float:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         with loop.backward():
             loss.backward()
-        with contextlib.nullcontext() if shared is None else shared.writing():
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
         return float(loss.item())
 
     yield step
-    if shared is not None:
-        shared.close()
     loop.close()
 
 

@@ -8,7 +8,6 @@ Both are measured in the same processes, in turns, in a new random order each ro
   rank gets from the others.
 * Step: forward, backward and AdamW of a small Llama, with two copies of the model, one of which shares weights. Losses
   must be equal bit for bit.
-* Turn: what it costs to begin and end an update when all ranks are there.
 
 A round takes as long as its slowest rank. CPU seconds are those of all ranks together.
 
@@ -38,9 +37,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 from lightning_cxl.commands.measuring.timing import cpu_seconds, others_fraction
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, NumaResource, allocate_pages
+from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.sharding.shared_memory import SharedWeights, share_weights
 from lightning_cxl.sharding.torch_private import flat_shard, fsdp_units
+from lightning_cxl.transfer.engine import HostEngine
 
 MIB = 2**20
 UNIT_BYTES = {"20M": (1 * MIB, 16 * MIB, 64 * MIB), "tiny": (64 * 1024, 1 * MIB)}
@@ -53,8 +54,22 @@ Timed = dict[str, tuple[list[float], list[float]]]
 """Of each contender: seconds of the slowest rank, and CPU seconds of all, round by round."""
 
 
+class Dram:
+    """Lets weights lie on node 0."""
+
+    source = NumaResource("dram", 0, Topology.detect())
+
+    def place(self, parameter: nn.Parameter, nbytes: int) -> int:
+        """Return the one place there is."""
+        return 0
+
+    def back(self, place: int, nbytes: int, fd: int) -> Buffer:
+        """Give memory to a file."""
+        return allocate_pages(self.source, nbytes, HUGE_PAGE_BYTES, fd)
+
+
 def share(model: nn.Module) -> SharedWeights:
-    return share_weights(model, NumaResource("dram", 0, Topology.detect()))
+    return share_weights(model, Dram(), HostEngine())
 
 
 def in_turns(runs: dict[str, Callable[[], object]], rounds: int) -> Timed:
@@ -112,11 +127,11 @@ def gathers(nbytes: int, rounds: int) -> Timed:
     return timed
 
 
-def training(size: str, steps: int) -> tuple[Timed, Timed, int]:
-    """Time steps of a small Llama with both, and turns; returns also the number of parameters."""
+def training(size: str, steps: int) -> tuple[Timed, int]:
+    """Time steps of a small Llama with both; returns also the number of parameters."""
     names = ("gloo", "shared")
     losses: dict[str, list[float]] = {name: [] for name in names}
-    runs, shares = {}, {}
+    runs = {}
     for name in names:
         torch.manual_seed(3)
         config = LlamaConfig(
@@ -128,20 +143,15 @@ def training(size: str, steps: int) -> tuple[Timed, Timed, int]:
             fully_shard(block)
         fully_shard(model)
         if name == "shared":
-            shares[name] = share(model)
-        runs[name] = step_of(model, losses[name], shares.get(name))
+            shared = share(model)
+        runs[name] = step_of(model, losses[name])
     timed = in_turns(runs, steps)
     assert losses["gloo"] == losses["shared"], "sharing changes a loss"
-    shared = shares["shared"]
-
-    def turn() -> None:
-        with shared.writing():
-            pass
-
-    return timed, in_turns({"turn": turn}, 10 * steps), num_parameters
+    shared.close()
+    return timed, num_parameters
 
 
-def step_of(model: nn.Module, losses: list[float], shared: SharedWeights | None) -> Callable[[], None]:
+def step_of(model: nn.Module, losses: list[float]) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     made = torch.Generator().manual_seed(17 + dist.get_rank())
 
@@ -150,11 +160,7 @@ def step_of(model: nn.Module, losses: list[float], shared: SharedWeights | None)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         losses.append(loss.item())
-        if shared is None:
-            optimizer.step()
-        else:
-            with shared.writing():
-                optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
 
     return step
@@ -170,7 +176,7 @@ def work(options: argparse.Namespace) -> None:
     found: dict[str, Any] = {
         "gathers": {str(nbytes): gathers(nbytes, options.rounds) for nbytes in UNIT_BYTES[options.size]}
     }
-    found["steps"], found["turns"], found["parameters"] = training(options.size, options.steps)
+    found["steps"], found["parameters"] = training(options.size, options.steps)
     if options.rank == 0:
         (options.folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
@@ -218,8 +224,7 @@ def report(ranks: int, found: dict[str, Any], results: Results) -> None:
     print_columns(rows)
     results.at_most(f"{ranks} ranks: step, shared / gloo", ratio(timed, "shared", "gloo"), "x", 1.0)
     results.add(f"{ranks} ranks: CPU seconds, shared / gloo", ratio(timed, "shared", "gloo", 1), "x")
-    results.add(f"{ranks} ranks: turn", statistics.median(found["turns"]["turn"][0]) * 1e6, "us")
-    for row in results.rows[-2:]:
+    for row in results.rows[-1:]:
         print(f"  {row.name}: {row.value:.3f} {row.unit}")
 
 

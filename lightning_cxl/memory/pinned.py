@@ -94,20 +94,30 @@ class PinnedResource:
                     f"or set pin_memory=False."
                 ) from error
             chunks.append(buffer.address + offset)
-        self._check_nodes(buffer)
+        check_nodes(buffer, self._where)
         return buffer
 
-    def _check_nodes(self, buffer: Buffer) -> None:
-        if self._where is None:
-            return
-        nodes = Counter[int]()
-        for span in buffer.spans:
-            nodes[span.node_id] += span.nbytes
-        found = self._where(buffer.address, buffer.nbytes)
-        moved = {node: size - nodes[node] for node, size in found.items() if size > nodes[node]}
-        if moved:
-            raise PinnedMemoryError(
-                f"page-locking moved {format_bytes(sum(moved.values()))} of {format_bytes(buffer.nbytes)} on nodes "
-                f"{sorted(nodes)} to nodes {sorted(moved)}: their memory is online as movable. Bring it online with "
-                f"`daxctl online-memory --no-movable`, or set pin_memory=False."
-            )
+
+def check_nodes(buffer: Buffer, where: PageNodes | None) -> None:
+    """Check that a buffer that has been page-locked lies where it did before.
+
+    Args:
+        buffer: its spans say where.
+        where: asks where pages are; None where they can only be in one place.
+
+    Raises:
+        PinnedMemoryError: some have moved.
+    """
+    if where is None:
+        return
+    nodes = Counter[int]()
+    for span in buffer.spans:
+        nodes[span.node_id] += span.nbytes
+    found = where(buffer.address, buffer.nbytes)
+    moved = {node: size - nodes[node] for node, size in found.items() if size > nodes[node]}
+    if moved:
+        raise PinnedMemoryError(
+            f"page-locking moved {format_bytes(sum(moved.values()))} of {format_bytes(buffer.nbytes)} on nodes "
+            f"{sorted(nodes)} to nodes {sorted(moved)}: their memory is online as movable. Bring it online with "
+            f"`daxctl online-memory --no-movable`, or set pin_memory=False."
+        )

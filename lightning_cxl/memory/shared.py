@@ -9,11 +9,12 @@ show them the memory of somebody else.
 import fcntl
 import os
 import secrets
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lightning_cxl.errors import TierFullError, UnsupportedError
 from lightning_cxl.memory.adaptors import whole_pages
-from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PAGE_BYTES, PageSource, allocate_pages
+from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PAGE_BYTES, PageNodes
+from lightning_cxl.memory.pinned import check_nodes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping, Range
 from lightning_cxl.units import format_bytes
@@ -31,27 +32,42 @@ class SegmentName(NamedTuple):
     mark: bytes
 
 
+class BackFile(Protocol):
+    """Gives memory to a file of memory."""
+
+    def __call__(self, nbytes: int, fd: int) -> Buffer:
+        """Return a buffer over the whole file, its pages placed and populated.
+
+        Args:
+            nbytes: of the file, whole pages.
+            fd: the file.
+
+        Raises:
+            TierFullError: no room where they belong.
+        """
+
+
 class SharedSegment:
     """Hands out parts of one segment, in order, which together are what other processes see of it.
 
-    Its pages are placed and populated before anybody else maps them, so they lie on the tier of `source`, and its
-    budget is charged once: in this process. What has been handed out does not come back; the memory is free when all
+    Its pages are placed and populated before anybody else maps them, so they lie where `back` puts them, and a budget
+    is charged once: in this process. What has been handed out does not come back; the memory is free when all
     processes have let go of all buffers and mappings.
 
     Args:
         nbytes: of all requests together, each rounded up to 64 bytes.
-        source: backs the memory.
+        back: backs the memory.
 
     Raises:
         TierFullError: not enough memory on the tier.
         UnsupportedError: the kernel has no such files, or does not let this process make them.
     """
 
-    def __init__(self, nbytes: int, source: PageSource) -> None:
+    def __init__(self, nbytes: int, back: BackFile) -> None:
         whole = whole_pages(_MARK_BYTES + nbytes)
         self._fd = _make_file(whole)
         try:
-            self._buffer = allocate_pages(source, whole, HUGE_PAGE_BYTES, self._fd)
+            self._buffer = back(whole, self._fd)
         except BaseException:
             self.lock_door()
             raise
@@ -73,6 +89,10 @@ class SharedSegment:
     def name(self) -> SegmentName:
         """What other processes need to map it."""
         return SegmentName(os.getpid(), self._fd, self.nbytes, self._mark)
+
+    def check_nodes(self, where: PageNodes | None) -> None:
+        """Check that page-locking has moved no page; see `pinned.check_nodes`."""
+        check_nodes(self._buffer, where)
 
     def lock_door(self) -> None:
         """Let no further process map it. Idempotent."""

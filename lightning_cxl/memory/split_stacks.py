@@ -7,7 +7,7 @@ from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import BudgetResource
 from lightning_cxl.memory.arena import STEP_BYTES, ArenaResource
-from lightning_cxl.memory.numa import HUGE_PAGE_BYTES
+from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PageNodes, PageSource, allocate_pages
 from lightning_cxl.memory.pinned import PinnedResource
 from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.memory.resource import Buffer, MemoryResource
@@ -40,6 +40,9 @@ class SplitStacks:
                                            because a copy must not cross two registrations
     ==========  =========================  ==========================================================
 
+    A file of memory gets pages of ``source`` itself. Forked children do not see them: what they write there would be
+    written for all processes.
+
     Args:
         tiers: the tiers' pages by name.
         shares: the fraction of each of `tiers`.
@@ -68,9 +71,11 @@ class SplitStacks:
         self._pinned: PinnedResource | None = None
         self._lock = threading.Lock()
 
-    def stack(self, role: TensorRole, pinned: bool, nbytes: int) -> MemoryResource:
-        """Return what serves a request of `nbytes` for a role."""
+    def stack(self, role: TensorRole, pinned: bool, nbytes: int, fd: int = -1) -> MemoryResource:
+        """Return what serves a request of `nbytes` for a role, or for a file of memory."""
         kind = _kind(role, pinned)
+        if fd >= 0:
+            return _FilePages(self._sources[False], fd)
         with self._lock:
             if self._reuse_below is not None and nbytes >= self._reuse_below and kind != "pinned":
                 return self._sources[kind == "inherited"]
@@ -78,7 +83,7 @@ class SplitStacks:
                 self._stacks[kind] = self._build(kind)
             return self._stacks[kind]
 
-    def lend(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str]) -> Buffer:
+    def lend(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str], fd: int = -1) -> Buffer:
         """Allocate where one of several tiers may have no room for its share, which the others then take.
 
         Args:
@@ -87,11 +92,12 @@ class SplitStacks:
             pinned: page-locked or not.
             alignment: of the first byte.
             full: gets the tiers without room. OUT.
+            fd: of the file of memory whose bytes it gets; -1 for none.
         """
-        source = self._sources[_kind(role, pinned) == "inherited"]
+        source = self._sources[fd < 0 and _kind(role, pinned) == "inherited"]
         assert isinstance(source, StripedResource)
         with source.lending(full):
-            return self.stack(role, pinned, nbytes).allocate(nbytes, alignment=alignment)
+            return self.stack(role, pinned, nbytes, fd).allocate(nbytes, alignment=alignment)
 
     @property
     def pin_failure(self) -> str:
@@ -130,6 +136,21 @@ class SplitStacks:
         return PoolResource(source)
 
 
+class _FilePages:
+    """Pages of `source` for one file of memory, straight from the OS: no pool could give them to another file."""
+
+    def __init__(self, source: PageSource, fd: int) -> None:
+        self._source = source
+        self._fd = fd
+
+    def allocate(self, nbytes: int, *, alignment: int = HUGE_PAGE_BYTES) -> Buffer:
+        """Return the bytes of the file; `source` gets them back."""
+        return allocate_pages(self._source, nbytes, alignment, self._fd)
+
+    def deallocate(self, buffer: Buffer) -> None:
+        """Nothing to do: `source` is asked."""
+
+
 def _kind(role: TensorRole, pinned: bool) -> str:
     return "pinned" if pinned else _KINDS.get(role, "pageable")
 
@@ -149,11 +170,16 @@ def _source(
 
 def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
     """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
-    several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
+    where = where_pages_move(topology)
 
     def pin(upstream: MemoryResource) -> PinnedResource:
         driver = process_device_type()
-        where = page_nodes if several else None
         return PinnedResource(upstream, driver.register, driver.unregister, required=required, where=where)
 
     return pin
+
+
+def where_pages_move(topology: Topology) -> PageNodes | None:
+    """Return what says where pages are; None on a machine with one node, where they cannot move."""
+    several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
+    return page_nodes if several else None

@@ -77,8 +77,12 @@ class HostMemory:
         """Whether `close` has been called."""
         self._start()
 
-    def allocate(self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64) -> Buffer:
+    def allocate(
+        self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64, fd: int = -1
+    ) -> Buffer:
         """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit.
+
+        With `fd` they are those of a file of memory, pageable; see `allocate_pages`.
 
         Raises:
             TierFullError: no tier of the placement can, or the first ones cannot and ``on_tier_full="error"``.
@@ -100,11 +104,11 @@ class HostMemory:
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         self._all_pages()
-        wanted, pinned = self._split(placement), placement.pinned and self._pin
+        wanted, pinned = self._split(placement), placement.pinned and self._pin and fd < 0
         reason = ""  # as text: an exception kept here would keep this frame and so the buffer alive
         for split, full in self._attempts(wanted, placement):
             try:
-                inner = self._allocate_on(split, nbytes, role, pinned, alignment, full)
+                inner = self._allocate_on(split, nbytes, role, pinned, alignment, full, fd)
             except TierFullError as error:
                 reason = "" if isinstance(error, BudgetFullError) else f" ({error})"
                 continue
@@ -270,15 +274,15 @@ class HostMemory:
         return self._pages[name].free_bytes(used, self._held(self._neighbours([name])))
 
     def _allocate_on(
-        self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str] | None
+        self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, align: int, full: set[str] | None, fd: int
     ) -> Buffer:
         stacks = self._stacks_of(split)
 
         def attempt() -> Buffer:
             if full is None:
-                return stacks.stack(role, pinned, nbytes).allocate(nbytes, alignment=alignment)
+                return stacks.stack(role, pinned, nbytes, fd).allocate(nbytes, alignment=align)
             full.clear()
-            return stacks.lend(nbytes, role, pinned, alignment, full)
+            return stacks.lend(nbytes, role, pinned, align, full, fd)
 
         try:
             return attempt()

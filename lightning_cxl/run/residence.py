@@ -3,6 +3,8 @@
 [Note: Homes of compute weights]
 * The CPU computes: in host memory that the policy placed.
 * A device apart: on the device, except those that stream.
+* Cut over several processes: the shards in host memory that the policy placed, which all ranks of the machine read
+  where they share weights ([Note: Turns at shared weights]).
 * Streamed (`stream_weights`): the parameters of units, each unit in one piece of host memory per tier, and on the
   device only while the unit computes ([Note: Residency of a unit]). What units share with others, and what lies outside
   of them (embedding, final norm, head), does not stream.
@@ -20,6 +22,7 @@ from lightning_cxl.inventory.tensors import StreamedUnit
 from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.run.host_weights import place_weights
 from lightning_cxl.run.placed_memory import PlacedMemory
+from lightning_cxl.run.sharing import Sharing
 from lightning_cxl.sharding.exchange_memory import pooled_exchanges
 from lightning_cxl.sharding.fsdp import place_shards
 from lightning_cxl.streaming.awaited import peek
@@ -37,34 +40,46 @@ class Residence:
         memory: gives the homes.
         engine: copies streamed weights; its device is where the rest goes.
         streamed: units whose weights stream; empty for none.
+        share: the option `share_weights`.
 
     Raises:
+        UnsupportedError: weights are to be shared, and these ranks or this model cannot.
         TierFullError: the weights do not fit. Those that have moved stay where they are, and are valid.
     """
 
     def __init__(
-        self, model: nn.Module, memory: PlacedMemory, engine: TransferEngine, streamed: Sequence[StreamedUnit]
+        self,
+        model: nn.Module,
+        memory: PlacedMemory,
+        engine: TransferEngine,
+        streamed: Sequence[StreamedUnit],
+        share: bool | Literal["auto"] = False,
     ) -> None:
         self._engine = engine
         self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
         """Ids of the parameters that stream."""
         on_host = engine.device.type == "cpu"
-        self._undo = ExitStack()
-        self._undo.callback(prepare_layers(model, self.streamed_ids))
-        if on_host and has_quantised(model):
-            self._undo.enter_context(large_blocks_apart())
-        self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
         self._streamer: ParamStreamer | None = None
-        place_shards(model, memory.shard)
-        if on_host:
-            self._undo.enter_context(pooled_exchanges(model))
-            self.unplaced = place_weights(
-                model, lambda p, tensor: None if id(p) in self.streamed_ids else memory.weights(p, tensor)
-            )
-        else:
-            self._move_rest(model, engine.device)
+        with ExitStack() as undo:  # nothing of it is left after an error
+            undo.callback(prepare_layers(model, self.streamed_ids))
+            if on_host and has_quantised(model):
+                undo.enter_context(large_blocks_apart())
+            self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
+            if on_host:
+                undo.enter_context(pooled_exchanges(model))
+            self._sharing = Sharing(share, model, memory, engine)
+            undo.callback(self._sharing.close)
+            if not self._sharing.shares:
+                place_shards(model, memory.shard)
+            if on_host:
+                self.unplaced = place_weights(
+                    model, lambda p, tensor: None if id(p) in self.streamed_ids else memory.weights(p, tensor)
+                )
+            else:
+                self._move_rest(model, engine.device)
+            self._undo = undo.pop_all()
 
     def stream(self, phase: Callable[[], Literal["forward", "recompute"] | None]) -> ParamStreamer | None:
         """Get ready to stream the weights of units.
@@ -85,8 +100,9 @@ class Residence:
 
     def notes(self) -> list[str]:
         """Return what a user should know about where weights are."""
-        kept = self.unplaced
-        return [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
+        kept, reason = self.unplaced, self._sharing.reason
+        notes = [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
+        return [*notes, reason] if reason else notes
 
     def forget_copies(self) -> None:
         """Let weights be copied to the device again when they are needed next."""

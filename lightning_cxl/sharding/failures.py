@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_cxl.errors import LostRankError
+
 _NUM_LINES = 16
 _MAX_TEXT = 4096  # characters
 _SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
@@ -65,7 +67,7 @@ class Failure:
 
 def is_in_collective(error: BaseException) -> bool:
     """Return whether an error comes from torch.distributed, as when another rank is gone, or from code of its own."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, (dist.DistError, LostRankError)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     of_torch = bool(frames) and frames[-1].filename.startswith(_FOLDER)

@@ -21,7 +21,7 @@ it is.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -189,20 +189,31 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
     """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on."""
     for each in sharded_parameters(model):
         parameter = each.sharded_param
-        shard, size = parameter._local_tensor, padded_size(each)
-        if isinstance(shard, HostShard):
-            home = place(parameter, shard.host, shard.numel())
-            if home is not None:
-                put_shard(each, shard.move(home), home)
-            continue
-        home = place(parameter, shard, size.numel())
-        if home is None:
-            continue
-        padded = home.view(size)
-        padded.zero_()
-        dim = each.fsdp_placement.dim
-        padded.narrow(dim, 0, shard.size(dim) if shard.numel() else 0).copy_(shard)
-        move_shard(each, home)
+        shard = parameter._local_tensor
+        apart = isinstance(shard, HostShard)
+        home = place(parameter, local(parameter), shard.numel() if apart else padded_size(each).numel())
+        if home is not None:
+            fill_home(each, home)
+
+
+@torch.no_grad()
+def fill_home(managed: Any, home: torch.Tensor) -> None:
+    """Move a shard to other host memory, where FSDP2 gathers it from.
+
+    Args:
+        managed: of `sharded_parameters`.
+        home: 1-D, of the shard's type; as large as the shard with its padding, or without for a device apart.
+    """
+    shard, size = managed.sharded_param._local_tensor, padded_size(managed)
+    if isinstance(shard, HostShard):
+        part = home[: shard.numel()]
+        put_shard(managed, shard.move(part), part)
+        return
+    padded = home.view(size)
+    padded.zero_()
+    dim = managed.fsdp_placement.dim
+    padded.narrow(dim, 0, shard.size(dim) if shard.numel() else 0).copy_(shard)
+    move_shard(managed, home)
 
 
 def _num_uses(module: nn.Module) -> int:

@@ -1,10 +1,11 @@
 """`Segments`: the memory of this rank that others read, and theirs, which this rank reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from lightning_cxl.memory.numa import PageNodes
 from lightning_cxl.memory.shared import ForeignSegment, SharedSegment
 from lightning_cxl.sharding.agreement import on_all_ranks
 
@@ -24,54 +25,65 @@ class PageLock(Protocol):
 
 
 class Segments:
-    """One segment for each rank of a group, mapped by all of them, until `close`. All ranks make it.
+    """Segments of each rank of a group, mapped by all of them, until `close`. All ranks make it.
 
     Args:
-        make: returns this rank's segment, filled with what the others may read at once.
+        make: returns this rank's segments, filled with what the others may read at once.
         group: can exchange objects of the host.
         page_lock: page-locks all segments for this rank's device; None for no device.
+        where: asks where pages are, after that; None where they can only be in one place.
 
     Raises:
         LightningCXLError: a rank has no room, cannot map what another one has, or cannot page-lock it.
     """
 
-    def __init__(self, make: Callable[[], SharedSegment], group: Any, page_lock: PageLock | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Sequence[SharedSegment]],
+        group: Any,
+        page_lock: PageLock | None = None,
+        where: PageNodes | None = None,
+    ) -> None:
         self._page_lock = page_lock
         self._locked: list[int] = []
-        self.own: SharedSegment
-        self.others: dict[int, ForeignSegment] = {}
+        self.own: list[SharedSegment] = []
+        self.others: dict[int, list[ForeignSegment]] = {}
         """By rank in the group. Each rank begins with its neighbour, so that not all read the same one at once."""
 
         def fill() -> Any:
-            self.own = make()
-            return self.own.name
+            self.own.extend(make())
+            return [segment.name for segment in self.own]
 
         names = on_all_ranks(fill, group)
-        self.pids = [name.pid for name in names]
+        self.pids = [own[0].pid for own in names]
         rank = dist.get_rank(group)
 
         def map_others() -> None:
             self._lock(self.own)
             for other in ((rank + step) % len(names) for step in range(1, len(names))):
-                self.others[other] = ForeignSegment(names[other])
+                self.others[other] = [ForeignSegment(name) for name in names[other]]
                 self._lock(self.others[other])
+            for segment in self.own if page_lock is not None else ():
+                segment.check_nodes(where)
 
         try:
             on_all_ranks(map_others, group)
         except BaseException:
             self.close()
             raise
-        self.own.lock_door()
+        for segment in self.own:
+            segment.lock_door()
 
     def close(self) -> None:
-        """Let go of the segments of the others. What was handed out of this rank's own one stays. Idempotent."""
+        """Let go of the segments of the others. What was handed out of this rank's own ones stays. Idempotent."""
         for address in self._locked:
             assert self._page_lock is not None
             self._page_lock.unregister(address)
         self._locked = []
         self.others = {}
 
-    def _lock(self, segment: SharedSegment | ForeignSegment) -> None:
-        if self._page_lock is not None:
+    def _lock(self, segments: Sequence[SharedSegment | ForeignSegment]) -> None:
+        for segment in segments if self._page_lock is not None else ():
+            assert self._page_lock is not None
             self._page_lock.register(segment.address, segment.nbytes)
             self._locked.append(segment.address)

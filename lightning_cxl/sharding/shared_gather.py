@@ -2,19 +2,21 @@
 
 FSDP2 gives an output for the whole unit: the parts of the ranks one after the other, each the rank's shards, padded and
 flat, in their order. It has written this rank's own part already, cast where computing uses another dtype. The parts of
-the others are copied from their segments: by the CPU, with torch's threads, or by the device over its own link, in the
-stream that FSDP2 gathers in.
+the others are copied from their segments: by the CPU, with torch's threads, or by the device over its own link, before
+what FSDP2 puts into its stream next.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.shared import ForeignSegment
 from lightning_cxl.sharding.turns import Turns
+from lightning_cxl.transfer.engine import TransferEngine
 
 
 class Gather(Protocol):
@@ -29,11 +31,10 @@ class Gather(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedShard:
-    """One sharded parameter; it lies at the same offset in the segments of all ranks.
+    """One sharded parameter, which is as large on all ranks.
 
     Args:
         name: of the parameter, for messages.
-        offset: in the segment, in bytes.
         numel: with padding.
         dtype: in the segment.
         gathered_dtype: asked at the first gather: FSDP2 settles it with the first forward.
@@ -41,27 +42,35 @@ class SharedShard:
     """
 
     name: str
-    offset: int
     numel: int
     dtype: torch.dtype
     gathered_dtype: Callable[[], torch.dtype]
     is_in_place: Callable[[], bool]
 
 
+class Lies(NamedTuple):
+    """Where a shard is on one rank."""
+
+    segment: int
+    """Which of the rank's segments."""
+    offset: int
+    """In bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbours in memory that are copied as one.
+    """Neighbours in the memory of one rank that are copied as one.
 
     Args:
-        begin: in the part of a rank, in elements of the output.
+        begin: in the part of the rank, in elements of the output.
         length: in elements of the output.
-        sources: by rank.
-        cast: to which dtype they are cast before they are taken as bytes; None where the copy casts, or nothing does.
+        source: what is copied.
+        cast: to which dtype it is cast before it is taken as bytes; None where the copy casts, or nothing does.
     """
 
     begin: int
     length: int
-    sources: Mapping[int, Tensor]
+    source: Tensor
     cast: torch.dtype | None
 
 
@@ -71,9 +80,11 @@ class SharedGather:
     Args:
         unit: its number in `turns`.
         shards: its parameters, in the order in which FSDP2 gathers them.
+        lies: of each of them, by rank in the group.
         segments: of the other ranks, by rank in the group, in the order in which they are read.
         group: over which the unit is sharded.
         turns: when it may be read.
+        engine: copies to the device.
         otherwise: gathers what is not in shared memory: parameters that were sharded anew after a forward.
     """
 
@@ -81,21 +92,34 @@ class SharedGather:
         self,
         unit: int,
         shards: Sequence[SharedShard],
-        segments: Mapping[int, ForeignSegment],
+        lies: Sequence[Sequence[Lies]],
+        segments: Mapping[int, Sequence[ForeignSegment]],
         group: Any,
         turns: Turns,
+        engine: TransferEngine,
         otherwise: Gather,
     ) -> None:
         self._unit = unit
         self._shards = shards
+        self._lies = lies
+        self._segments = segments
         self._group = group
         self._turns = turns
+        self._engine = engine
         self._otherwise = otherwise
-        self._segments = segments
-        self._runs: dict[torch.dtype, list[_Run]] = {}
+        self._runs: dict[torch.dtype, dict[int, list[_Run]]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an output, from where it came before."""
+        """Return memory for an output, from where it came before. FSDP2 asks before it copies this rank's own part.
+
+        Raises:
+            UnsupportedError: in a forked child, which has no weights.
+        """
+        if self._turns.is_inherited:
+            raise UnsupportedError(
+                "a forked child cannot gather weights: only its parent is a rank. Let a DataLoader worker or another "
+                "child leave the model alone, or start it with `spawn` and give it a copy of what it needs."
+            )
         return self._otherwise.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
@@ -103,7 +127,7 @@ class SharedGather:
 
         Raises:
             LostRankError: another rank has ended, or does not come.
-            ValueError: a shard has been moved out of shared memory, or is being written.
+            ValueError: a shard has been moved out of shared memory.
         """
         if group is not self._group:
             return self._otherwise(output_tensor, input_tensor, group, async_op)
@@ -112,53 +136,55 @@ class SharedGather:
                 raise ValueError(
                     f"the shard of `{shard.name}` has been replaced, and what the other ranks read is out of date. "
                     "Write into sharded parameters (`copy_`) and do not assign others or convert the model while "
-                    "weights are shared; or share them afterwards."
+                    "weights are shared; or train with share_weights=False."
                 )
         dtype = output_tensor.dtype
         if dtype not in self._runs:
-            self._runs[dtype] = list(_runs(self._shards, self._segments, dtype))
-        self._turns.wait_written(self._unit)
+            self._runs[dtype] = {rank: list(self._runs_of(rank, dtype)) for rank in self._segments}
         length = input_tensor.numel()
-        for rank in self._segments:
-            part = output_tensor.narrow(0, rank * length, length)
-            for run in self._runs[dtype]:
-                _copy(part.narrow(0, run.begin, run.length), run.sources[rank], run.cast)
+        try:
+            self._turns.come(self._unit)
+            for rank, runs in self._runs[dtype].items():
+                part = output_tensor.narrow(0, rank * length, length)
+                for run in runs:
+                    self._copy(part.narrow(0, run.begin, run.length), run.source, run.cast)
+        except BaseException:
+            self._turns.give_up(self._unit)
+            raise
+        self._turns.leave(self._unit)
         return None
 
+    def _runs_of(self, rank: int, dtype: torch.dtype) -> Iterator[_Run]:
+        """Yield what is copied from a rank for an output of `dtype`: neighbours of one dtype together."""
+        lies, begin = self._lies[rank], 0
+        for first, end in _neighbours(self._shards, lies):
+            shard, numel = self._shards[first], sum(each.numel for each in self._shards[first:end])
+            gathered = shard.gathered_dtype()
+            as_bytes = gathered != dtype  # parameters of several dtypes are gathered as bytes
+            segment = self._segments[rank][lies[first].segment]
+            source = segment.part(lies[first].offset, numel * shard.dtype.itemsize).tensor((numel,), shard.dtype)
+            length = numel * gathered.itemsize if as_bytes else numel
+            yield _Run(begin, length, source, gathered if as_bytes else None)
+            begin += length
 
-def _runs(shards: Sequence[SharedShard], segments: Mapping[int, ForeignSegment], dtype: torch.dtype) -> Iterator[_Run]:
-    """Yield what is copied from each rank for an output of `dtype`: neighbours of one dtype together."""
-    begin = 0
-    for run in _neighbours(shards):
-        gathered = run[0].gathered_dtype()
-        as_bytes = gathered != dtype  # parameters of several dtypes are gathered as bytes
-        numel = sum(shard.numel for shard in run)
-        sources = {
-            rank: segment.part(run[0].offset, numel * run[0].dtype.itemsize).tensor((numel,), run[0].dtype)
-            for rank, segment in segments.items()
-        }
-        length = numel * gathered.itemsize if as_bytes else numel
-        yield _Run(begin, length, sources, gathered if as_bytes else None)
-        begin += length
-
-
-def _neighbours(shards: Sequence[SharedShard]) -> Iterator[list[SharedShard]]:
-    run: list[SharedShard] = []
-    for shard in shards:
-        if run and (
-            run[-1].offset + run[-1].numel * run[-1].dtype.itemsize != shard.offset
-            or (run[-1].dtype, run[-1].gathered_dtype()) != (shard.dtype, shard.gathered_dtype())
-        ):
-            yield run
-            run = []
-        run.append(shard)
-    yield run
+    def _copy(self, target: Tensor, source: Tensor, cast: torch.dtype | None) -> None:
+        if not self._engine.computes_on_host:
+            whole = cast is None and target.dtype == source.dtype
+            # torch would cast on the host, and wait
+            arrived = target if whole else torch.empty_like(source, device=target.device)
+            self._engine.h2d(source, arrived).wait()
+            if whole:
+                return
+            source = arrived
+        target.copy_(source if cast is None else source.to(cast).view(target.dtype))
 
 
-def _copy(target: Tensor, source: Tensor, cast: torch.dtype | None) -> None:
-    if target.device != source.device and (cast or target.dtype) != source.dtype:
-        # torch would cast on the host, and wait
-        source = source.to(target.device, non_blocking=True)
-    if cast is not None:
-        source = source.to(cast).view(target.dtype)
-    target.copy_(source, non_blocking=True)
+def _neighbours(shards: Sequence[SharedShard], lies: Sequence[Lies]) -> Iterator[tuple[int, int]]:
+    """Yield the first of shards that lie one behind the other, and the one after the last of them."""
+    kinds = [(shard.dtype, shard.gathered_dtype()) for shard in shards]
+    ends = [Lies(at.segment, at.offset + s.numel * s.dtype.itemsize) for s, at in zip(shards, lies, strict=True)]
+    first = 0
+    for index in range(1, len(shards) + 1):
+        if index == len(shards) or lies[index] != ends[index - 1] or kinds[index] != kinds[index - 1]:
+            yield first, index
+            first = index

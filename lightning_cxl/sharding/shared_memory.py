@@ -1,39 +1,61 @@
 """`share_weights`: the shards of the ranks of one machine lie in memory that all of them map, and no gather is sent.
 
-Each rank has a segment (`memory/shared.py`) with its counters and its shards of all units, which it alone writes. All
-others map it, and FSDP2 calls a `SharedGather` in the place of a gather. Who may read and write when:
-[Note: Turns at shared weights].
+Each rank has segments (`memory/shared.py`), one for each place that its shards belong to, with its counters in the
+first; it alone writes them. All others map them, and FSDP2 calls a `SharedGather` in the place of a gather. Who may
+read and write when: [Note: Turns at shared weights].
 
 The memory of a machine is counted once: pages lie on the tier of the rank that owns the shard, and its budget alone is
 charged. What the kernel shows as a process's own memory does not contain them; `RssShmem` counts the pages of the
 others, too, as far as a process has read them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.memory.numa import PageSource
-from lightning_cxl.memory.shared import SharedSegment, segment_bytes
+from lightning_cxl.memory.numa import PageNodes
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.shared import ForeignSegment, SharedSegment, segment_bytes
 from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.sharding.fsdp import fill_home
+from lightning_cxl.sharding.host_shard import HostShard
 from lightning_cxl.sharding.same_machine import Place, own_place, why_apart
 from lightning_cxl.sharding.segments import PageLock, Segments
-from lightning_cxl.sharding.shared_gather import SharedGather, SharedShard
+from lightning_cxl.sharding.shared_gather import Lies, SharedGather, SharedShard
 from lightning_cxl.sharding.torch_private import (
     FsdpUnit,
     flat_shard,
     fsdp_units,
     gathered_dtype,
-    move_shard,
+    padded_size,
     shard_name,
+    timeout_s,
 )
 from lightning_cxl.sharding.turns import Counters, Peer, Turns, counters_bytes
+from lightning_cxl.shards import local
+from lightning_cxl.transfer.engine import TransferEngine
 
-_TIMEOUT_S = 1800.0  # as long as torch.distributed waits for a rank with gloo
+_TIMEOUT_S = 1800.0  # where the backend of a group does not say; torch's own
+
+
+class SharedPlaces(Protocol):
+    """Says where shards lie, and gives the memory there."""
+
+    def place(self, parameter: nn.Parameter, nbytes: int) -> Hashable:
+        """Return where a shard of `nbytes`, with its padding, belongs; what is equal lies together."""
+
+    def back(self, place: Any, nbytes: int, fd: int) -> Buffer:
+        """Give the memory of one place to a file; see `BackFile`.
+
+        Raises:
+            TierFullError: no room there.
+        """
 
 
 class SharedWeights:
@@ -46,62 +68,36 @@ class SharedWeights:
     """
 
     def __init__(self, units: Sequence[FsdpUnit], segments: Segments, turns: Turns) -> None:
-        self.segment = segments.own
         self._units = units
         self._segments = segments
         self._turns = turns
         self._before = [unit.gather for unit in units]
-        self._number = {unit.module: number for number, unit in enumerate(units)}
         self._closed = False
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that are gathered, each by itself."""
-        return list(self._number)
-
-    @contextmanager
-    def writing(self, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
-        """Return a region in which this rank may write its shards: an update, or weights from a checkpoint.
-
-        All ranks must enter it alike, each time, also where one of them has nothing to write.
-
-        Args:
-            modules: of `modules`; None for all.
-
-        Raises:
-            LostRankError: another rank has ended, or does not come.
-            ValueError: weights are not shared any more, or a module is not one of `modules`, or it is being written.
-        """
-        if self._closed:
-            raise ValueError("the weights are not shared any more: `close` has been called")
-        unknown = [module for module in modules or () if module not in self._number]
-        if unknown:
-            raise ValueError(f"{type(unknown[0]).__name__} is none of the {len(self._number)} units that are shared")
-        with self._turns.writing(None if modules is None else [self._number[module] for module in modules]):
-            yield
-
     def close(self) -> None:
-        """Let FSDP2 gather again as before; all ranks do it at the same step, and none waits for another. Idempotent.
+        """Let FSDP2 gather again as before; all ranks do it at the same step. Idempotent.
 
         Shards stay where they are: this rank's memory is free when the parameters are, and the others have let go.
+        In a forked child, nothing: the run is its parent's.
         """
-        if self._closed:
+        if self._closed or self._turns.is_inherited:
             return
         self._closed = True
         for unit, gather in zip(self._units, self._before, strict=True):
             unit.module.set_custom_all_gather(gather)
         self._turns.close()
+        for unit in self._units:
+            _read_by_others(unit, None)
         self._segments.close()
 
 
 def share_weights(
     model: nn.Module,
-    source: PageSource,
+    places: SharedPlaces,
+    engine: TransferEngine,
     *,
-    host_group: Any = None,
-    timeout_s: float = _TIMEOUT_S,
     page_lock: PageLock | None = None,
-    finish_reads: Callable[[], None] = lambda: None,
+    where: PageNodes | None = None,
 ) -> SharedWeights:
     """Move the shards of all units of a model into shared memory, and let FSDP2 read there in the place of a gather.
 
@@ -110,75 +106,129 @@ def share_weights(
 
     Args:
         model: with units made by ``fully_shard``, all sharded over one group; not meta, nothing gathered now.
-        source: the tier on which this rank's shards lie; its budget is charged.
-        host_group: a group of the same ranks that exchanges objects of the host; None: the group that shards the model.
-        timeout_s: how long a rank waits for another one that is alive.
+        places: where this rank's shards lie.
+        engine: of the device that computes.
         page_lock: page-locks all segments for this rank's device, until `SharedWeights.close`; None for no device.
-        finish_reads: waits until the device has done all copies that it was told.
+        where: asks where pages are, after page-locking; None where they can only be in one place.
 
     Raises:
         UnsupportedError: ranks run on several machines, cannot map each other's memory, or units are not of this kind.
-        TierFullError: no room for the shards on the tier of one rank.
-        PinnedMemoryError: a rank cannot page-lock a segment.
+        TierFullError: no room for the shards on the tiers of one rank.
+        PinnedMemoryError: a rank cannot page-lock a segment, or that moves pages to another node.
     """
     units = fsdp_units(model)
-    group = _one_group(units)
-    host_group = _same_ranks(group, host_group)
-    sizes = [_checked_bytes(shard) for unit in units for shard in unit.shards]
-    facts = on_all_ranks(lambda: (own_place(), sizes), host_group)
+    group = group_of(units)
+    managed = [each for unit in units for each in unit.shards]
+    sizes = [_checked_bytes(each) for each in managed]
+    facts = on_all_ranks(lambda: (own_place(), sizes), group)
     _check([place for place, _ in facts], [sizes for _, sizes in facts])
 
-    shards: list[list[SharedShard]] = []
-    counters_size = counters_bytes(len(units))
+    own = _OwnMemory(places, counters_bytes(len(units)))
+    peers: list[Peer] = []
+    with ExitStack() as undo:  # nothing of it is left after an error, but where shards lie
+        segments = Segments(lambda: own.fill(managed, sizes), group, page_lock, where)
+        undo.callback(segments.close)
+        lies = on_all_ranks(lambda: own.lies, group)
 
-    def fill() -> SharedSegment:
-        segment = SharedSegment(segment_bytes([counters_size, *sizes]), source)
-        counters.append(Counters(segment.allocate(counters_size), len(units)))
-        shards.extend([_move(shard, segment) for shard in unit.shards] for unit in units)
-        return segment
+        def meet() -> None:
+            for rank, other in segments.others.items():
+                counters = Counters(_part(other, lies[rank][0], own.counters.nbytes), len(units))
+                peers.append(Peer(rank, segments.pids[rank], counters))
+                undo.callback(peers[-1].close)
 
-    counters: list[Counters] = []
-    segments = Segments(fill, host_group, page_lock)
-    at = segments.own.offset(counters[0].buffer)
-    peers = [
-        Peer(rank, segments.pids[rank], Counters(other.part(at, counters_size), len(units)))
-        for rank, other in segments.others.items()
-    ]
-    turns = Turns(counters[0], peers, len(units), timeout_s=timeout_s, finish_reads=finish_reads)
-    shared = SharedWeights(units, segments, turns)
-    for number, unit in enumerate(units):
-        gather = SharedGather(number, shards[number], segments.others, group, turns, unit.gather)
-        unit.module.set_custom_all_gather(gather)
+        on_all_ranks(meet, group)
+        limit = timeout_s(group) or _TIMEOUT_S
+        turns = Turns(Counters(own.counters, len(units)), peers, len(units), timeout_s=limit, device=engine.device)
+        shared = SharedWeights(units, segments, turns)
+        undo.callback(shared.close)
+        ends = list(accumulate((len(unit.shards) for unit in units), initial=1))  # the first is of the counters
+        for number, unit in enumerate(units):
+            where_lies = [of_rank[ends[number] : ends[number + 1]] for of_rank in lies]
+            shards = [_shared_shard(each) for each in unit.shards]
+            gather = SharedGather(number, shards, where_lies, segments.others, group, turns, engine, unit.gather)
+            unit.module.set_custom_all_gather(gather)
+            _read_by_others(unit, partial(turns.wait_read, number))
+        undo.pop_all()
     return shared
 
 
-def _checked_bytes(shard: Any) -> int:
-    flat = flat_shard(shard)
-    if flat.device.type != "cpu" or type(flat) is not Tensor:
+class _OwnMemory:
+    """The segments of this rank.
+
+    Args:
+        places: where shards lie.
+        counters_nbytes: of the counters, which lie in the first segment.
+    """
+
+    def __init__(self, places: SharedPlaces, counters_nbytes: int) -> None:
+        self._places = places
+        self._counters_nbytes = counters_nbytes
+        self.counters: Buffer
+        self.lies: list[Lies] = []
+        """Where the counters are, and each shard."""
+
+    def fill(self, managed: Sequence[Any], sizes: Sequence[int]) -> list[SharedSegment]:
+        """Return new segments, to which shards of these sizes have moved.
+
+        Raises:
+            TierFullError: no room; nothing has moved then.
+        """
+        of_place: dict[Hashable, list[int]] = {}
+        wanted = [self._places.place(each.sharded_param, size) for each, size in zip(managed, sizes, strict=True)]
+        for place, size in zip(wanted, sizes, strict=True):
+            of_place.setdefault(place, [] if of_place else [self._counters_nbytes]).append(size)
+        segments = [
+            SharedSegment(segment_bytes(parts), partial(self._places.back, place)) for place, parts in of_place.items()
+        ]
+        self.counters = segments[0].allocate(self._counters_nbytes)
+        self.lies = [Lies(0, segments[0].offset(self.counters))]
+        number = {place: index for index, place in enumerate(of_place)}
+        for each, place, size in zip(managed, wanted, sizes, strict=True):
+            segment, dtype = segments[number[place]], local(each.sharded_param).dtype
+            buffer = segment.allocate(size)
+            fill_home(each, buffer.tensor((size // dtype.itemsize,), dtype))
+            self.lies.append(Lies(number[place], segment.offset(buffer)))
+        return segments
+
+
+def _part(segments: Sequence[ForeignSegment], lies: Lies, nbytes: int) -> Buffer:
+    return segments[lies.segment].part(lies.offset, nbytes)
+
+
+def _checked_bytes(managed: Any) -> int:
+    shard = managed.sharded_param._local_tensor
+    if not isinstance(shard, HostShard) and (shard.device.type != "cpu" or type(shard) is not Tensor):
         raise UnsupportedError(
-            f"the shard of `{shard_name(shard)}` is a {type(flat).__name__} on `{flat.device}`: only plain tensors in "
-            "host memory can be shared"
+            f"the shard of `{shard_name(managed)}` is a {type(shard).__name__} on `{shard.device}`: only plain tensors "
+            "in host memory can be shared"
         )
-    return flat.nbytes
+    return int(padded_size(managed).numel()) * int(shard.dtype.itemsize)
 
 
-def _move(shard: Any, segment: SharedSegment) -> SharedShard:
-    flat = flat_shard(shard)
-    buffer = segment.allocate(flat.nbytes)
-    moved = buffer.tensor(flat.shape, flat.dtype)
-    moved.copy_(flat)
-    move_shard(shard, moved)
+def _shared_shard(managed: Any) -> SharedShard:
+    flat = flat_shard(managed)
     return SharedShard(
-        shard_name(shard),
-        segment.offset(buffer),
-        flat.numel(),
+        shard_name(managed),
+        padded_size(managed).numel(),
         flat.dtype,
-        lambda: gathered_dtype(shard),
-        lambda: flat_shard(shard) is moved,
+        lambda: gathered_dtype(managed),
+        lambda: flat_shard(managed) is flat,
     )
 
 
-def _one_group(units: Sequence[FsdpUnit]) -> Any:
+def _read_by_others(unit: FsdpUnit, wait: Callable[[], None] | None) -> None:
+    for managed in unit.shards:
+        shard = managed.sharded_param._local_tensor
+        if isinstance(shard, HostShard):
+            shard.read_by_others(wait)
+
+
+def group_of(units: Sequence[FsdpUnit]) -> Any:
+    """Return the group of ranks that all units are sharded over.
+
+    Raises:
+        UnsupportedError: there are no units, or they differ.
+    """
     if not units:
         raise UnsupportedError("the model has no units that are gathered: apply `fully_shard` to its blocks first")
     group = units[0].process_group
@@ -195,15 +245,6 @@ def _one_group(units: Sequence[FsdpUnit]) -> Any:
                 f"{dist.get_process_group_ranks(group)}: weights are shared by one group of ranks."
             )
     return group
-
-
-def _same_ranks(group: Any, host_group: Any) -> Any:
-    if host_group is None:
-        return group
-    ranks, others = dist.get_process_group_ranks(group), dist.get_process_group_ranks(host_group)
-    if ranks != others:
-        raise ValueError(f"host_group has the ranks {others}, but the model is sharded over {ranks}")
-    return host_group
 
 
 def _check(places: Sequence[Place], sizes: Sequence[list[int]]) -> None:

@@ -1,6 +1,7 @@
 """What the package uses of FSDP2 that torch does not promise to keep. See `lightning_cxl/torch_private.py`."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -123,6 +124,15 @@ class FsdpUnit:
             self.module.set_custom_all_gather(_default_gather())
         if isinstance(self.reduce, other):
             self.module.set_custom_reduce_scatter(_default_reduce())
+
+
+def timeout_s(group: Any) -> float | None:
+    """Return how long ranks of a group wait for one another; None where its backends do not say."""
+    limits = []
+    for device in group._device_types:
+        with suppress(RuntimeError):  # a backend written in Python is not known by its devices
+            limits.append(getattr(getattr(group._get_backend(device), "options", None), "_timeout", None))
+    return max((float(limit.total_seconds()) for limit in limits if limit is not None), default=None)
 
 
 def fsdp_units(model: nn.Module) -> list[FsdpUnit]:

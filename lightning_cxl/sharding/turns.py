@@ -1,33 +1,34 @@
-"""`Turns`: ranks of one machine write their own shards and read each other's, never at the same time.
+"""`Turns`: ranks of one machine read each other's shards at a gather, and at no other time.
 
 [Note: Turns at shared weights]
-Each rank writes only its own segment, and reads those of the others. Two orders must hold, unit by unit:
+Anybody may write a rank's shards, at any moment between two gathers: an optimizer, a checkpoint that is loaded, a user
+who swaps averaged weights in. With gathers that are sent, others get what a shard holds when its rank comes to the
+gather. With shared weights it must be the same values, so a gather is where all ranks meet. Two orders must hold:
 
-1. *Written, then read.* A rank reads a shard of update n only when its owner has finished update n.
-2. *Read, then written.* An owner begins update n + 1 only when nobody reads what update n has left.
+1. *Come, then read.* A rank reads another's shards of a unit for its n-th gather only when the other one has come to
+   its n-th gather of this unit, too: what was written before it is there.
+2. *Read, then write.* A rank's shards of a unit change only when all others have read what they came for.
 
-So each rank has two counters for each unit, at the beginning of its segment, where all can see them and only it
-writes: `arrived`, how many updates it is ready for, and `written`, how many it has finished. All ranks make the same
-updates, so numbers of one rank can be compared with those of another:
+So each rank has two counters for each unit, in its segment, where all can see them and only it writes: `come`, how
+many gathers it has come to, and `left`, how many it has read to the end. All ranks gather the same units in the same
+order, as they must when gathers are sent, so numbers of one rank can be compared with those of another:
 
-- `writing`: this rank has finished its reads, so it adds one to its `arrived`, and waits until `arrived` of all others
-  is as large. Then it writes. In the end, also after an error, its `written` becomes its `arrived`: it does not write
-  any more.
-- `wait_written`, before a read: waits until `written` of all others is as large as this rank's own `arrived`.
+- `come`: adds one to its own `come`, and waits until `come` of all others is as large. Then this rank reads.
+- `leave`: its `left` becomes its `come`. Where the CPU computes, it then waits until `left` of all others is as large:
+  nobody reads outside of a gather, so nobody who writes has to ask. This adds no meeting that a sent gather would not
+  have: a rank waits there for the others, too, as it needs their parts.
+- On a device, copies run behind the program, so `leave` does not wait. The device itself writes `left`, behind the
+  copies, in their stream. Who writes a shard there calls `settle` before ([Note: Shards on the host]), for this rank's
+  own copies; that waits for those of the others, too: `wait_read`.
 
-The second wait is not implied by anything: between an update and the next forward ranks do not meet. The all-reduce of
-the gradients' norm comes before the update, and the reduce-scatters are over. The first wait is implied where a
-backward has just reduced the gradients of the unit: a rank adds to the sum after it has read the unit for the last
-time, and no rank has the sum before all have added. But nothing implies it for weights that are written after a
-validation, after a backward that does not reduce (accumulation), or when a checkpoint is loaded. It is kept in all
-cases: where it is implied all counters have arrived, and looking at those of 34 units and 8 ranks took 46 us for each
-update (1.6 us for each read), on one core of an AMD EPYC (Zen 4).
+No wait is for something that waits for this rank. Who has come to a gather lets the others pass; what a device does
+before its copies, it does without more from the program of this rank, which has come to the same gather.
 
-On a device, copies out of shared memory run behind the program, so `finish_reads` must wait for them before `arrived`
-is raised.
-
-A counter is one aligned word. x86 makes stores visible in program order, and the threads that write weights are joined
-before the counter is, so who sees the counter sees the weights. Nothing sleeps in the kernel for the others: who waits
+A counter is one aligned word. x86 makes stores visible in program order, and loads are not done before older ones; the
+threads that read and write weights are joined before the counter is written. So who sees the counter sees the weights.
+Other CPUs (ARM) promise neither, and Python has no barriers: there weights are not shared (`why_apart`). Counters and
+segments belong to the process that made them: a forked child does not have that memory, and is refused before it looks
+there. Nothing sleeps in the kernel for the others: who waits
 looks again after a pause, and looks whether the process it waits for is alive. Wherever a rank is killed, the others
 say so within a second.
 """
@@ -35,18 +36,19 @@ say so within a second.
 import os
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from lightning_cxl.errors import LostRankError
+from lightning_cxl.errors import LostRankError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer
 
 _WORD_BYTES = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 _LOOK_S = 0.1  # between two looks whether a process is alive
+_CLOSE_S = 10.0  # for which the end of a run waits for copies of others; most likely an error has ended the run
 
 
 def counters_bytes(num_units: int) -> int:
@@ -64,11 +66,14 @@ class Counters:
 
     def __init__(self, buffer: Buffer, num_units: int) -> None:
         self.buffer = buffer
+        numbers = buffer.tensor((2 * num_units,), torch.int64)
+        self.left_words = numbers[num_units:]
+        """`left`, as a tensor that a device can be copied to."""
         # a view of plain numbers: one look at it costs a tenth of one at a tensor
-        numbers: Any = buffer.tensor((2 * num_units,), torch.int64).numpy()
-        words = memoryview(numbers)
-        self.arrived = words[:num_units]
-        self.written = words[num_units:]
+        plain: Any = numbers.numpy()
+        words = memoryview(plain)
+        self.come = words[:num_units]
+        self.left = words[num_units:]
 
 
 class Peer:
@@ -78,13 +83,23 @@ class Peer:
         rank: in the group.
         pid: of its process.
         counters: its.
+
+    Raises:
+        UnsupportedError: the kernel does not let this process watch that one.
     """
 
     def __init__(self, rank: int, pid: int, counters: Counters) -> None:
         self.rank = rank
         self.pid = pid
         self.counters = counters
-        self._fd = os.pidfd_open(pid)  # stands for this process, also when its number is given to another one
+        self._fd = -1
+        try:
+            self._fd = os.pidfd_open(pid)  # stands for this process, also when its number is given to another one
+        except OSError as error:
+            raise UnsupportedError(
+                f"cannot watch rank {rank} (process {pid}): {error}. Ranks that share weights must see when one ends: "
+                "in a container allow the system call pidfd_open."
+            ) from error
 
     @property
     def has_ended(self) -> bool:
@@ -108,7 +123,7 @@ class Turns:
         peers: the other ranks.
         num_units: of the model.
         timeout_s: a rank that is alive, but does not come that long, is given up.
-        finish_reads: waits until the device has read what it was told to read.
+        device: that reads; its copies run behind the program, unless it is the CPU.
     """
 
     def __init__(
@@ -118,67 +133,75 @@ class Turns:
         num_units: int,
         *,
         timeout_s: float,
-        finish_reads: Callable[[], None] = lambda: None,
+        device: torch.device | None = None,
     ) -> None:
         self._own = own
-        self._peers = peers
+        self._peers = list(peers)
         self._num_units = num_units
         self._timeout_s = timeout_s
-        self._finish_reads = finish_reads
+        self._device = None if device is None or device.type == "cpu" else device
+        self._pid = os.getpid()
 
-    @contextmanager
-    def writing(self, units: Sequence[int] | None = None) -> Iterator[None]:
-        """Return a region in which this rank writes its shards of some units. All ranks must enter it alike.
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child, where the counters are not."""
+        return os.getpid() != self._pid
 
-        Args:
-            units: their numbers; None for all.
-
-        Raises:
-            LostRankError: another rank has ended, or does not come.
-            ValueError: such a region of one of these units is open already.
-        """
-        numbers = range(self._num_units) if units is None else units
-        own = self._own
-        for unit in numbers:
-            self._check_not_writing(unit, "written again")
-        self._finish_reads()
-        for unit in numbers:
-            own.arrived[unit] += 1
-        try:
-            for peer in self._peers:
-                for unit in numbers:
-                    self._wait(peer, peer.counters.arrived, unit, "stop reading")
-            yield
-        finally:
-            for unit in numbers:
-                own.written[unit] = own.arrived[unit]
-
-    def wait_written(self, unit: int) -> None:
-        """Wait until the shards of a unit may be read, those of all ranks.
+    def come(self, unit: int) -> None:
+        """Return when all ranks have come to this gather of a unit: their shards may be read.
 
         Raises:
             LostRankError: another rank has ended, or does not come.
-            ValueError: this rank itself is writing the unit.
         """
-        self._check_not_writing(unit, "read")
+        self._own.come[unit] += 1
         for peer in self._peers:
-            self._wait(peer, peer.counters.written, unit, "finish its update of")
+            self._wait(peer, peer.counters.come, unit, "come to a gather of")
+
+    def leave(self, unit: int) -> None:
+        """Say that this rank has read a unit, or that its device will have when it comes to what is queued now.
+
+        Raises:
+            LostRankError: another rank has ended, or does not come.
+        """
+        if self._device is None:
+            self._own.left[unit] = self._own.come[unit]
+            self.wait_read(unit)
+            return
+        number = torch.full((1,), self._own.come[unit], dtype=torch.int64, device=self._device)
+        self._own.left_words[unit : unit + 1].copy_(number, non_blocking=True)
+
+    def give_up(self, unit: int) -> None:
+        """Say that this rank will not read a unit after all: an error has ended its gather."""
+        self._own.left[unit] = self._own.come[unit]
+
+    def wait_read(self, unit: int) -> None:
+        """Return when no other rank reads the shards of a unit any more: this rank may write its own.
+
+        Raises:
+            LostRankError: another rank has ended, or does not come.
+        """
+        for peer in self._peers:
+            self._wait(peer, peer.counters.left, unit, "finish reading")
 
     def close(self) -> None:
-        """Wait until nothing is read any more, and let go of the other processes. Idempotent."""
-        self._finish_reads()
-        for peer in self._peers:
+        """Wait until no device reads any more, and let go of the other processes. Idempotent."""
+        peers, self._peers = self._peers, []
+        self._timeout_s = min(self._timeout_s, _CLOSE_S)
+        with suppress(LostRankError):  # its run is over, too; what it was about to read does not matter any more
+            for unit in range(self._num_units) if self._device is not None else ():
+                self._wait_own(unit)
+                for peer in peers:
+                    self._wait(peer, peer.counters.left, unit, "finish reading")
+        for peer in peers:
             peer.close()
 
-    def _check_not_writing(self, unit: int, use: str) -> None:
-        if self._own.written[unit] != self._own.arrived[unit]:
-            raise ValueError(
-                f"unit {unit} is {use} while this rank writes it: forwards and backwards must be over before `writing` "
-                "begins, so an optimizer must not get a closure that runs the model"
-            )
+    def _wait_own(self, unit: int) -> None:
+        end = time.monotonic() + self._timeout_s
+        while self._own.left[unit] < self._own.come[unit] and time.monotonic() < end:
+            time.sleep(_LONGEST_PAUSE_S)
 
     def _wait(self, peer: Peer, counters: Mapping[int, int] | memoryview, unit: int, what: str) -> None:
-        goal = self._own.arrived[unit]
+        goal = self._own.come[unit]
         if counters[unit] >= goal:
             return
         begin = looked = time.monotonic()
@@ -200,6 +223,6 @@ class Turns:
             if now - begin > self._timeout_s:
                 raise LostRankError(
                     f"rank {peer.rank} (process {peer.pid}) is alive, but did not {what} unit {unit} of the shared "
-                    f"weights within {self._timeout_s:.0f} s: it has come to update {counters[unit]}, this rank to "
-                    f"{goal}. All ranks must gather and update the same units in the same order."
+                    f"weights within {self._timeout_s:.0f} s: it has come to {counters[unit]} gathers, this rank to "
+                    f"{goal}. All ranks must gather the same units in the same order."
                 )

@@ -1,6 +1,5 @@
 """Steps with us on several ranks, and all that they give to torch.distributed, counted below its Python functions."""
 
-import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.planning.jobs.collectives import groups_of, step_volume
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import cut
-from lightning_cxl.sharding.shared_memory import share_weights
 from lightning_cxl.streaming.units import find_units
 from tests.distributed.training import Job, device, make_model, make_optimizer, mesh_of, place
 
@@ -80,14 +76,11 @@ def traffic(job: Job, *, no_sync: bool = False, shares: bool = False) -> tuple[l
         shares_weights=shares,
     )
     expected = step_volume(groups_of(model, find_units(model), ranks), ranks, job.micro_batches, no_sync=no_sync)
-    session = Session(**job.options)
+    session = Session(**job.options, share_weights=shares)
     root: Any = cut(model, find_units(model), mesh_of(job, world), session.host_on(device()).engine)
     loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=False))
-    shared = None
     try:
         (optimizer,) = loop.prepare(model, [make_optimizer(job, model)])
-        if shares:
-            shared = share_weights(model, NumaResource("dram", 0, Topology.detect()))
         found = []
         for number in range(job.steps):
             with Traffic() as moved:
@@ -99,14 +92,11 @@ def traffic(job: Job, *, no_sync: bool = False, shares: bool = False) -> tuple[l
                         loss.backward()
                 if job.clip is not None:
                     optimizer.clip_grad_norm_(job.clip)  # type: ignore[attr-defined]
-                with contextlib.nullcontext() if shared is None else shared.writing():
-                    optimizer.step()
+                optimizer.step()
                 optimizer.zero_grad()
             found.append(moved)
         return found, expected
     finally:
-        if shared is not None:
-            shared.close()
         loop.close()
 
 

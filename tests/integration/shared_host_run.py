@@ -5,13 +5,13 @@
 Writes `FOLDER/CASE.RANK.pt`: losses and weights, or what a case is about.
 """
 
-import contextlib
 import datetime
 import gc
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +30,9 @@ from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.sharding import same_machine, share_choice, shared_memory
 from lightning_cxl.sharding.measured_gather import measure_gather
 from lightning_cxl.sharding.shared_memory import share_weights
+from lightning_cxl.transfer.engine import HostEngine
 from tests.models import TINY_LLAMA
+from tests.shared_places import OnOneTier
 
 STEPS = 3
 DELAY_S = 0.2
@@ -49,8 +51,8 @@ def shard(model, mesh, precision=None, **options):
     fully_shard(model, mesh=mesh, **options)
 
 
-def share(model, **options):
-    return share_weights(model, NumaResource("dram", 0, Topology.detect()), **options)
+def share(model, places=None, **options):
+    return share_weights(model, places or OnOneTier(), HostEngine(), **options)
 
 
 def batches(rank, count):
@@ -58,7 +60,7 @@ def batches(rank, count):
     return [torch.randint(0, 63, (2, 8), generator=made) for _ in range(count)]
 
 
-def train(model, shared, rank, *, micro_batches=1, clip=None, validate=None, late_writer=None, late_reader=None):
+def train(model, rank, *, micro_batches=1, clip=None, validate=None, late_writer=None, late_reader=None):
     """Train, and return losses and full weights.
 
     Args:
@@ -87,9 +89,8 @@ def train(model, shared, rank, *, micro_batches=1, clip=None, validate=None, lat
         if clip is not None:
             losses.append(nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor().item())
         validation("before")
-        with shared.writing() if shared is not None else contextlib.nullcontext():
-            time.sleep(DELAY_S * (rank == late_writer))
-            optimizer.step()
+        time.sleep(DELAY_S * (rank == late_writer))
+        optimizer.step()
         optimizer.zero_grad()
         validation("after")
     return losses, {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
@@ -172,7 +173,7 @@ def parity(rank, ranks, case):
         shard(model, mesh, **case.get("shard", {}))
         shared = share(model) if sharing else None
         gathers = dist_calls()
-        results.append((*train(model, shared, rank, **case.get("train", {})), gathers()))
+        results.append((*train(model, rank, **case.get("train", {})), gathers()))
         if shared is not None:
             shared.close()
     return results
@@ -187,7 +188,7 @@ def elsewhere(rank, ranks):
     raised = error_of(lambda: share(model))
     choices = error_of(lambda: choose(True)), choose("auto")
     shared_memory.own_place = share_choice.own_place = same_machine.own_place
-    return raised, choices, train(model, None, rank)[0]
+    return raised, choices, train(model, rank)[0]
 
 
 def choose(asked, measure=None):
@@ -216,8 +217,8 @@ def full(rank, ranks):
     """The last rank has no room: refused on all, and FSDP2 gathers as before."""
     model = sharded_model(ranks)
     free = {"free_bytes": lambda: 4096} if rank == ranks - 1 else {}
-    raised = error_of(lambda: share_weights(model, NumaResource("dram", 0, Topology.detect(), **free)))
-    return raised, train(model, None, rank)[0]
+    raised = error_of(lambda: share(model, OnOneTier(**free)))
+    return raised, train(model, rank)[0]
 
 
 def counted_once(rank, ranks):
@@ -228,10 +229,13 @@ def counted_once(rank, ranks):
     dist.barrier()
     before = shared_bytes()
     budget = Budget("dram", 2**30)
-    shared = share_weights(model, BudgetResource(NumaResource("dram", 0, Topology.detect()), budget))
+    shared = share(model, OnOneTier(BudgetResource(NumaResource("dram", 0, Topology.detect()), budget)))
     model(input_ids=batches(rank, 1)[0])
     dist.barrier()  # all have read all
-    return shards, budget.held_bytes, shared_bytes() - before, len(shared.modules)
+    found = shards, budget.held_bytes, shared_bytes() - before
+    dist.barrier()
+    shared.close()
+    return found
 
 
 def shared_bytes():
@@ -248,15 +252,12 @@ def misuse(rank, ranks):
     shared = share(model)
     tokens = batches(rank, 1)[0]
     model(input_ids=tokens)
-    with shared.writing():
-        closure = error_of(lambda: model(input_ids=tokens))
-    unknown = error_of(lambda: shared.writing([nn.Linear(1, 1)]).__enter__())
     others = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(others, assign=True)
     replaced = error_of(lambda: model(input_ids=tokens))
     shared.close()
     shared.close()
-    return closure, unknown, replaced, error_of(lambda: shared.writing().__enter__())
+    return replaced
 
 
 def locked(rank, ranks):
@@ -266,31 +267,62 @@ def locked(rank, ranks):
         register=lambda address, nbytes: calls.append(("lock", address, nbytes)),
         unregister=lambda address: calls.append(("unlock", address)),
     )
-    shared = share(sharded_model(ranks), page_lock=lock, finish_reads=lambda: calls.append(("finish",)))
-    nbytes = shared.segment.nbytes
-    shared.close()
-    return calls, nbytes
+    share(sharded_model(ranks), page_lock=lock).close()
+    return calls
+
+
+def moved(rank, ranks):
+    """Page-locking moves pages of the last rank to another node: refused on all, and nothing stays page-locked."""
+    locks = Counter()
+    lock = SimpleNamespace(
+        register=lambda address, nbytes: locks.update([address]), unregister=lambda address: locks.subtract([address])
+    )
+    model = sharded_model(ranks)
+    node = 1 if rank == ranks - 1 else 0
+    raised = error_of(lambda: share(model, page_lock=lock, where=lambda address, nbytes: {node: nbytes}))
+    return raised, locks.total(), train(model, rank)[0]
+
+
+def unwatched(rank, ranks):
+    """The kernel does not let the last rank watch others: refused on all, and nothing stays page-locked or open."""
+    locks = Counter()
+    lock = SimpleNamespace(
+        register=lambda address, nbytes: locks.update([address]), unregister=lambda address: locks.subtract([address])
+    )
+    model, watch = sharded_model(ranks), os.pidfd_open
+    files = len(os.listdir("/proc/self/fd"))
+
+    def refuse(pid):
+        raise PermissionError(1, "Operation not permitted")
+
+    os.pidfd_open = refuse if rank == ranks - 1 else watch
+    raised = error_of(lambda: share(model, page_lock=lock))
+    os.pidfd_open = watch
+    gc.collect()
+    return raised, locks.total() + len(os.listdir("/proc/self/fd")) - files, train(model, rank)[0]
 
 
 def measured(rank, ranks):
     """What a measurement says, and how long it takes."""
     begin = time.monotonic()
-    found = measure_gather(NumaResource("dram", 0, Topology.detect()), dist.group.WORLD)
+    found = measure_gather(OnOneTier().file, dist.group.WORLD, HostEngine())
     return found, time.monotonic() - begin
 
 
 def killed(rank, ranks):
-    """Rank 1 is killed while it writes; returns what rank 0 gets, and after how many seconds."""
+    """Rank 1 is killed between two gathers; returns what rank 0 gets, and after how many seconds."""
     model = sharded_model(ranks)
     shared = share(model)
     tokens = batches(rank, 1)[0]
     model(input_ids=tokens)
-    with shared.writing():
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     raised = error_of(lambda: model(input_ids=tokens))
-    return raised, time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    shared.close()
+    return raised, seconds
 
 
 def error_of(call):
@@ -308,7 +340,8 @@ def sharded_model(ranks, **options):
     return model
 
 
-OTHERS = {each.__name__: each for each in (elsewhere, chosen, full, measured, counted_once, misuse, locked, killed)}
+_CASES = (elsewhere, chosen, full, measured, counted_once, misuse, locked, moved, unwatched, killed)
+OTHERS = {each.__name__: each for each in _CASES}
 """By name; `killed` must be the last."""
 
 

@@ -10,6 +10,9 @@ _WEIGHTS = "lightning_cxl/sharding/shared_memory.py"
 _AGREEMENT = "lightning_cxl/sharding/agreement.py"
 T_TURNS = ("tests/unit/sharding/test_turns.py",)
 T_LATE = ("tests/integration/test_shared_host_turns.py",)
+T_WRITES = ("tests/distributed/test_shared_weights.py::test_what_users_write_on_late_ranks",)
+T_CHILDREN = ("tests/distributed/test_shared_weights.py::test_forked_children_change_nothing",)
+T_UNDONE = ("tests/distributed/test_shared_weights.py::test_an_error_after_sharing_leaves_nothing_of_it",)
 T_SEGMENTS = ("tests/unit/memory/test_shared.py",)
 T_ERRORS = ("tests/integration/test_shared_host_errors.py",)
 T_ANEW = ("tests/integration/test_shared_host.py::test_what_a_forward_shards_anew_over_fewer_ranks_is_gathered",)
@@ -17,45 +20,39 @@ T_ANEW = ("tests/integration/test_shared_host.py::test_what_a_forward_shards_ane
 MUTANTS = (
     # -- turns
     Mutant(
-        "a gather waits until all ranks have written",
+        "a gather reads when all ranks have come to it",
         _GATHER,
-        "        self._turns.wait_written(self._unit)\n",
-        "",
+        "            self._turns.come(self._unit)\n",
+        "            self._turns._own.come[self._unit] += 1\n",
         T_LATE,
     ),
     Mutant(
-        "a rank that updates waits until all ranks have read",
+        "a rank leaves a gather when all ranks have read",
         _TURNS,
-        '                    self._wait(peer, peer.counters.arrived, unit, "stop reading")\n',
-        "                    pass\n",
+        '            self._wait(peer, peer.counters.left, unit, "finish reading")\n\n    def close',
+        "            pass\n\n    def close",
+        (*T_TURNS, *T_LATE),
+    ),
+    Mutant(
+        "a rank has come before it waits for the others",
+        _TURNS,
+        "        self._own.come[unit] += 1\n        for peer in self._peers:\n",
+        "        self._own.come[unit] += 1\n        for peer in ():\n",
         T_TURNS,
     ),
     Mutant(
-        "a rank has written when its update is over, not when it begins",
-        _TURNS,
-        "            own.arrived[unit] += 1\n",
-        "            own.arrived[unit] += 1\n            own.written[unit] += 1\n",
-        T_TURNS,
+        "the host does not write what a device of another rank still reads",
+        "lightning_cxl/sharding/host_shard.py",
+        "            self.wait_for_others()\n",
+        "            pass\n",
+        T_WRITES,
     ),
     Mutant(
-        "reads of the device are over before others write",
+        "who fails in a gather lets the others go on",
         _TURNS,
-        "        self._finish_reads()\n        for unit in numbers:\n",
-        "        for unit in numbers:\n",
-        T_TURNS,
-    ),
-    Mutant(
-        "who fails in an update lets the others go on",
-        _TURNS,
-        "            yield\n        finally:\n            for unit in numbers:\n",
-        "            yield\n        finally:\n            for unit in ():\n",
-        T_TURNS,
-    ),
-    Mutant(
-        "nobody reads what it is writing itself",
-        _TURNS,
-        '        self._check_not_writing(unit, "read")\n',
-        "",
+        '        """Say that this rank will not read a unit after all: an error has ended its gather."""\n'
+        "        self._own.left[unit] = self._own.come[unit]\n",
+        '        """Say nothing."""\n',
         T_TURNS,
     ),
     Mutant(
@@ -73,14 +70,34 @@ MUTANTS = (
         T_TURNS,
     ),
     Mutant(
-        "reads of the device are over before memory is let go of",
-        _TURNS,
-        '        """Wait until nothing is read any more, and let go of the other processes. Idempotent."""\n'
-        "        self._finish_reads()\n",
-        "",
-        T_ERRORS,
+        "CPUs that may show a counter before what it counts do not share",
+        "lightning_cxl/sharding/same_machine.py",
+        "    if platform.machine() not in _ORDERED_STORES:\n",
+        "    if False:\n",
+        ("tests/unit/sharding/test_same_machine.py",),
+    ),
+    Mutant(
+        "a forked child gathers nothing",
+        _GATHER,
+        "        if self._turns.is_inherited:\n",
+        "        if False:\n",
+        T_CHILDREN,
     ),
     # -- segments
+    Mutant(
+        "a forked child cannot write weights of its parent",
+        "lightning_cxl/memory/split_stacks.py",
+        "            return _FilePages(self._sources[False], fd)\n",
+        '            return _FilePages(self._sources[kind == "inherited"], fd)\n',
+        ("tests/unit/memory/test_stacks.py::test_forked_children_see_weights_and_nothing_else", *T_CHILDREN),
+    ),
+    Mutant(
+        "pages that page-locking has moved are noticed",
+        "lightning_cxl/sharding/segments.py",
+        "                segment.check_nodes(where)\n",
+        "                pass\n",
+        T_ERRORS,
+    ),
     Mutant(
         "a segment is known by its mark",
         _SHARED,
@@ -110,6 +127,20 @@ MUTANTS = (
         T_SEGMENTS,
     ),
     # -- weights
+    Mutant(
+        "segments are not page-locked any more after an error",
+        _WEIGHTS,
+        "        undo.callback(segments.close)\n",
+        "",
+        T_ERRORS,
+    ),
+    Mutant(
+        "FSDP2 gathers by itself after an error in a run",
+        "lightning_cxl/run/residence.py",
+        "            undo.callback(self._sharing.close)\n",
+        "",
+        T_UNDONE,
+    ),
     Mutant(
         "a shard that was replaced is noticed",
         _GATHER,

@@ -109,6 +109,8 @@ def test_resolve_defaults(monkeypatch):
         ("numa_binding", "core-complex", "core-complex"),
         ("on_tier_full", "error", "error"),
         ("pin_memory", "true", True),
+        ("share_weights", "auto", "auto"),
+        ("share_weights", "true", True),
         ("replicate_machines", "true", True),
     ],
 )

@@ -182,11 +182,10 @@ def _parts_of_rank(inventory: Inventory) -> dict[str, int]:
     largest = max((unit.shard_bytes for unit in units), default=0)
     reduced = sorted((group.reduced_bytes for group in (*units, root)), reverse=True)
     kept = workload.num_micro_batches > 1 and workload.num_arrivals == 1
-    shards = 0 if workload.mesh.shares_weights else -(-largest // workload.mesh.num_shards)
-    in_place = workload.mesh.shares_weights and workload.computes_on_host
+    shards = -(-largest // workload.mesh.num_shards)
     parts = {
-        "weights outside of units, and buffers": buffers + (0 if in_place else root.shard_bytes),
-        f"{NUM_SLOTS} units that are gathered": 0 if in_place else NUM_SLOTS * (largest + shards),
+        "weights outside of units, and buffers": buffers + root.shard_bytes,
+        f"{NUM_SLOTS} units that are gathered": NUM_SLOTS * (largest + shards),
         "activations, logits and loss at their peak": inventory.measured.run.device_peak_bytes,
         "gradients that are reduced and leave": sum(reduced[:2]),
         "gradients that wait for the last micro-batch": sum(reduced) if kept else 0,

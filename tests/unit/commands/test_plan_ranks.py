@@ -156,7 +156,7 @@ def test_ranks_of_the_cpu_share_it(plan):
     compute = [data["ranks"]["predicted_busy_seconds"]["compute"] for data in (alone, four)]
     assert compute[1] == pytest.approx(4 * compute[0])  # four times the tokens
     shared = plan("--devices", "4", "--weights", "shared", count=1, is_host="true")[2]
-    assert shared["device_bytes"] < four["device_bytes"]
+    assert shared["device_bytes"] == four["device_bytes"]  # whole units come together in memory of the rank
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.memory.shared import ForeignSegment, SharedSegment, segment_bytes
 from lightning_cxl.memory.striped import StripedResource
 from lightning_cxl.native._numa import NOWHERE, Mapping, Range, page_nodes
+from tests.shared_places import OnOneTier
 
 MIB = 2**20
 OTHER = """
@@ -43,7 +44,7 @@ def other_process(segment, buffer):
 
 
 def test_another_process_sees_the_same_bytes(dram):
-    segment = SharedSegment(MIB, dram)
+    segment = SharedSegment(MIB, OnOneTier(dram).file)
     buffer = segment.allocate(4)
     shown = buffer.tensor((4,), torch.uint8)
     shown.copy_(torch.tensor([1, 2, 3, 4]))
@@ -55,7 +56,7 @@ def test_another_process_sees_the_same_bytes(dram):
 
 def test_nothing_is_left_of_processes_that_were_killed(dram):
     """The memory has no name, and its pages go with the last process; the child had all of them but our mapping."""
-    segment = SharedSegment(MIB, dram)
+    segment = SharedSegment(MIB, OnOneTier(dram).file)
     link = os.readlink(f"/proc/self/fd/{segment.name.fd}")
     assert link.startswith("/memfd:") and link.endswith("(deleted)")
     child = other_process(segment, segment.allocate(4))
@@ -68,7 +69,7 @@ def test_nothing_is_left_of_processes_that_were_killed(dram):
 
 
 def test_the_door_is_locked_and_what_was_mapped_stays(dram):
-    segment = SharedSegment(MIB, dram)
+    segment = SharedSegment(MIB, OnOneTier(dram).file)
     name = segment.name
     before = ForeignSegment(name)
     segment.allocate(8).tensor((1,), torch.int64).fill_(7)
@@ -81,23 +82,24 @@ def test_the_door_is_locked_and_what_was_mapped_stays(dram):
 
 
 def test_other_memory_is_not_taken_for_a_segment(dram):
-    segment, larger = SharedSegment(MIB, dram), SharedSegment(2 * MIB, dram)
+    segment, larger = SharedSegment(MIB, OnOneTier(dram).file), SharedSegment(2 * MIB, OnOneTier(dram).file)
     for wrong in (segment.name._replace(mark=b"x" * 64), segment.name._replace(fd=larger.name.fd)):
         with pytest.raises(UnsupportedError, match="is not the memory that its process shares"):
             ForeignSegment(wrong)
 
 
 def test_a_file_cannot_shrink_under_those_who_map_it(dram):
-    segment = SharedSegment(MIB, dram)
+    segment = SharedSegment(MIB, OnOneTier(dram).file)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.name.fd, 4096)
 
 
 def test_parts_are_aligned_counted_and_limited(dram):
     sizes = [1, 100, 64, 0]
-    segment = SharedSegment(segment_bytes(sizes), dram)
+    segment = SharedSegment(segment_bytes(sizes), OnOneTier(dram).file)
     buffers = [segment.allocate(size) for size in sizes]
     assert [buffer.address % 64 for buffer in buffers[:3]] == [0, 0, 0]
+    assert [segment.offset(buffer) for buffer in buffers[:3]] == [64, 128, 256]
     assert [span.nbytes for span in buffers[1].spans] == [100]
     with pytest.raises(TierFullError, match=r"cannot take 8\.0 KiB of a shared segment of 4\.0 KiB"):
         segment.allocate(8192)
@@ -107,11 +109,11 @@ def test_parts_are_aligned_counted_and_limited(dram):
 
 def test_pages_lie_on_their_tier_and_its_budget_has_them_back_when_the_last_part_dies(dram):
     budget = Budget("dram", 4 * MIB)
-    segment = SharedSegment(3 * MIB, BudgetResource(dram, budget))
+    segment = SharedSegment(3 * MIB, OnOneTier(BudgetResource(dram, budget)).file)
     assert page_nodes(segment.address, segment.nbytes) == {0: segment.nbytes}
     assert budget.held_bytes == segment.nbytes
     with pytest.raises(TierFullError, match="cannot place"):
-        SharedSegment(3 * MIB, BudgetResource(dram, budget))
+        SharedSegment(3 * MIB, OnOneTier(BudgetResource(dram, budget)).file)
     part = segment.allocate(8).tensor((1,), torch.int64)
     del segment
     assert budget.held_bytes > 3 * MIB
@@ -126,7 +128,7 @@ def test_a_segment_can_be_striped_and_pages_of_a_full_child_go_back(dram):
             raise TierFullError("no room after all")
 
     full = Full("full", 0, Topology.detect())
-    segment = SharedSegment(8 * MIB - 4096, StripedResource([(dram, 1.0), (full, 1.0)]))
+    segment = SharedSegment(8 * MIB - 4096, OnOneTier(StripedResource([(dram, 1.0), (full, 1.0)])).file)
     assert {span.tier for span in segment.allocate(7 * MIB).spans} == {"dram"}
 
 

@@ -1,5 +1,7 @@
 """Who can share memory, by names alone."""
 
+import platform
+
 import pytest
 
 from lightning_cxl.errors import UnsupportedError
@@ -30,6 +32,12 @@ def test_another_container_is_named():
     assert why_apart([HERE, hidden]) == (
         "rank 1 of the group runs in another namespace of process ids (`pod`) than rank 0 (`node1`)"
     )
+
+
+def test_a_cpu_that_may_show_stores_in_another_order_is_refused(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert "the kind aarch64" in why_apart([HERE, HERE])
+    assert why_apart([HERE]) == "one rank has the whole weights, so nothing is gathered"
 
 
 def test_the_place_is_read_from_the_kernel(tmp_path):

@@ -57,15 +57,15 @@ def test_a_read_waits_for_a_late_writer(memory):
     events = []
 
     def writes():
-        with one.writing():
-            time.sleep(LATE_S)
-            events.append("written")
+        time.sleep(LATE_S)
+        events.append("written")
+        one.come(0)
+        one.leave(0)
 
     def reads():
-        with two.writing():
-            pass
-        two.wait_written(0)
+        two.come(0)
         events.append("read")
+        two.leave(0)
 
     assert together(writes, reads) == []
     assert events == ["written", "read"]
@@ -76,108 +76,71 @@ def test_a_write_waits_for_a_late_reader(memory):
     events = []
 
     def writes():
-        with one.writing():
-            events.append("written")
+        one.come(0)
+        one.leave(0)
+        events.append("written")
 
     def reads():
-        two.wait_written(0)
+        two.come(0)
         time.sleep(LATE_S)
         events.append("read")
-        with two.writing():
-            pass
+        two.leave(0)
 
     assert together(writes, reads) == []
     assert events == ["read", "written"]
 
 
-def test_units_have_turns_of_their_own(memory):
-    (one, two), _ = ranks_of(memory)
-    order = []
-
-    def first():
-        with one.writing([2]):
-            order.append("one writes 2")
-        one.wait_written(1)
-        order.append("one reads 1")
-        with one.writing([0, 1]):
-            order.append("one writes the others")
-
-    def second():
-        with two.writing([2]):
-            time.sleep(LATE_S)
-            two.wait_written(0)  # another unit is nobody's turn
-        time.sleep(LATE_S)
-        with two.writing([0, 1]):
-            pass
-
-    assert together(first, second) == []
-    assert order == ["one writes 2", "one reads 1", "one writes the others"]
-
-
-def test_three_ranks_never_read_what_is_being_written(memory):
-    """Values are written in two halves; who reads sees equal halves, of the update that it has made itself."""
+def test_three_ranks_read_what_all_had_written_before_the_gather(memory):
+    """Values are written in two halves, with no other care than that of a user; who reads sees equal halves."""
     ranks, _ = ranks_of(memory, 3)
     values = [[0, 0] for _ in ranks]
     seen = []
 
     def program(own):
         for update in range(1, 60):
-            with ranks[own].writing():
-                values[own][0] = update
-                time.sleep(0.0002 * ((own + update) % 3))
-                values[own][1] = update
-            ranks[own].wait_written(1)
-            seen.extend((update, tuple(value)) for value in values)
+            values[own][0] = update
+            time.sleep(0.0003 * ((own + update) % 3))
+            values[own][1] = update
+            ranks[own].come(1)
+            for value in values:
+                time.sleep(0.0002 * ((own + 2 * update) % 3))
+                seen.append((update, tuple(value)))
+            ranks[own].leave(1)
 
     assert together(*(lambda own=own: program(own) for own in range(3))) == []
     assert len(seen) == 3 * 3 * 59
     assert all(value == (update, update) for update, value in seen)
 
 
-def test_who_fails_while_writing_does_not_hold_up_the_others(memory):
-    (one, two), _ = ranks_of(memory)
+def test_who_fails_in_a_gather_does_not_hold_up_the_others(memory):
+    (one, two), _ = ranks_of(memory, timeout_s=5.0)
 
     def fails():
-        with one.writing():
-            raise KeyError("an optimizer")
+        one.come(0)
+        one.give_up(0)
+        raise KeyError("a copy")
 
     def goes_on():
-        with two.writing():
-            pass
-        two.wait_written(0)
+        two.come(0)
+        two.leave(0)
 
     (error,) = together(fails, goes_on)
     assert isinstance(error, KeyError)
 
 
-def test_reads_of_the_device_are_over_before_the_others_write(memory):
-    arrived = []
-    (one, two), counters = ranks_of(memory, finish_reads=lambda: arrived.append(list(counters[0].arrived)))
-    assert together(lambda: one.writing().__enter__(), lambda: two.writing().__enter__()) == []
-    assert arrived[0] == [0, 0, 0] and list(counters[0].arrived) == [1, 1, 1]
-
-
-@pytest.mark.parametrize("use", [lambda turns: turns.wait_written(1), lambda turns: turns.writing().__enter__()])
-def test_what_is_being_written_is_not_read_nor_written_again(memory, use):
-    (alone,), _ = ranks_of(memory, 1)
-    with alone.writing([1]), pytest.raises(ValueError, match=r"unit 1 is (read|written again) while this rank writes"):
-        use(alone)
-    use(alone)
-
-
 def test_a_process_that_has_ended_is_told_from_one_that_is_late(memory):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     (turns, _), counters = ranks_of(memory, pids=[os.getpid(), child.pid], timeout_s=0.3)
-    with pytest.raises(LostRankError) as late, turns.writing():
-        raise AssertionError("nobody else has come")
-    assert f"rank 1 (process {child.pid}) is alive, but did not stop reading unit 0" in str(late.value)
-    assert "it has come to update 0, this rank to 1" in str(late.value)
+    with pytest.raises(LostRankError) as late:
+        turns.come(0)
+    assert f"rank 1 (process {child.pid}) is alive, but did not come to a gather of unit 0" in str(late.value)
+    assert "it has come to 0 gathers, this rank to 1" in str(late.value)
     child.kill()  # not waited for: also a zombie has ended
     begin = time.monotonic()
-    with pytest.raises(LostRankError, match=f"process {child.pid}\\) has ended"), turns.writing():
-        raise AssertionError("nobody else has come")
+    with pytest.raises(LostRankError, match=f"process {child.pid}\\) has ended"):
+        turns.come(0)
     assert time.monotonic() - begin < 0.3
-    counters[1].arrived[0:3] = counters[0].arrived[0:3]
+    counters[1].come[0] = counters[0].come[0]
     child.communicate()
-    with pytest.raises(LostRankError, match=r"has ended; .* finish its update of unit 0"):
-        turns.wait_written(0)
+    with pytest.raises(LostRankError, match=r"has ended; .* finish reading unit 0"):
+        turns.leave(0)
