@@ -10,7 +10,7 @@ the call, whatever is updated after it.
   main thread uses theirs where nothing is being written.
 * One checkpoint is written at a time, and there is one copy: the next `save` waits.
 * An error of one process is one of all, as in every save. All raise it when they wait: at the next `save` or `wait`, or
-  at the end (`close`).
+  at the end (`close`). A step after it (`then`) is of one process alone, and so is its error.
 * Who removes an older checkpoint right after a save does so when the new one has its name (`then`), and not at all
   where that has failed. So a run that is killed at any moment leaves a whole checkpoint.
 """
@@ -40,11 +40,12 @@ class AsyncSaves:
 
     Args:
         timeout: for which a process waits for the others while they write; None is torch's own.
+        prepare: the thread calls it first: torch's current device is of a thread, and a new one has the first.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self, timeout: timedelta | None = None, prepare: Callable[[], None] | None = None) -> None:
         self._group = dist.new_group(backend=dist.Backend.GLOO, timeout=timeout)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", prepare)
         self._last: Future[None] | None = None
         """What the thread does last, of what nobody has waited for."""
 
@@ -120,7 +121,9 @@ def _copied(tensors: Mapping[str, Any]) -> Any:
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor):
                 own = local(tensor).detach()
-                key = (own.device, own.data_ptr(), own.dtype, own.shape, own.stride())
+                key: Any = (own.device, own.data_ptr(), own.dtype, own.shape, own.stride())
+                if type(own) is not torch.Tensor:  # it may have no memory, and so no address
+                    key = id(tensor)
                 if key not in taken:
                     taken[key] = own.to("cpu", copy=True)
                 known[id(tensor)] = sharded_like(taken[key], tensor)

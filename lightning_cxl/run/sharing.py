@@ -47,7 +47,7 @@ class Sharing:
             return
         try:
             self._choose(asked, model, memory, engine)
-        except (UnsupportedError, PinnedMemoryError, TierFullError) as error:  # on all ranks, or on none
+        except (UnsupportedError, PinnedMemoryError, TierFullError) as error:  # on all ranks of the group, or on none
             if asked is True:
                 raise
             self.reason = f"weights are gathered between ranks: {error}"

@@ -93,9 +93,11 @@ def cut(
                 if unit is not root and next(unit.parameters(), None) is not None:
                     fully_shard(unit, mesh=mesh)
             fully_shard(root, mesh=mesh)
-        if not engine.computes_on_host:
-            owners = dict(model.named_parameters())
-            host_shards(model, lambda name, shape, dtype: shard_of(values.pop(name), owners[name]).clone(), engine)
+            if not engine.computes_on_host:
+                owners = dict(model.named_parameters())
+                host_shards(
+                    model, lambda name, *_: shard_of(values.pop(name), owners[name]).to("cpu", copy=True), engine
+                )
         _agree_on_values(model, mesh)
         root.register_forward_hook(_reshard_after_evaluation)
     return root

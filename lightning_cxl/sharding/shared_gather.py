@@ -110,7 +110,7 @@ class SharedGather:
         self._runs: dict[torch.dtype, dict[int, list[_Run]]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an output, from where it came before. FSDP2 asks before it copies this rank's own part.
+        """Return memory for an output, from where it came before. FSDP2 asks before it copies this rank's own part in.
 
         Raises:
             UnsupportedError: in a forked child, which has no weights.

@@ -27,10 +27,9 @@ before its copies, it does without more from the program of this rank, which has
 A counter is one aligned word. x86 makes stores visible in program order, and loads are not done before older ones; the
 threads that read and write weights are joined before the counter is written. So who sees the counter sees the weights.
 Other CPUs (ARM) promise neither, and Python has no barriers: there weights are not shared (`why_apart`). Counters and
-segments belong to the process that made them: a forked child does not have that memory, and is refused before it looks
-there. Nothing sleeps in the kernel for the others: who waits
-looks again after a pause, and looks whether the process it waits for is alive. Wherever a rank is killed, the others
-say so within a second.
+segments belong to the process that made them: a forked child does not have that memory, and a gather in it is refused.
+Nothing sleeps in the kernel for the others: who waits looks again after a pause, and looks whether the process it waits
+for is alive. Wherever a rank is killed, the others say so within a second.
 """
 
 import os
@@ -187,16 +186,16 @@ class Turns:
         """Wait until no device reads any more, and let go of the other processes. Idempotent."""
         peers, self._peers = self._peers, []
         self._timeout_s = min(self._timeout_s, _CLOSE_S)
+        end = time.monotonic() + self._timeout_s
         with suppress(LostRankError):  # its run is over, too; what it was about to read does not matter any more
             for unit in range(self._num_units) if self._device is not None else ():
-                self._wait_own(unit)
+                self._wait_own(unit, end)
                 for peer in peers:
                     self._wait(peer, peer.counters.left, unit, "finish reading")
         for peer in peers:
             peer.close()
 
-    def _wait_own(self, unit: int) -> None:
-        end = time.monotonic() + self._timeout_s
+    def _wait_own(self, unit: int, end: float) -> None:
         while self._own.left[unit] < self._own.come[unit] and time.monotonic() < end:
             time.sleep(_LONGEST_PAUSE_S)
 

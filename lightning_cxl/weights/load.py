@@ -143,7 +143,8 @@ def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool | None) 
     except BaseException as error:
         for weight, before in made:
             weight.put(before)
-        _note_overwritten(error, [read.weight for read in sources.values() if not read.weight.tensor.is_meta])
+        put_back = {id(weight) for weight, _ in made}
+        _note_overwritten(error, [read.weight for read in sources.values() if id(read.weight) not in put_back])
         raise
     return nbytes
 

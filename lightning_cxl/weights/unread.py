@@ -27,6 +27,7 @@ from lightning_cxl.sharding.host_shard import SHAPE_ALONE
 from lightning_cxl.sharding.torch_private import make_wrapper, no_torch_function, written_by
 from lightning_cxl.torch_private import tree_leaves, tree_map
 
+_CPU = torch.device("cpu")
 _SAME_BYTES = frozenset((torch.ops.aten.view.dtype, torch.ops.aten.view_as_real.default))
 """Views that show other numbers than those they are taken of, so that they cannot come before a conversion."""
 
@@ -37,28 +38,31 @@ def are_left_in_files() -> bool:
 
 
 class UnreadWeight(Tensor):
-    """A weight on the CPU without memory; see [Note: Left in files].
+    """A weight without memory; see [Note: Left in files].
 
     Args:
         like: a tensor with the shape of the weight, on any device.
         dtype: of the weight.
         read: returns values of this shape, of any dtype.
+        device: where its values are read to.
     """
 
     __slots__ = ("_read",)  # who puts another parameter in its place takes `__dict__` over
     _read: Callable[[], Tensor]
 
     @staticmethod
-    def __new__(cls, like: Tensor, dtype: torch.dtype, read: Callable[[], Tensor]) -> "UnreadWeight":
+    def __new__(
+        cls, like: Tensor, dtype: torch.dtype, read: Callable[[], Tensor], device: torch.device = _CPU
+    ) -> "UnreadWeight":
         """Make a weight of these values."""
-        weight: UnreadWeight = make_wrapper(cls, like.shape, strides=like.stride(), dtype=dtype, device="cpu")
+        weight: UnreadWeight = make_wrapper(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
         weight._read = read
         return weight
 
     def values(self) -> Tensor:
         """Return the values in memory of their own, as a plain tensor."""
         with torch.no_grad():
-            read, values = self._read(), torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            read, values = self._read(), torch.empty(self.shape, dtype=self.dtype, device=self.device)
             return values.copy_(read)
 
     @property
@@ -69,8 +73,10 @@ class UnreadWeight(Tensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        # of the same weight where nothing had to be converted
+        read = values._read if isinstance(values, UnreadWeight) else lambda: values
         Tensor.data.__set__(self, values)  # type: ignore[attr-defined]  # its shape and dtype
-        self._read = lambda: values
+        self._read = read
 
     def data_ptr(self) -> int:
         """Raise: there is no memory.
@@ -106,7 +112,7 @@ class UnreadWeight(Tensor):
         if func.is_view and func not in _SAME_BYTES:
             return _view(func, args, kwargs)
         if func in SHAPE_ALONE:
-            kwargs = {**kwargs, "device": kwargs.get("device") or "cpu"}
+            kwargs = {**kwargs, "device": kwargs.get("device") or args[0].device}
             return func(_shape_of(args[0]), *args[1:], **kwargs)
         if any(isinstance(leaf, UnreadWeight) for leaf in tree_leaves(written_by(func, args, kwargs) or [])):
             raise UnsupportedError(f"`{func}` would write a weight, and {_WHY}")
@@ -127,15 +133,16 @@ def _shape_of(weight: Tensor) -> Tensor:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a view of an unread weight, or views, as what is not read yet."""
     weight, *rest = args
+    whole = weight._read  # a view shows the same when `.data` is set
     views = func(_shape_of(weight), *rest, **kwargs)
     if isinstance(views, Tensor):
-        return UnreadWeight(views, weight.dtype, lambda: func(weight._read(), *rest, **kwargs))
+        return UnreadWeight(views, weight.dtype, lambda: func(whole(), *rest, **kwargs), weight.device)
 
     def read(index: int) -> Tensor:
-        part: Tensor = func(weight._read(), *rest, **kwargs)[index]
+        part: Tensor = func(whole(), *rest, **kwargs)[index]
         return part
 
-    return [UnreadWeight(view, weight.dtype, partial(read, index)) for index, view in enumerate(views)]
+    return [UnreadWeight(view, weight.dtype, partial(read, index), weight.device) for index, view in enumerate(views)]
 
 
 def _with_values(values: Any, read: dict[int, Tensor]) -> Any:

@@ -101,7 +101,10 @@ def test_files_are_not_loaded_into_a_model_that_is_cut(ranks, untied):
     assert "is cut over processes already" in ranks.of(2).run(loading_runs.into_cut, untied)[0]
 
 
-@pytest.mark.parametrize("options", [{}, BF16], ids=["as in the files", "converted"])
+HALF = {"precision": "bf16-true"}
+
+
+@pytest.mark.parametrize("options", [{}, BF16, HALF, {**BF16, **HALF}], ids=["as it is", "converted", "half", "both"])
 def test_the_trainer_trains_what_was_left_in_the_files(ranks, llama, options):
     wanted = ranks.of(2).run(loading_runs.trained, llama, mapped=False, **options)
     for found in ranks.of(2).run(loading_runs.trained, llama, **options):

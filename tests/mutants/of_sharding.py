@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         "an unread weight has the values that it was given",
         "lightning_cxl/weights/unread.py",
-        "        self._read = lambda: values\n",
+        "        self._read = read\n",
         "        pass\n",
         (f"{_LOADING}::test_a_model_can_be_used_before_it_is_cut",),
     ),
@@ -305,5 +305,12 @@ MUTANTS = (
         "                module._is_fsdp_managed_module = True",
         "                module._is_fsdp_managed_module = False",
         ("tests/distributed/test_accelerate_hooks.py",),
+    ),
+    Mutant(
+        "a conversion that changes nothing leaves a weight in its file",
+        "lightning_cxl/weights/unread.py",
+        "        read = values._read if isinstance(values, UnreadWeight) else lambda: values\n",
+        "        read = lambda: values\n",
+        ("tests/distributed/test_loading.py",),
     ),
 )

@@ -136,10 +136,10 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create weights where their tier is, from the first byte; on a GPU, on the GPU, unless they stream."""
+        """Create weights where their tier is, from the first byte; on a GPU, on it, unless they stream or are cut."""
         host = self._session.host_on(self.root_device)
         with super().module_init_context(empty_init=empty_init):
-            if self.root_device.type == "cpu" or host.streams_weights:
+            if self.root_device.type == "cpu" or self.is_distributed or host.streams_weights:
                 with torch.device("cpu"), host.activate(), host.creating_weights():
                     yield
             else:

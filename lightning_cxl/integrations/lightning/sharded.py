@@ -81,7 +81,8 @@ class ShardedStrategy(ProcessesStrategy):
         """
         if self.is_distributed and isinstance(self.checkpoint_io, AsyncCheckpointIO):
             on_all_ranks(partial(self._check_saves, trainer))
-            self._saves = AsyncSaves(self.timeout)
+            engine = self._session.host_on(self.root_device).engine
+            self._saves = AsyncSaves(self.timeout, engine.use_in_this_thread)
 
     def _check_saves(self, trainer: Trainer) -> None:
         if any(getattr(each, "save_last", None) == "link" for each in trainer.checkpoint_callbacks):
