@@ -157,6 +157,7 @@ def test_a_run_that_is_started_again_goes_on(tmp_path, how):
     steps, chance, seconds = 3 * kills + 3, random.Random(1), []
     whole = whole_run(tmp_path / "whole", steps)
     job = Job(tmp_path / "killed", "lightning", steps, how=how)
+    goes_on = False
     for number in range(kills):
         try:
             job.wait_for_steps(1 + chance.randrange(3))
@@ -167,7 +168,9 @@ def test_a_run_that_is_started_again_goes_on(tmp_path, how):
             seconds.append(time.monotonic() - start)
         finally:
             job.end()
-        assert check_checkpoints(job.folder)
+        whole_ones = check_checkpoints(job.folder)
+        assert whole_ones or (how and not goes_on), "the first one may still have been behind the training"
+        goes_on = goes_on or bool(whole_ones)
         job.start()
     assert job.code(240) == 0, job.log()
     assert_as_if_nothing_was(job, whole)
