@@ -297,7 +297,9 @@ def test_the_tier_ssd_in_yaml_and_in_the_environment(tmp_path, monkeypatch, give
     pytest.importorskip("jsonargparse")
     ssd = {"path": [str(tmp_path / "a"), str(tmp_path / "b")], "budget": "64MiB", "checkpoint": "reference"}
     tiers = json.dumps({"dram": "1GiB", "ssd": ssd})
-    text = "trainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n"
+    text = (
+        "seed_everything: 1\ntrainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n"
+    )
     text += f"      tiers: {tiers}\n" if given == "yaml" else "      num_threads: 1\n"
     if given == "environment":
         monkeypatch.setenv("LIGHTNING_CXL_TIERS", tiers)
