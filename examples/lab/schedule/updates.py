@@ -36,7 +36,7 @@ class AfterBackward:
         masters = MasterWeights({}, rig.allocate_like)
         sums, arrived = _gradients(rig, None)
         updates = WholeUpdates(rig.units, masters)
-        self._sink = GradientSink(rig.engine, sums, arrived, updates, rig, rig.unit_of)
+        self._sink = GradientSink(rig.engine, sums, arrived, updates, rig.bring_home, rig.unit_of)
         self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
         rig.streamer.attach(self._sink)
         self._optimizers = {name: CPUAdam(unit.parameters(), **_OPTIONS) for name, unit in rig.model.named_units()}
@@ -67,7 +67,7 @@ class DuringBackward:
         masters = MasterWeights({}, rig.allocate_like)
         sums, arrived = _gradients(rig, self._worker)
         self._updates = _PacedUpdates(rig, traffic, masters, self._worker, arrived)
-        self._sink = GradientSink(rig.engine, sums, arrived, self._updates, rig, rig.unit_of)
+        self._sink = GradientSink(rig.engine, sums, arrived, self._updates, rig.bring_home, rig.unit_of)
         self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
         self._optimizer = CPUAdam(rig.model.parameters(), **_OPTIONS)
         rig.streamer.attach(self._sink)
