@@ -1,6 +1,7 @@
 """What the overlap benchmark compares with: ideals, and placements of the paper, against figures worked out by hand."""
 
 import pytest
+from schedule.grid import MODES, Cell, Effort, measure
 from schedule.ideal import UnitShape
 from schedule.paper import GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, paper_links, paper_machine, update_traffic
 from schedule.replay import Setting, closed_form, contenders
@@ -93,3 +94,12 @@ def test_ours_updates_on_both_equally_long():
     links = paper_links(1)
     dram, card = (links.host_route({tier: traffic[tier]}).seconds(traffic[tier].nbytes) for tier in ("dram0", "cxl0"))
     assert dram == pytest.approx(card, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cell_of_the_grid_is_measured(mode):
+    cell = Cell(num_units=2, ratio=1.0, kind="copies", mode=mode)
+    measured = measure(cell, Effort(width=16, repeats=1, warm_up=1, rounds=2))
+    assert len(measured.wall_s) == len(measured.steps) == 2
+    updated = {each.name for each in measured.trace.intervals if each.name.startswith("unit ")}
+    assert updated >= {"unit 0", "unit 1"}
