@@ -48,6 +48,16 @@ SHAPE_ALONE = frozenset(
 """Operators that make a tensor on the device and read no value."""
 
 
+def made_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of `SHAPE_ALONE`, without reading its tensor; the result is on that one's device by default."""
+    return func(shape_of(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory that has the shape, strides and dtype of another."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 class _Bytes:
     """What all views of one shard share: the way to the device, and the last copy that reads the host."""
 
@@ -175,8 +185,7 @@ class HostShard(Tensor):
         """Run an operator on the bytes, on the host where it changes them, else on the device."""
         kwargs = kwargs or {}
         if func in SHAPE_ALONE:
-            stand_in = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
-            return func(stand_in, *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
+            return made_like(func, args, kwargs)
         if func is _aten.is_pinned.default:
             return False  # as any tensor of a device; the bytes' own allocator knows of `host`
         if func.is_view:

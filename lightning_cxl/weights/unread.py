@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.sharding.host_shard import SHAPE_ALONE
+from lightning_cxl.sharding.host_shard import SHAPE_ALONE, made_like, shape_of
 from lightning_cxl.sharding.torch_private import make_wrapper, no_torch_function, written_by
 from lightning_cxl.torch_private import tree_leaves, tree_map
 
@@ -112,8 +112,7 @@ class UnreadWeight(Tensor):
         if func.is_view and func not in _SAME_BYTES:
             return _view(func, args, kwargs)
         if func in SHAPE_ALONE:
-            kwargs = {**kwargs, "device": kwargs.get("device") or args[0].device}
-            return func(_shape_of(args[0]), *args[1:], **kwargs)
+            return made_like(func, args, kwargs)
         if any(isinstance(leaf, UnreadWeight) for leaf in tree_leaves(written_by(func, args, kwargs) or [])):
             raise UnsupportedError(f"`{func}` would write a weight, and {_WHY}")
         read: dict[int, Tensor] = {}
@@ -126,15 +125,11 @@ _WHY = (
 )
 
 
-def _shape_of(weight: Tensor) -> Tensor:
-    return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
-
-
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a view of an unread weight, or views, as what is not read yet."""
     weight, *rest = args
     whole = weight._read  # a view shows the same when `.data` is set
-    views = func(_shape_of(weight), *rest, **kwargs)
+    views = func(shape_of(weight), *rest, **kwargs)
     if isinstance(views, Tensor):
         return UnreadWeight(views, weight.dtype, lambda: func(whole(), *rest, **kwargs), weight.device)
 
