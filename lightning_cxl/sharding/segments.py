@@ -28,7 +28,7 @@ class Segments:
     """Segments of each rank of a group, mapped by all of them, until `close`. All ranks make it.
 
     Args:
-        make: returns this rank's segments, filled with what the others may read at once.
+        make: returns this rank's segments.
         group: can exchange objects of the host.
         page_lock: page-locks all segments for this rank's device; None for no device.
         where: asks where pages are, after that; None where they can only be in one place.

@@ -125,10 +125,10 @@ def share_weights(
 
     own = _OwnMemory(places, counters_bytes(len(units)))
     peers: list[Peer] = []
-    with ExitStack() as undo:  # nothing of it is left after an error, but where shards lie
-        segments = Segments(lambda: own.fill(managed, sizes), group, page_lock, where)
+    with ExitStack() as undo:  # nothing of it is left after an error
+        segments = Segments(lambda: own.make(managed, sizes), group, page_lock, where)
         undo.callback(segments.close)
-        lies = on_all_ranks(lambda: own.lies, group)
+        lies = on_all_ranks(own.fill, group)  # not earlier: a rank without room leaves the shards of all where they are
 
         def meet() -> None:
             for rank, other in segments.others.items():
@@ -163,15 +163,15 @@ class _OwnMemory:
     def __init__(self, places: SharedPlaces, counters_nbytes: int) -> None:
         self._places = places
         self._counters_nbytes = counters_nbytes
+        self._homes: list[tuple[Any, Buffer]] = []
+        self._lies: list[Lies] = []
         self.counters: Buffer
-        self.lies: list[Lies] = []
-        """Where the counters are, and each shard."""
 
-    def fill(self, managed: Sequence[Any], sizes: Sequence[int]) -> list[SharedSegment]:
-        """Return new segments, to which shards of these sizes have moved.
+    def make(self, managed: Sequence[Any], sizes: Sequence[int]) -> list[SharedSegment]:
+        """Return new segments with room for shards of these sizes.
 
         Raises:
-            TierFullError: no room; nothing has moved then.
+            TierFullError: no room.
         """
         of_place: dict[Hashable, list[int]] = {}
         wanted = [self._places.place(each.sharded_param, size) for each, size in zip(managed, sizes, strict=True)]
@@ -181,14 +181,22 @@ class _OwnMemory:
             SharedSegment(segment_bytes(parts), partial(self._places.back, place)) for place, parts in of_place.items()
         ]
         self.counters = segments[0].allocate(self._counters_nbytes)
-        self.lies = [Lies(0, segments[0].offset(self.counters))]
+        self._lies = [Lies(0, segments[0].offset(self.counters))]
         number = {place: index for index, place in enumerate(of_place)}
         for each, place, size in zip(managed, wanted, sizes, strict=True):
-            segment, dtype = segments[number[place]], local(each.sharded_param).dtype
+            segment = segments[number[place]]
             buffer = segment.allocate(size)
-            fill_home(each, buffer.tensor((size // dtype.itemsize,), dtype))
-            self.lies.append(Lies(number[place], segment.offset(buffer)))
+            self._homes.append((each, buffer))
+            self._lies.append(Lies(number[place], segment.offset(buffer)))
         return segments
+
+    def fill(self) -> list[Lies]:
+        """Move the shards there; returns where the counters are, and each shard."""
+        for each, buffer in self._homes:
+            dtype = local(each.sharded_param).dtype
+            fill_home(each, buffer.tensor((buffer.nbytes // dtype.itemsize,), dtype))
+        self._homes = []
+        return self._lies
 
 
 def _part(segments: Sequence[ForeignSegment], lies: Lies, nbytes: int) -> Buffer:

@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,11 +14,12 @@ from torch import nn
 from lightning_cxl.errors import LightningCXLError, TierFullError
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.run import residence
+from lightning_cxl.run import residence, sharing
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding import exchange_memory
 from lightning_cxl.sharding.fsdp import cut
+from lightning_cxl.sharding.share_choice import ShareChoice
 from lightning_cxl.sharding.shared_memory import SharedWeights
 from lightning_cxl.sharding.torch_private import fsdp_units
 from lightning_cxl.streaming.units import find_units
@@ -36,8 +38,8 @@ class _Counting(exchange_memory._Pages):
         return super().allocate(nbytes, alignment=alignment)
 
 
-def _begin(model: nn.Module) -> tuple[UserLoop, torch.optim.Optimizer]:
-    session = Session(**JOB.options)
+def _begin(model: nn.Module, options: Mapping[str, Any] = JOB.options) -> tuple[UserLoop, torch.optim.Optimizer]:
+    session = Session(**options)
     cut(model, find_units(model), mesh_of(JOB, place()[1]), session.host_on(device()).engine)
     loop = UserLoop(session, device(), Loop(reads_gradients=False))
     try:
@@ -100,6 +102,23 @@ def failing() -> dict[str, Any]:
         raised = error_of(lambda: _begin(model))
     by_default = all(unit.exchanges_by_default for unit in fsdp_units(model))
     return {"raised": raised, "by_default": by_default, "mapped": mapped() - before, "loss": _evaluate(model)}
+
+
+def without_room() -> dict[str, Any]:
+    """Return what is left of shared weights when they were the faster way, and the last rank has no room for them."""
+    model = make_model(JOB)
+    before, is_last = mapped(), place()[0] == place()[1] - 1
+    full = {"side_effect": TierFullError("no room on the last rank")}
+    with (
+        mock.patch.object(sharing, "choose_sharing", lambda *_: ShareChoice(True, "shared memory is faster")),
+        mock.patch.object(sharing._Places, "back", **full) if is_last else nullcontext(),
+    ):
+        loop, _ = _begin(model, {"share_weights": "auto"})
+    notes = loop.session.report(device())["notes"]
+    try:
+        return {"notes": notes, "mapped": mapped() - before, "loss": _evaluate(model)}
+    finally:
+        loop.close()
 
 
 def with_children(forks: bool) -> tuple[list[float], list[str]]:

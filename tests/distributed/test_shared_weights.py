@@ -101,6 +101,15 @@ def test_an_error_after_sharing_leaves_nothing_of_it(ranks, device):
     assert (first["mapped"], second["mapped"]) == (1, 1)  # where this rank's shards are
 
 
+@pytest.mark.parametrize("device", ["cpu", "apart"])
+def test_where_one_rank_has_no_room_the_weights_of_all_stay_unshared(ranks, device):
+    for each in ranks.of(2, device).run(shared_runs.without_room):
+        assert each["notes"][-1].startswith(
+            "weights are gathered between ranks: rank 1 of the group: no room on the last"
+        )
+        assert each["mapped"] == 0
+
+
 def test_forked_children_change_nothing(ranks):
     alone, forked = (ranks.of(2).run(shared_runs.with_children, forks) for forks in (False, True))
     assert [losses for losses, _ in alone] == [losses for losses, _ in forked]

@@ -17,6 +17,8 @@ T_SEGMENTS = ("tests/unit/memory/test_shared.py",)
 T_ERRORS = ("tests/integration/test_shared_host_errors.py",)
 T_ANEW = ("tests/integration/test_shared_host.py::test_what_a_forward_shards_anew_over_fewer_ranks_is_gathered",)
 
+T_FULL = ("tests/distributed/test_shared_weights.py::test_where_one_rank_has_no_room_the_weights_of_all_stay_unshared",)
+
 MUTANTS = (
     # -- turns
     Mutant(
@@ -168,5 +170,12 @@ MUTANTS = (
         "    if reason is not None:\n",
         "    if False:\n",
         T_ERRORS,
+    ),
+    Mutant(
+        "no shard moves before all ranks have room for theirs",
+        _WEIGHTS,
+        "        return segments\n\n    def fill",
+        "        self.fill()\n        return segments\n\n    def fill",
+        T_FULL,
     ),
 )
