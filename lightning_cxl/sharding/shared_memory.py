@@ -1,7 +1,7 @@
 """`share_weights`: the shards of the ranks of one machine lie in memory that all of them map, and no gather is sent.
 
-Each rank has segments (`memory/shared.py`), one for each place that its shards belong to, with its counters in the
-first; it alone writes them. All others map them, and FSDP2 calls a `SharedGather` in the place of a gather. Who may
+Each rank has segments (`memory/shared.py`), one or more for each place that its shards belong to, with its counters in
+the first; it alone writes them. All others map them, and FSDP2 calls a `SharedGather` in the place of a gather. Who may
 read and write when: [Note: Turns at shared weights].
 
 The memory of a machine is counted once: pages lie on the tier of the rank that owns the shard, and its budget alone is
@@ -42,6 +42,7 @@ from lightning_cxl.shards import local
 from lightning_cxl.transfer.engine import TransferEngine
 
 _TIMEOUT_S = 1800.0  # where the backend of a group does not say; torch's own
+_SEGMENT_BYTES = 16 * 2**30  # a segment is page-locked in one piece, and no driver does that above 128 GiB
 
 
 class SharedPlaces(Protocol):
@@ -173,21 +174,28 @@ class _OwnMemory:
         Raises:
             TierFullError: no room.
         """
-        of_place: dict[Hashable, list[int]] = {}
-        wanted = [self._places.place(each.sharded_param, size) for each, size in zip(managed, sizes, strict=True)]
-        for place, size in zip(wanted, sizes, strict=True):
-            of_place.setdefault(place, [] if of_place else [self._counters_nbytes]).append(size)
+        sizes_of: list[list[int]] = []  # of each segment
+        place_of: list[Hashable] = []
+        last: dict[Hashable, int] = {}  # the segment of a place that is being filled
+        numbers = []
+        for each, size in zip(managed, sizes, strict=True):
+            place = self._places.place(each.sharded_param, size)
+            if place not in last or sum(sizes_of[last[place]]) + size > _SEGMENT_BYTES:
+                last[place] = len(sizes_of)
+                sizes_of.append([] if sizes_of else [self._counters_nbytes])
+                place_of.append(place)
+            sizes_of[last[place]].append(size)
+            numbers.append(last[place])
         segments = [
-            SharedSegment(segment_bytes(parts), partial(self._places.back, place)) for place, parts in of_place.items()
+            SharedSegment(segment_bytes(parts), partial(self._places.back, place))
+            for place, parts in zip(place_of, sizes_of, strict=True)
         ]
         self.counters = segments[0].allocate(self._counters_nbytes)
         self._lies = [Lies(0, segments[0].offset(self.counters))]
-        number = {place: index for index, place in enumerate(of_place)}
-        for each, place, size in zip(managed, wanted, sizes, strict=True):
-            segment = segments[number[place]]
-            buffer = segment.allocate(size)
+        for each, size, number in zip(managed, sizes, numbers, strict=True):
+            buffer = segments[number].allocate(size)
             self._homes.append((each, buffer))
-            self._lies.append(Lies(number[place], segment.offset(buffer)))
+            self._lies.append(Lies(number, segments[number].offset(buffer)))
         return segments
 
     def fill(self) -> list[Lies]:

@@ -17,7 +17,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.run import residence, sharing
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
-from lightning_cxl.sharding import exchange_memory
+from lightning_cxl.sharding import exchange_memory, shared_memory
 from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.sharding.share_choice import ShareChoice
 from lightning_cxl.sharding.shared_memory import SharedWeights
@@ -102,6 +102,19 @@ def failing() -> dict[str, Any]:
         raised = error_of(lambda: _begin(model))
     by_default = all(unit.exchanges_by_default for unit in fsdp_units(model))
     return {"raised": raised, "by_default": by_default, "mapped": mapped() - before, "loss": _evaluate(model)}
+
+
+def in_segments_of(nbytes: int) -> dict[str, Any]:
+    """Return losses, and how many segments there are, where none may be larger."""
+    model = make_model(JOB)
+    before = mapped()
+    with mock.patch.object(shared_memory, "_SEGMENT_BYTES", nbytes):
+        loop, optimizer = _begin(model)
+    try:
+        losses = [_step(loop, model, optimizer, tokens) for (tokens,) in batches(JOB, *place())]
+        return {"losses": losses, "mapped": mapped() - before}
+    finally:
+        loop.close()
 
 
 def without_room() -> dict[str, Any]:

@@ -102,6 +102,13 @@ def test_an_error_after_sharing_leaves_nothing_of_it(ranks, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", "apart"])
+def test_shards_lie_in_several_segments_where_one_would_be_too_large(ranks, device):
+    (one, *_), (several, *_) = (ranks.of(2, device).run(shared_runs.in_segments_of, n) for n in (2**30, 2**14))
+    assert one["losses"] == several["losses"]
+    assert one["mapped"] == 2 and several["mapped"] > 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "apart"])
 def test_where_one_rank_has_no_room_the_weights_of_all_stay_unshared(ranks, device):
     for each in ranks.of(2, device).run(shared_runs.without_room):
         assert each["notes"][-1].startswith(
