@@ -10,6 +10,8 @@
   of them (embedding, final norm, head), does not stream.
 """
 
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Literal
@@ -30,6 +32,8 @@ from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.quantised import has_quantised, numel, prepare_layers
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import TransferEngine
+
+log = logging.getLogger(__name__)
 
 
 class Residence:
@@ -134,6 +138,19 @@ class Residence:
                 moved = attributes["_parameters"]
                 kept = {n: moved.get(n, p) for n, p in parameters.items() if n in moved or id(p) in self.streamed_ids}
                 attributes["_parameters"] = kept | moved  # in the old order; the move may also drop some and add others
+
+
+def bring_to_host(model: nn.Module, device: torch.device) -> None:
+    """Move a model from the device that has trained it to the host. Where an error is on its way, that one is shown."""
+    if device.type == "cpu":
+        return
+    error = sys.exc_info()[1]
+    try:
+        model.cpu()
+    except Exception:  # torch replaces no parameter that an error's traceback still leads to
+        if error is None:
+            raise
+        log.warning("after an error, weights stay on `%s`", device, exc_info=True)
 
 
 def count_parameters(model: nn.Module | None) -> dict[str, int]:

@@ -27,6 +27,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.cutting import follow
 from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.over import refuse_gradients
+from lightning_cxl.run.residence import bring_to_host
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.unclosed import close_garbage, note_garbage, note_open
@@ -260,7 +261,7 @@ class UserLoop:
         gone = self._prepared.pop(id(model))
         self.session.runs.remove(gone.run)
         with ExitStack() as cleanup:
-            cleanup.callback(model.cpu)
+            cleanup.callback(bring_to_host, model, self.device)
             cleanup.callback(gone.run.close, after_error=after_error)
             cleanup.callback(gone.undo.close)
 
@@ -269,7 +270,7 @@ class UserLoop:
         close_garbage()
         with ExitStack() as cleanup:
             for each in self._prepared.values():
-                cleanup.callback(each.model.cpu)
+                cleanup.callback(bring_to_host, each.model, self.device)
             cleanup.callback(self._close, after_error)
 
     def abandon(self) -> None:

@@ -17,7 +17,7 @@ def on_all_ranks(step: Callable[[], _T], group: Any = None) -> list[_T]:
     Whatever the step raises, and whatever it returns, this rank answers the others: they would wait for it.
 
     Args:
-        step: what it returns is pickled.
+        step: what it returns is pickled. It exchanges nothing with other ranks: they would wait for a rank that fails.
         group: can exchange objects of the host; None is all ranks, also where this process is on its own.
 
     Raises:
@@ -33,11 +33,14 @@ def on_all_ranks(step: Callable[[], _T], group: Any = None) -> list[_T]:
         error, mine = raised, _Answer.of(raised)
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
-    if error is not None and not isinstance(error, LightningCXLError):
-        raise error
-    for rank, answer in enumerate(found):
-        if answer.text is not None:
-            raise answer.kind(f"rank {rank} of the group: {answer.text}") from error
+    try:
+        if error is not None and not isinstance(error, LightningCXLError):
+            raise error
+        for rank, answer in enumerate(found):
+            if answer.text is not None:
+                raise answer.kind(f"rank {rank} of the group: {answer.text}") from error
+    finally:
+        error = None  # its traceback leads to this frame: what the step has made would stay until a collection
     return [pickle.loads(answer.result) for answer in found]
 
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.heap import large_blocks_apart
+from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
 from lightning_cxl.sharding.torch_private import move_shard, padded_size, put_shard, sharded_parameters
 from lightning_cxl.shards import local, shard_of
@@ -188,14 +189,25 @@ def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def place_shards(model: nn.Module, place: PlaceShard) -> None:
-    """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on."""
-    for each in sharded_parameters(model):
-        parameter = each.sharded_param
-        shard = parameter._local_tensor
-        apart = isinstance(shard, HostShard)
-        home = place(parameter, local(parameter), shard.numel() if apart else padded_size(each).numel())
-        if home is not None:
-            fill_home(each, home)
+    """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on.
+
+    Raises:
+        TierFullError: one rank has no room: all raise it.
+    """
+    shards = list(sharded_parameters(model))
+
+    def move() -> None:
+        for each in shards:
+            parameter = each.sharded_param
+            shard = parameter._local_tensor
+            apart = isinstance(shard, HostShard)
+            home = place(parameter, local(parameter), shard.numel() if apart else padded_size(each).numel())
+            if home is not None:
+                fill_home(each, home)
+
+    if shards:
+        mesh = shards[0].sharded_param.device_mesh
+        on_all_ranks(move, mesh.get_group() if mesh.ndim == 1 else None)
 
 
 @torch.no_grad()

@@ -28,7 +28,9 @@ from lightning_cxl.sharding.torch_private import make_wrapper, no_torch_function
 from lightning_cxl.torch_private import tree_leaves, tree_map
 
 _CPU = torch.device("cpu")
-_SAME_BYTES = frozenset((torch.ops.aten.view.dtype, torch.ops.aten.view_as_real.default))
+_OTHER_NUMBERS = frozenset(
+    (torch.ops.aten.view.dtype, torch.ops.aten.view_as_real.default, torch.ops.aten.view_as_complex.default)
+)
 """Views that show other numbers than those they are taken of, so that they cannot come before a conversion."""
 
 
@@ -109,7 +111,9 @@ class UnreadWeight(Tensor):
     ) -> Any:
         """Run an operator on the values; a view gives what is unread, too."""
         kwargs = kwargs or {}
-        if func.is_view and func not in _SAME_BYTES:
+        if func is torch.ops.aten.as_strided.default:
+            raise UnsupportedError(f"`{func}` counts from the begin of a weight's memory, and {_WHY}")
+        if func.is_view and func not in _OTHER_NUMBERS:
             return _view(func, args, kwargs)
         if func in SHAPE_ALONE:
             return made_like(func, args, kwargs)

@@ -55,27 +55,6 @@ def save_and_load(folder: str, *, own: bool) -> dict[str, Any]:
         accelerator.free_memory()
 
 
-def save_where_a_hook_fails(folder: str) -> str:
-    """Return the error of a save that fails on rank 0; the ranks go on together."""
-    accelerator = accelerator_of()
-
-    def fails(*_: Any) -> None:
-        if accelerator.is_main_process:
-            raise OSError(28, "No space left on device")
-
-    try:
-        accelerator.prepare(TinyTransformer(dropout=0.0))
-        accelerator.register_save_state_pre_hook(fails)
-        try:
-            accelerator.save_state(folder)
-        except Exception as error:
-            assert accelerator.reduce(torch.ones(1), "sum").item() == 2
-            return f"{type(error).__name__}: {error}"
-        return ""
-    finally:
-        accelerator.free_memory()
-
-
 def load_what_was_compiled(folder: str) -> bool:
     """Return whether weights that one process has saved of a compiled model come back."""
     torch.manual_seed(5)

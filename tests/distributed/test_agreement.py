@@ -1,7 +1,9 @@
 """What all ranks decide together: steps that are left out, norms, and the values they begin with."""
 
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.sharding.fsdp import place_shards
 from tests.distributed import training
 from tests.distributed.training import Job
 
@@ -133,6 +136,78 @@ def failing(kind):
     except BaseException as error:
         return type(error).__name__, str(error), on_all_ranks(lambda: rank)
     return None
+
+
+def without_room_in_the_backward():
+    """Return the error of a loop that closes what it has opened, where gradients find no room."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "num_hidden_layers": 4}
+    options = {"tiers": {"dram": "36MiB"}, "on_tier_full": "error"}
+    try:
+        training.by_us(Job(steps=1, sizes=sizes, options=options))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("device", ["cpu", "apart"])
+def test_what_closes_a_loop_shows_the_first_error(ranks, device):
+    for error in ranks.of(2, device).run(without_room_in_the_backward):
+        assert error.startswith("TierFullError: cannot place compute_grads")
+
+
+class Made:
+    pass
+
+
+def left_by_a_failure():
+    """Return whether what a step has made on the rank that fails lives on, with no collection of garbage."""
+    made = []
+
+    def step():
+        kept = Made()
+        made.append(weakref.ref(kept))
+        if training.place()[0] == 1:
+            raise TierFullError(f"no room for {kept}")
+
+    gc.disable()
+    try:
+        with pytest.raises(TierFullError):
+            on_all_ranks(step)
+        return made[0]() is not None
+    finally:
+        gc.enable()
+
+
+def test_nothing_that_a_failed_step_has_made_stays(ranks):
+    assert ranks.of(2).run(left_by_a_failure) == [False, False]
+
+
+def placed(with_room):
+    """Return the error of placing shards where one rank has no room."""
+    job = Job()
+    model = training.make_model(job)
+    training.cut(
+        model,
+        training.find_units(model),
+        training.mesh_of(job, 2),
+        training.Session().host_on(training.device()).engine,
+    )
+
+    def place(_parameter, shard, numel):
+        if training.place()[0] == 1 and not with_room:
+            raise TierFullError("no room")
+        return shard.new_empty(numel)
+
+    try:
+        place_shards(model, place)
+    except TierFullError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_that_find_no_room_on_one_rank_are_an_error_of_all(ranks):
+    assert ranks.of(2).run(placed, True) == ["", ""]
+    assert ranks.of(2).run(placed, False) == ["rank 1 of the group: no room"] * 2
 
 
 @pytest.mark.parametrize(

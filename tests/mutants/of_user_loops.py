@@ -35,7 +35,8 @@ MUTANTS = (
     Mutant(
         "models come back to the host",
         _LOOP,
-        "            for each in self._prepared.values():\n                cleanup.callback(each.model.cpu)\n",
+        "            for each in self._prepared.values():\n"
+        "                cleanup.callback(bring_to_host, each.model, self.device)\n",
         "",
         T_FABRIC,
     ),

@@ -146,13 +146,12 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
 
         save = super().save_state
         handle = self.register_save_state_pre_hook(take_out)  # the last one
-        try:  # a hook, or the disk of one process, may fail
-            results = on_all_ranks(lambda: (save(output_dir, *args, **kwargs), own))
+        try:  # where one process fails it ends, and all with it: hooks and Accelerate wait for others in there
+            location = save(output_dir, *args, **kwargs)
         finally:
             self._optimizers, self._stand_ins = optimizers, None
             handle.remove()
-        location, _ = results[self.process_index]
-        _, own = results[0]
+        own = on_all_ranks(lambda: own)[0]
         for index, (model, with_weights) in enumerate(zip(models, own, strict=True)):
             path, adopted = _folder(location, index), self.offload.optimizers_of(model)
             loop_files.save(path, model, adopted, self.offload, {}, weights=with_weights)
