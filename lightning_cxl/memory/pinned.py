@@ -86,16 +86,25 @@ class PinnedResource:
         chunks = self._chunks[inner.address] = []
         buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
         for offset in range(0, nbytes, self._chunk_bytes):
-            try:
-                self._register(buffer.address + offset, min(self._chunk_bytes, nbytes - offset))
-            except PinnedMemoryError as error:
-                raise PinnedMemoryError(
-                    f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l`, "
-                    f"or set pin_memory=False."
-                ) from error
+            lock_pages(self._register, buffer.address + offset, min(self._chunk_bytes, nbytes - offset))
             chunks.append(buffer.address + offset)
         check_nodes(buffer, self._where)
         return buffer
+
+
+def lock_pages(register: Callable[[int, int], None], address: int, nbytes: int) -> None:
+    """Page-lock a range for the device, by `DeviceType.register`.
+
+    Raises:
+        PinnedMemoryError: why not, and what to do.
+    """
+    try:
+        register(address, nbytes)
+    except PinnedMemoryError as error:
+        raise PinnedMemoryError(
+            f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l`, or set "
+            "pin_memory=False."
+        ) from error
 
 
 def check_nodes(buffer: Buffer, where: PageNodes | None) -> None:

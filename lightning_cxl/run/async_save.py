@@ -105,7 +105,7 @@ class AsyncSaves:
             done.result()
 
     def close(self) -> None:
-        """Wait, and let go of the thread and the group. Raises as `wait`."""
+        """Wait, and let go of the thread and the group; nothing can be saved after it. Raises as `wait`."""
         try:
             self.wait()
         finally:

@@ -123,8 +123,8 @@ def _remove_left(folder: Path) -> None:
             if all(_IS_OURS(name) for name in os.listdir(left)):
                 shutil.rmtree(left)
     for left in folder.glob(f"*{_REPLACED}*"):
-        path = left.with_name(left.name.replace(_REPLACED, ""))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # one that has no other name is not ours
+            path = left.with_name(left.name.replace(_REPLACED, ""))
             if path.is_dir() and left.is_dir() and all(_IS_OURS(name) for name in os.listdir(left)):
                 _remove(left)  # the crash came after the other one had the name
 

@@ -162,16 +162,17 @@ class Turns:
         Raises:
             LostRankError: another rank has ended, or does not come.
         """
+        self.give_up(unit)
+        if self._device is None:
+            self.wait_read(unit)
+
+    def give_up(self, unit: int) -> None:
+        """Say as `leave`, and wait for nobody: an error has ended the gather of this rank."""
         if self._device is None:
             self._own.left[unit] = self._own.come[unit]
-            self.wait_read(unit)
             return
         number = torch.full((1,), self._own.come[unit], dtype=torch.int64, device=self._device)
         self._own.left_words[unit : unit + 1].copy_(number, non_blocking=True)
-
-    def give_up(self, unit: int) -> None:
-        """Say that this rank will not read a unit after all: an error has ended its gather."""
-        self._own.left[unit] = self._own.come[unit]
 
     def wait_read(self, unit: int) -> None:
         """Return when no other rank reads the shards of a unit any more: this rank may write its own.

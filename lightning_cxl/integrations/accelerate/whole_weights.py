@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.run import checkpoint_file
 from lightning_cxl.run.cutting import taking_whole
 
 
@@ -27,7 +28,7 @@ def load_whole(folder: Path, index: int, model: nn.Module) -> None:
     if path.exists():
         saved = load_file(path)
     elif other.exists():
-        saved = torch.load(other, map_location="cpu", weights_only=True)
+        saved = checkpoint_file.load_file(other, "cpu", True)
     else:
         found = ", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(f"state `{folder}` has no {path.name} or {other.name}; it has {found}")

@@ -15,6 +15,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from lightning_cxl.integrations.transformers.trainer_accelerator import TrainerAccelerator
 from lightning_cxl.run import loop_files
+from lightning_cxl.run.checkpoint_file import load_file
 from lightning_cxl.run.checkpoint_folder import remove
 from lightning_cxl.run.cutting import taking_whole, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
@@ -72,8 +73,8 @@ class ShardedTrainer:
             numbered = dict(enumerate(offload.optimizers_of(self.model)))
             loop_files.load(_folder(checkpoint), self.model, numbered, offload, strict=True, weights=False)
         elif is_cut(self.model) and os.path.isfile(path := os.path.join(checkpoint, OPTIMIZER_NAME)):
-            # transformers would read the state of the whole model onto every device
-            self.optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            # transformers would read the state of the whole model onto every device; a mapped file has its pages once
+            self.optimizer.load_state_dict(load_file(Path(path), "cpu", True))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return

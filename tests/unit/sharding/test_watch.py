@@ -158,7 +158,7 @@ def test_a_rank_that_waits_for_ever_ends_and_says_why(board):
 def test_a_child_does_not_hide_that_its_parent_was_killed(board):
     """Workers of a DataLoader live on for seconds."""
     others = [connect(board, rank) for rank in range(2)]
-    process = program(board, "print(os.fork(), flush=True); time.sleep(20)")
+    process = program(board, 'os.write(1, b"%d\\n" % os.fork()); time.sleep(20)')
     children = [int(process.stdout.readline()), int(process.stdout.readline())]
     until(lambda: len(board._callers) == 3, _START_S)
     process.send_signal(signal.SIGKILL)
