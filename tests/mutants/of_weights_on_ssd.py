@@ -328,8 +328,8 @@ MUTANTS = (
     Mutant(
         "damaged weights are not copied where weights alone are saved",
         "lightning_cxl/integrations/lightning/strategy.py",
-        "        if self._on_ssd is not None:\n            self._on_ssd.check",
-        "        if self._on_ssd is not None and checkpoint.get('optimizer_states'):\n            self._on_ssd.check",
+        "        if self._on_ssd is not None and self._root is None:",
+        "        if self._on_ssd is not None and self._root is None and checkpoint.get('optimizer_states'):",
         (
             "tests/integration/test_state_on_ssd.py"
             "::test_damaged_weights_are_not_copied_into_a_checkpoint_of_weights_alone",
