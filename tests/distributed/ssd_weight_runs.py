@@ -111,6 +111,8 @@ def evaluated_and_written(job: Job) -> dict[str, Any]:
         found["losses"] += training_.steps(3, 4)
         found["whole"] = whole_state(model)
         num_steps = training_.session.runs[0].guard.num_steps
+        training_.session.runs[0].close()
+        found["closed"] = training_.evaluate()
     return {**found, "num_steps": num_steps, "after": whole_state(model)}
 
 
