@@ -365,13 +365,6 @@ MUTANTS = (
         (f"{_SEVERAL}::test_who_looks_and_writes_between_steps_sees_the_weights_of_now",),
     ),
     Mutant(
-        "a copy of shards begins after what used the memory",
-        "lightning_cxl/streaming/shards_on_ssd.py",
-        "[self._engine.mark()]",
-        "[]",
-        (f"{_SEVERAL}::test_nothing_overtakes_a_late_copy_or_kernel",),
-    ),
-    Mutant(
         "forked children have mapped weights",
         "lightning_cxl/memory/file_pages.py",
         "inherit=True",
