@@ -39,6 +39,7 @@ class AskedTiers:
         self._weights: dict[str, tuple[str | None, str]] = {}
         self._inputs: dict[str, tuple[str | None, str]] = {}  # by unit
         self._may_leave: set[str] = set()
+        self._why_not = ""
         self.names: dict[int, str] = {}
         """First name of every parameter, by the parameter's id."""
         self.read(model)
@@ -58,12 +59,14 @@ class AskedTiers:
             if len(owners) > 1:
                 self._check_shared(self.names[parameter_id], owners)
 
-    def may_leave_memory(self, parameters: Iterable[Tensor]) -> None:
+    def may_leave_memory(self, parameters: Iterable[Tensor], why_not: str = "") -> None:
         """Learn which weights may lie on the tier `ssd`: those that stream, and that only `CPUAdam` writes.
 
         Args:
             parameters: of the model.
+            why_not: why none of those that are cut over processes may; empty if they may.
         """
+        self._why_not = why_not
         self._may_leave = {self.names[id(parameter)] for parameter in parameters}
 
     def weights_may_leave(self, owner: Tensor | str, role: TensorRole) -> bool:
@@ -102,7 +105,7 @@ class AskedTiers:
 
         Raises:
             UnsupportedError: the tier `ssd` is asked for, for state of another optimizer than `CPUAdam`, or for weights
-                that are cut over processes.
+                that are cut over processes and must stay in memory.
         """
         for tier, source in self._asked(owner, role, in_state):
             may_leave = in_state or role is TensorRole.ACTIVATIONS or self.weights_may_leave(owner, role)
@@ -126,12 +129,9 @@ class AskedTiers:
 
     def _why_in_memory(self, owner: Tensor | str, role: TensorRole, source: str) -> str:
         if role is TensorRole.COMPUTE_WEIGHTS:
-            if not isinstance(owner, str) and is_sharded(owner):
-                raise UnsupportedError(
-                    f"{source} asks for weights of `{self.names.get(id(owner), '')}` on tier {SSD!r}, and weights that "
-                    "are cut over several processes stay in memory, each process its part: leave the weights out "
-                    "(optimizer state and activations can lie there), or train with one process"
-                )
+            if self._why_not and not isinstance(owner, str) and is_sharded(owner):
+                name = self.names.get(id(owner), "")
+                raise UnsupportedError(f"{source} asks for weights of `{name}` on tier {SSD!r}, and {self._why_not}")
             return (
                 f"{source} asks for {SSD}, and only weights of units that stream can lie there, if no other optimizer "
                 f"than `CPUAdam` writes them"

@@ -51,6 +51,8 @@ class Inventory:
     """Blocks whose inputs are offloaded, and which are recomputed."""
     streamed: tuple[StreamedUnit, ...]
     """Those of them whose weights stream."""
+    gathered: tuple[StreamedUnit, ...]
+    """Those of them whose shards may lie on the tier `ssd`: in each of several processes with a device apart."""
     tensors: tuple[HostTensor, ...]
     """What exists at a time, in the order in which it is allocated."""
     gradients: tuple[HostTensor, ...]
@@ -121,8 +123,8 @@ def list_tensors(
     precisions.consider(optimizers)
     found = list(streamable(model, units if streams else []))
     foreign = _held_by(each for each in optimizers if not precisions.becomes_cpu_adam(each))
-    leaving = [] if workload.mesh.is_sharded else found  # weights that are cut over processes stay
-    asked.may_leave_memory(p for _, _, own in leaving for p in own if id(p) not in foreign)
+    why_not = _why_shards_stay(model, config, workload)
+    asked.may_leave_memory((p for _, _, own in found for p in own if id(p) not in foreign and not why_not), why_not)
     held, ssd = _held_by(optimizers), config.ssd()
 
     def is_updated(parameter: nn.Parameter) -> bool:
@@ -131,7 +133,9 @@ def list_tensors(
     def piece_of(parameter: nn.Parameter) -> tuple[str | None, bool]:
         return asked.tier(parameter, TensorRole.COMPUTE_WEIGHTS), ssd is not None and is_updated(parameter)
 
-    streamed = tuple(StreamedUnit(name, module, grouped(own, piece_of)) for name, module, own in found)
+    pieces = [StreamedUnit(name, module, grouped(own, piece_of)) for name, module, own in found]
+    streamed = tuple(unit for unit in pieces if not is_sharded(unit.groups[0][0]))
+    gathered = tuple(unit for unit in pieces if unit not in streamed) if ssd is not None and not why_not else ()
     unit_of = units_by_parameter(streamed)
     all_on_host = workload.computes_on_host or workload.mesh.is_sharded  # with several ranks, shards of all weights
     overlap: Overlap = "none"
@@ -150,7 +154,7 @@ def list_tensors(
     reserves_all = overlap != "backward" or workload.num_arrivals > 1
     staged = staged_gradients(state, workload)
     tensors = (
-        *_weights(model, streamed, is_updated, all_on_host=all_on_host),
+        *_weights(model, (*streamed, *gathered), is_updated, all_on_host=all_on_host),
         *(state if reserves_all else gradients_at_once(state)),
         *widened_gradients(state),
         *staged.at_once,
@@ -168,6 +172,7 @@ def list_tensors(
         asked=asked,
         units=units,
         streamed=streamed,
+        gathered=gathered,
         tensors=with_slots(tensors, record_of, 1 if ssd is None else len(ssd.paths), workload.mesh.num_devices),
         gradients=of_machine(gradients, streamed, workload.mesh),
         staged_bytes=workload.mesh.machine_bytes(staged.nbytes, trained),
@@ -183,6 +188,24 @@ def precisions_of(model: nn.Module, config: OffloadConfig) -> Precisions:
     return Precisions(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
 
 
+def _why_shards_stay(model: nn.Module, config: OffloadConfig, workload: Workload) -> str:
+    """Return why no weights that are cut over processes may lie on SSD; an empty text if they may, or none are cut."""
+    if not workload.mesh.is_sharded and not any(map(is_sharded, model.parameters())):
+        return ""
+    if workload.computes_on_host:
+        return (
+            "weights that are cut over several processes lie there only for devices with memory of their own: a CPU "
+            "gathers them from memory. Leave the weights out (optimizer state and activations can lie there), or train "
+            "with one process"
+        )
+    if config.share_weights or workload.mesh.shares_weights:
+        return (
+            f"share_weights={config.share_weights!r} asks for weights in memory that all processes of a machine read. "
+            "Leave the weights out (optimizer state and activations can lie there), or set share_weights=False"
+        )
+    return ""
+
+
 def _held_by(optimizers: Iterable[Optimizer]) -> set[int]:
     """Return the ids of the parameters that optimizers have."""
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -195,7 +218,7 @@ def _weights(
     *,
     all_on_host: bool,
 ) -> list[HostTensor]:
-    """Return the weights on the host: pieces of units that stream, and all other weights where these are there, too."""
+    """Return the weights on the host: pieces of units, and all other weights where these are there, too."""
     role = TensorRole.COMPUTE_WEIGHTS
     in_units = units_by_parameter(streamed)
     rest = [p for p in known_parameters(model) if (all_on_host or is_sharded(p)) and id(p) not in in_units]

@@ -186,7 +186,9 @@ def _placed(
     inputs = {record.owner for record in records if record.is_inputs}
     pieces = {id(each.parameter) for record in records if record.is_weights for each in record.tensors}
     inventory.asked.place_state((p for p in inventory.model.parameters() if id(p) in state), tier, source)
-    groups = [group for unit in inventory.streamed for group in unit.groups if id(group[0]) in pieces]
+    groups = [
+        group for unit in (*inventory.streamed, *inventory.gathered) for group in unit.groups if id(group[0]) in pieces
+    ]
     inventory.asked.place_weights((parameter for group in groups for parameter in group), tier, source)
 
     inventory.asked.place_inputs(inputs, tier, source)

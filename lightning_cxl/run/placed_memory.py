@@ -202,6 +202,11 @@ class PlacedMemory:
             return self.on_ssd.home(parameters[0])
         return InMemory(self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS))
 
+    def on_drives(self, parameters: Sequence[nn.Parameter]) -> Home | None:
+        """Return the home of the shards of several parameters that belong on the same tier; None if that is memory."""
+        placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, 0)
+        return self.piece(0, parameters) if placement.tiers[0] == SSD else None
+
     def weights(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return memory for the weights of a parameter; None if they are where they belong.
 
@@ -216,7 +221,7 @@ class PlacedMemory:
         return mirror(tensor, tensor.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
 
     def shard(self, parameter: nn.Parameter, shard: torch.Tensor, numel: int) -> torch.Tensor | None:
-        """Return 1-D memory for the shard of a parameter's weights; None if it is where it belongs.
+        """Return 1-D memory for the shard of a parameter's weights; None if it is where it belongs, or goes to SSD.
 
         Args:
             parameter: cut over processes.
@@ -225,7 +230,7 @@ class PlacedMemory:
         """
         role = TensorRole.COMPUTE_WEIGHTS
         placement = self.placements.place(parameter, role, numel * shard.element_size())
-        if numel == 0 or self._is_at_home(shard, placement):
+        if numel == 0 or placement.tiers[0] == SSD or self._is_at_home(shard, placement):
             return None
         return self.memory.tensor((numel,), shard.dtype, placement, role)
 

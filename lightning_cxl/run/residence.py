@@ -4,7 +4,7 @@
 * The CPU computes: in host memory that the policy placed.
 * A device apart: on the device, except those that stream.
 * Cut over several processes: the shards in host memory that the policy placed, which all ranks of the machine read
-  where they share weights ([Note: Turns at shared weights]).
+  where they share weights ([Note: Turns at shared weights]); or on SSD, for a device apart ([Note: Shards on SSD]).
 * Streamed (`stream_weights`): the parameters of units, each unit in one piece of host memory per tier, and on the
   device only while the unit computes ([Note: Residency of a unit]). What units share with others, and what lies outside
   of them (embedding, final norm, head), does not stream.
@@ -30,6 +30,7 @@ from lightning_cxl.sharding.fsdp import place_shards
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.quantised import has_quantised, numel, prepare_layers
+from lightning_cxl.streaming.shards_on_ssd import ShardsOnSsd
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -44,6 +45,7 @@ class Residence:
         memory: gives the homes.
         engine: copies streamed weights; its device is where the rest goes.
         streamed: units whose weights stream; empty for none.
+        gathered: units whose shards may lie on SSD.
         share: the option `share_weights`.
 
     Raises:
@@ -57,6 +59,7 @@ class Residence:
         memory: PlacedMemory,
         engine: TransferEngine,
         streamed: Sequence[StreamedUnit],
+        gathered: Sequence[StreamedUnit] = (),
         share: bool | Literal["auto"] = False,
     ) -> None:
         self._engine = engine
@@ -73,10 +76,14 @@ class Residence:
             self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
             if on_host:
                 undo.enter_context(pooled_exchanges(model))
+            groups = [group for unit in gathered for group in unit.groups]
+            on_drives = [(home, group) for group in groups if (home := memory.on_drives(group)) is not None]
             self._sharing = Sharing(share, model, memory, engine)
             undo.callback(self._sharing.close)
             if not self._sharing.shares:
                 place_shards(model, memory.shard)
+            for home, group in on_drives:
+                undo.callback(ShardsOnSsd(home, engine, model, group).close)
             if on_host:
                 self.unplaced = place_weights(
                     model, lambda p, tensor: None if id(p) in self.streamed_ids else memory.weights(p, tensor)

@@ -141,9 +141,9 @@ class StateOnSsd:
         return self._homes[id(first)]
 
     @property
-    def has_state(self) -> bool:
-        """Whether state of optimizers lies here."""
-        return bool(self._record_of)
+    def has_saved(self) -> bool:
+        """Whether what checkpoints have lies here: state of optimizers, or weights."""
+        return bool(self._record_of or self._homes)
 
     def check_weights(self) -> None:
         """Read weights and compare checksums, before a checkpoint copies what windows show.
@@ -235,17 +235,25 @@ class StateOnSsd:
         self._cleanup.close()
 
 
-def check_together(on_ssd: StateOnSsd | None) -> None:
-    """Let all ranks read their state and compare checksums, before a checkpoint copies what windows show.
+def check_together(on_ssd: StateOnSsd | None, *, state: bool = True) -> None:
+    """Let all ranks read what they have and compare checksums, before a checkpoint copies what windows show.
 
     Args:
-        on_ssd: of this rank; None where none of its state lies there.
+        on_ssd: of this rank; None where nothing of it lies there.
+        state: whether state of optimizers is saved, and not weights alone.
 
     Raises:
         StorageError: on all ranks, where a drive of one has failed, or has damaged a record.
         TierFullError: the same, where state is encrypted, and memory cannot hold it.
     """
-    on_all_ranks(lambda: None if on_ssd is None else on_ssd.visits.check())
+
+    def check() -> None:
+        if on_ssd is not None:
+            on_ssd.check_weights()
+            if state:
+                on_ssd.visits.check()
+
+    on_all_ranks(check)
 
 
 def _say_what_copies_take(nbytes: int) -> None:

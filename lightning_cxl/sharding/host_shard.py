@@ -12,6 +12,7 @@ for the copy of each one. A `HostShard` says that it is on the device, so for FS
   `register_post_accumulate_grad_hook`, parameter by parameter, and current then is the stream that has reduced them:
   a copy that a hook starts, without naming what it begins after, begins after that. When the hook sets `.grad` to None,
   the unit's tensor may go. It needs no event and no `record_stream`: [Note: Copies and streams] keeps the tensor.
+* Drives. `host` may only show what lies on drives, and a gather brings it from there: [Note: Shards on SSD].
 * Bytes. `host` is written by who updates weights, on the host. When the host has run ahead, a copy to the device may
   still read it: `settle` waits for that. What torch writes through the shard does so by itself. Where ranks share
   weights, it waits for their copies, too: [Note: Turns at shared weights].
@@ -20,7 +21,7 @@ for the copy of each one. A `HostShard` says that it is on the device, so for FS
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,19 @@ def shape_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+class Drives(Protocol):
+    """Where bytes lie that `HostShard.host` only shows; `streaming/shards_on_ssd.py` is one."""
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """Return a copy on the device of the bytes that `host` shows; the current stream waits for it."""
+
+    def settle(self) -> None:
+        """Return when the host may write what is shown."""
+
+    def written(self) -> None:
+        """Learn that someone has written to what is shown."""
+
+
 class _Bytes:
     """What all views of one shard share: the way to the device, and the last copy that reads the host."""
 
@@ -65,6 +79,7 @@ class _Bytes:
         self.engine = engine
         self._reading: Transfer | None = None
         self.wait_for_others: Callable[[], None] | None = None
+        self.drives: Drives | None = None
 
     def to_device(self, host: Tensor, arrived: Tensor) -> None:
         """Copy; the current stream waits."""
@@ -74,12 +89,18 @@ class _Bytes:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Bytes":
         return self  # DCP copies what tensors hold, and takes their values from the storage
 
+    def written(self) -> None:
+        if self.drives is not None:
+            self.drives.written()
+
     def settle(self) -> None:
         if self._reading is not None:
             self._reading.wait_host()  # of all: copies to the device are done in order
             self._reading = None
         if self.wait_for_others is not None:
             self.wait_for_others()
+        if self.drives is not None:
+            self.drives.settle()
 
 
 class HostShard(Tensor):
@@ -123,8 +144,22 @@ class HostShard(Tensor):
     def move(self, memory: Tensor) -> "HostShard":
         """Copy the bytes to other host memory, 1-D and as large, and lie there from now on; return this shard."""
         self.settle()
-        self.host = memory.view(self.host.shape).copy_(self.host)
+        return self.lie_in(memory.view(self.host.shape).copy_(self.host))
+
+    def lie_in(self, host: Tensor, drives: Drives | None = None) -> "HostShard":
+        """Lie where the same bytes are already, on drives if there are some; return this shard.
+
+        Args:
+            host: has the bytes, or shows them.
+            drives: that the bytes come from when they are gathered.
+        """
+        self.host, self._bytes.drives = host, drives
         return self
+
+    def leave(self, drives: Drives) -> None:
+        """Use these drives no more, where they are those of the bytes: `host` goes on to show them."""
+        if self._bytes.drives is drives:
+            self._bytes.drives = None
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
@@ -144,9 +179,15 @@ class HostShard(Tensor):
         shape = list(self.shape)
         if self.shape[1:] == outer_size[1:]:  # sharded by rows; the processes give the same number of them
             shape[0] = -(-outer_size[0] // mesh.size())
-        arrived = torch.empty(shape, dtype=self.dtype, device=self.device)
-        if self.numel():
-            self._bytes.to_device(self.host, arrived[: self.shape[0]])
+        drives = self._bytes.drives
+        if drives is not None and list(self.shape) == shape:
+            arrived = drives.to_device(self.host)
+        else:
+            arrived = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if drives is not None:
+                arrived[: self.shape[0]] = drives.to_device(self.host)
+            elif self.numel():
+                self._bytes.to_device(self.host, arrived[: self.shape[0]])
         if mp_policy.param_dtype is not None and self.is_floating_point():
             arrived = arrived.to(mp_policy.param_dtype)
         return (arrived,), None
@@ -218,6 +259,8 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments:
         result = func(*_to_device(args, copies), **_to_device(kwargs, copies))
         for shard in shards:
             shard.host.copy_(copies[id(shard)])
+    for shard in shards:
+        shard._bytes.written()
     return written[0] if isinstance(result, Tensor) else result
 
 

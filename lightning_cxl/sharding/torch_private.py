@@ -31,10 +31,16 @@ def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def sharded_parameters(model: nn.Module) -> Iterator[Any]:
     """Yield what FSDP2 knows of each parameter that it manages in a model, one for tied ones; see `put_shard`."""
+    for together in gathered_together(model):
+        yield from together
+
+
+def gathered_together(model: nn.Module) -> Iterator[list[Any]]:
+    """Yield what `sharded_parameters` does, those together that FSDP2 gathers as one."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in _groups(module):
-                yield from group.fsdp_params
+                yield list(group.fsdp_params)
 
 
 def _groups(module: Any) -> list[Any]:

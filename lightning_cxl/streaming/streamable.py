@@ -18,7 +18,8 @@ def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Mo
     """Yield every unit with the parameters that can stream: its alone, dense, in plain memory of this host.
 
     Others (tied to a module outside of the unit, lazy, not quantised yet, data of a tensor subclass, views of shared
-    storage) stay where they are. On the meta device, for planning, memory counts as this host's.
+    storage) stay where they are. On the meta device, for planning, memory counts as this host's. Of a parameter that is
+    cut over processes its shard counts.
     """
     owners = _owners(model, units)
     storages = _shared_storages(model)
@@ -42,8 +43,9 @@ def _owners(model: nn.Module, units: NamedUnits) -> dict[int, set[str]]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    plain = type(tensor.data) is torch.Tensor and tensor.device.type in ("cpu", "meta")
-    return plain and tensor.numel() > 0 and tensor.layout is torch.strided and is_dense(tensor)
+    shard = local(tensor.data)
+    plain = type(shard) is torch.Tensor and shard.device.type in ("cpu", "meta")
+    return plain and shard.numel() > 0 and shard.layout is torch.strided and is_dense(shard)
 
 
 def _shared_storages(model: nn.Module) -> set[int]:
@@ -59,7 +61,7 @@ def _shared_storages(model: nn.Module) -> set[int]:
 
 def _storage_of(tensor: torch.Tensor) -> int:
     """Return what tells storages apart: where their bytes are, for those without bytes torch's own object."""
-    storage = tensor.untyped_storage()
+    storage = local(tensor).untyped_storage()
     return storage_key(storage) if tensor.is_meta else storage.data_ptr()
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.host_tensors import laid_out_as
+from lightning_cxl.shards import local
 from lightning_cxl.streaming.awaited import guard, unguard
 from lightning_cxl.streaming.homes import Home, InMemory
 from lightning_cxl.streaming.listener import Nobody, UnitListener
@@ -112,7 +113,7 @@ class UnitWeights:
                     )
                     new.copy_(tensor.detach())
                     each.offsets[key] = self.nbytes + end
-                    end += _aligned_nbytes(tensor)
+                    end += aligned_nbytes(tensor)
                 if memory is home.buffer:
                     show(*each[:2], each.homes)  # at once: what it leaves goes back
                 moved.append(each)
@@ -307,7 +308,7 @@ class UnitWeights:
 def piece_nbytes(unit: nn.Module, parameters: Sequence[nn.Parameter]) -> int:
     """Return the bytes of a piece that holds these parameters of `unit` and what belongs to them."""
     module_of = owners_in(unit)
-    return sum(_aligned_nbytes(t) for p in parameters for t in tensors_of(module_of[id(p)], p).values())
+    return sum(aligned_nbytes(local(t)) for p in parameters for t in tensors_of(module_of[id(p)], p).values())
 
 
 def tensors_by_parameter(module: nn.Module) -> dict[int, list[torch.Tensor]]:
@@ -321,7 +322,8 @@ def owners_in(unit: nn.Module) -> dict[int, nn.Module]:
     return {id(p): module for module in unit.modules() for p in module.parameters(recurse=False)}
 
 
-def _aligned_nbytes(tensor: torch.Tensor) -> int:
+def aligned_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in a piece."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

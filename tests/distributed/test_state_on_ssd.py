@@ -112,7 +112,7 @@ def test_a_later_run_of_fewer_processes_removes_what_is_left(ranks, tmp_path):
 
 REFUSED = {
     "checkpoint='reference' of tier 'ssd' serves one process": {"checkpoint": "reference"},
-    "weights that are cut over several processes stay in memory": {"rule": {"*": {"weights": "ssd"}}},
+    "a CPU gathers them from memory": {"rule": {"*": {"weights": "ssd"}}},
 }
 
 

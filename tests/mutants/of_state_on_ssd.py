@@ -437,8 +437,8 @@ MUTANTS = (
     Mutant(
         "all ranks check their state before one copies it",
         "lightning_cxl/integrations/lightning/sharded.py",
-        "            check_together(None",
-        "            (lambda _: None)(None",
+        "        check_together(None",
+        "        (lambda _, state: None)(None",
         (f"{_T_RANKS}::test_what_one_drive_has_damaged_no_rank_saves",),
     ),
     Mutant(

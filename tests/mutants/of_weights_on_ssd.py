@@ -29,6 +29,7 @@ T_HOOKS = (f"{_RUN}::test_what_hooks_of_a_step_see_and_write_counts",)
 T_OPTIMIZER = (f"{_RUN}::test_whoever_looks_through_the_optimizer_sees_the_weights_of_now",)
 T_EARLIER = (f"{_RUN}::test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved",)
 T_CHECKED = (f"{_RUN}::test_damaged_weights_are_not_saved",)
+_SEVERAL = "tests/distributed/test_weights_on_ssd.py"
 T_STORE = ("tests/unit/storage/test_store.py",)
 T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 
@@ -328,12 +329,40 @@ MUTANTS = (
     Mutant(
         "damaged weights are not copied where weights alone are saved",
         "lightning_cxl/integrations/lightning/strategy.py",
-        "        if self._on_ssd is not None:\n            self._on_ssd.check",
-        "        if self._on_ssd is not None and checkpoint.get('optimizer_states'):\n            self._on_ssd.check",
+        "        if self._on_ssd is not None and self._root is None:",
+        "        if self._on_ssd is not None and self._root is None and checkpoint.get('optimizer_states'):",
         (
             "tests/integration/test_state_on_ssd.py"
             "::test_damaged_weights_are_not_copied_into_a_checkpoint_of_weights_alone",
         ),
+    ),
+    Mutant(
+        "weights of several processes are checked before they are saved",
+        _ON_SSD,
+        "            on_ssd.check_weights()\n",
+        "            pass\n",
+        (f"{_SEVERAL}::test_damaged_weights_are_not_saved",),
+    ),
+    Mutant(
+        "weights that a CPU gathers stay in memory",
+        "lightning_cxl/inventory/inventory.py",
+        "    if workload.computes_on_host:\n        return (",
+        "    if False:\n        return (",
+        ("tests/distributed/test_state_on_ssd.py::test_what_needs_one_process_is_refused",),
+    ),
+    Mutant(
+        "weights that ranks share stay in memory",
+        "lightning_cxl/inventory/inventory.py",
+        "if config.share_weights or workload.mesh.shares_weights:",
+        "if workload.mesh.shares_weights:",
+        (f"{_SEVERAL}::test_shared_weights_stay_in_memory",),
+    ),
+    Mutant(
+        "a closed run reads no drives",
+        "lightning_cxl/streaming/shards_on_ssd.py",
+        "            shard.leave(self)\n",
+        "            pass\n",
+        (f"{_SEVERAL}::test_who_looks_and_writes_between_steps_sees_the_weights_of_now",),
     ),
     Mutant(
         "forked children have mapped weights",

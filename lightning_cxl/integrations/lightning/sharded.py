@@ -77,7 +77,7 @@ class ShardedStrategy(ProcessesStrategy):
 
         Raises:
             ConfigError: a callback would link to a checkpoint before it is there.
-            UnsupportedError: optimizer state lies on SSD.
+            UnsupportedError: optimizer state or weights lie on SSD.
         """
         if self.is_distributed and isinstance(self.checkpoint_io, AsyncCheckpointIO):
             on_all_ranks(partial(self._check_saves, trainer))
@@ -92,10 +92,10 @@ class ShardedStrategy(ProcessesStrategy):
                 "AsyncCheckpointIO out"
             )
         run = self._session.run
-        if run is not None and run.on_ssd is not None and run.on_ssd.has_state:
+        if run is not None and run.on_ssd is not None and run.on_ssd.has_saved:
             raise UnsupportedError(
-                "optimizer state of this run lies on tier 'ssd', and AsyncCheckpointIO would copy it to memory at "
-                "every save. Leave AsyncCheckpointIO out: training then waits until the checkpoint is written"
+                "optimizer state or weights of this run lie on tier 'ssd', and AsyncCheckpointIO would copy them to "
+                "memory at every save. Leave AsyncCheckpointIO out: training then waits until the checkpoint is written"
             )
 
     def _close_saves(self, *, after_error: bool) -> None:
@@ -163,8 +163,7 @@ class ShardedStrategy(ProcessesStrategy):
         if masters:
             tensors[KEY] = {"master_weights": masters}
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        if states:
-            check_together(None if self._session.run is None else self._session.run.on_ssd)
+        check_together(None if self._session.run is None else self._session.run.on_ssd, state=bool(states))
         begin = save if self._saves is None else self._saves.save
         begin(Path(self.broadcast(str(filepath))), tensors, {**rest, KEY: entry})
 

@@ -212,7 +212,7 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         if self._session.run is not None:
             self.run.wait_for_updates()
             self.run.adopt_joined()
-        if self._on_ssd is not None:
+        if self._on_ssd is not None and self._root is None:  # else all processes do so together
             self._on_ssd.check_weights()
         run = self._session.trained
         if run is not None and checkpoint.get("optimizer_states"):
