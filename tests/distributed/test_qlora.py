@@ -9,7 +9,10 @@ from tests.distributed.training import Job, largest_difference
 from tests.integration.llama import tiny_llama
 
 pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
+]
 LIMIT = 1e-6
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5}
 BASE = {"sizes": SIZES, "lora": True, "micro_batches": 2, "clip": 0.05}
@@ -62,12 +65,12 @@ def test_on_a_device_apart_as_fsdp_alone_there(ranks, name):
 def test_biases_that_loading_has_left_in_files(ranks, tmp_path, stream):
     """They are converted while they load, and belong to layers that are not cut."""
     torch.manual_seed(3)
-    tiny_llama(hidden_size=64, vocab_size=64, attention_bias=True).save_pretrained(tmp_path)
+    tiny_llama(hidden_size=64, vocab_size=64, attention_bias=True).bfloat16().save_pretrained(tmp_path)
     job = Job(folder=str(tmp_path), lora=True, micro_batches=2, clip=0.05, options={"stream_weights": stream})
     ours = ranks.of(2).run(training.by_us, job)
     assert any("q_proj.base_layer.bias" in name for name in ours[0].weights)
     losses, weights = largest_difference(ours[0], training.by_one(job))
-    assert losses <= 1e-3 and weights <= 1e-3, (losses, weights)
+    assert losses <= LIMIT and weights <= 5 * LIMIT, (losses, weights)
 
 
 LIGHTNING = {

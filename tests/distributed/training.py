@@ -43,7 +43,7 @@ class Job:
     quantised: str = ""
     """How the frozen linear layers of the llama are quantised: a key of `tests.integration.quantised.KINDS`."""
     folder: str = ""
-    """Of the llama's files, which are quantised to 4 bit while they load in bfloat16."""
+    """Of the llama's files, which are quantised to 4 bit while they load in float32."""
     frozen: tuple[str, ...] = ()
     steps: int = 4
     micro_batches: int = 1
@@ -82,9 +82,10 @@ def make_model(job: Job) -> nn.Module:
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
         how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-        model = lightning_cxl.from_pretrained(
-            AutoModelForCausalLM, job.folder, dtype=torch.bfloat16, quantization_config=how
+        loaded = lightning_cxl.from_pretrained(
+            AutoModelForCausalLM, job.folder, dtype=torch.float32, quantization_config=how
         )
+        model = loaded.train()
     elif job.model == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
