@@ -1,9 +1,14 @@
 """QLoRA in several processes: each has the whole quantised base, and adapters are cut; as FSDP2 alone, as one."""
 
+from pathlib import Path
+
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from tests.distributed import lightning_runs, training
+from lightning_cxl.commands.export.export import export_checkpoint
+from tests.distributed import lightning_runs, qlora_runs, training
 from tests.distributed.ranks import RankError
 from tests.distributed.training import Job, largest_difference
 from tests.integration.llama import tiny_llama
@@ -138,3 +143,17 @@ def test_refused_by_name(ranks, spoil, text):
     with pytest.raises(RankError) as caught:
         ranks.of(2).run(cut_anew, spoil)
     assert text in str(caught.value)
+
+
+def test_adapters_of_the_main_job_are_saved_and_exported(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(tmp_path / "cache"))
+    base, path = tmp_path / "base", str(tmp_path / "last.ckpt")
+    qlora_runs.make_base(base)
+    trained, same = ranks.of(2).run(qlora_runs.main_job, base, tmp_path / "adapter", 2, save=path)
+    assert len(trained) == 2 * 7 * 3 and all(torch.equal(each, same[name]) for name, each in trained.items())
+    assert all(each.any() for each in trained.values())
+    export_checkpoint(Path(path), tmp_path / "of the checkpoint", only_adapter=True)
+    for exported in ("adapter", "of the checkpoint"):
+        adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / exported)
+        found = adapted.state_dict()
+        assert all(torch.equal(each, found[name]) for name, each in trained.items()), exported
