@@ -1,17 +1,25 @@
 """Weights, configuration and tokenizer as a folder that `transformers` loads."""
 
 from pathlib import Path
+from typing import Any
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.integrations.lightning.lightning_api import Callback, LightningModule, Trainer
+from lightning_cxl.run.cutting import whole_state
+from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.weights.hf import save_pretrained
 
 
-def export_pretrained(module: CausalLM, folder: str | Path) -> Path:
+def export_pretrained(module: CausalLM, folder: str | Path, weights: dict[str, Any] | None = None) -> Path:
     """Write `folder` for ``AutoModelForCausalLM.from_pretrained`` (safetensors) and ``AutoTokenizer``.
 
     Of a module that trains adapters (`lora`) these alone are written, for ``PeftModel.from_pretrained``.
+
+    Args:
+        module: its model is written.
+        folder: may be there.
+        weights: of the model, whole, where it is cut over processes; None: those that it has.
 
     Raises:
         ConfigError: the module has no model yet.
@@ -20,10 +28,13 @@ def export_pretrained(module: CausalLM, folder: str | Path) -> Path:
     if module.model is None:
         raise ConfigError("nothing to export: the module has no model yet (call configure_model, or load a checkpoint)")
     folder = Path(folder)
-    if module.lora is None:
+    given = {} if weights is None else {"state_dict": weights}
+    if module.lora is not None:
+        module.model.save_pretrained(str(folder), save_embedding_layers=False, **given)  # else it asks the hub of them
+    elif weights is None:
         save_pretrained(module.model, folder)
     else:
-        module.model.save_pretrained(str(folder), save_embedding_layers=False)  # else it asks the hub about them
+        module.model.save_pretrained(str(folder), **given)
     if module.tokenizer is not None:
         module.tokenizer.save_pretrained(folder)
     return folder
@@ -50,7 +61,11 @@ class ExportPretrained(Callback):
             raise ConfigError(
                 f"ExportPretrained exports a CausalLM, not a {type(pl_module).__name__}: remove the callback"
             )
+        model, weights = pl_module.model, None
+        if model is not None and is_cut(model):  # all processes gather
+            trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+            weights = whole_state(model, lambda name: pl_module.lora is None or name in trained)
+        root = Path(trainer.log_dir or trainer.default_root_dir)  # the first process tells the others
         if trainer.is_global_zero:
-            root = Path(trainer.log_dir or trainer.default_root_dir)
-            folder = export_pretrained(pl_module, self.dirpath or root / "export")
+            folder = export_pretrained(pl_module, self.dirpath or root / "export", weights)
             print(f"exported to {folder}")

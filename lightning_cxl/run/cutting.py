@@ -1,6 +1,8 @@
 """What front ends do to train a model in several processes: cut it, follow it with optimizers, whole weights."""
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +15,13 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.run.session import Session
+from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.fsdp import cut, reshard
 from lightning_cxl.shards import shard_of, sharded_like
-from lightning_cxl.streaming.quantised import has_quantised
+from lightning_cxl.streaming.quantised import kept_whole, tensors_of
+from lightning_cxl.streaming.unit_weights import owners_in
 from lightning_cxl.streaming.units import find_units
+from lightning_cxl.weights.unread import UnreadWeight
 
 
 def cut_for(
@@ -39,12 +44,54 @@ def cut_for(
             "checkpoint='reference' of tier 'ssd' serves one process in this version: a checkpoint of "
             f"{mesh.size()} is one that any number of them reads, and has the state in it. Set checkpoint='copy'"
         )
-    if has_quantised(model):
-        raise UnsupportedError(
-            f"quantised weights serve one process in this version, and there are {mesh.size()}: train with "
-            "devices=1, or load the model without quantization"
-        )
-    return cut(model, find_units(model, session.config.units), mesh, session.host_on(device).engine, root)
+    units, engine = find_units(model, session.config.units), session.host_on(device).engine
+    if whole := kept_whole(model):
+        whole = {name: _read(model, name, parameter) for name, parameter in whole.items()}
+        _refuse_different(whole, model)
+    return cut(model, units, mesh, engine, root, whole.values())
+
+
+def _read(model: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Read now what loading has left in files ([Note: Left in files]), of which no process takes its rows alone."""
+    if not isinstance(parameter, UnreadWeight):
+        return parameter
+    module, _, own_name = name.rpartition(".")
+    read = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    model.get_submodule(module)._parameters[own_name] = read
+    return read
+
+
+def _refuse_different(whole: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Refuse weights that all processes should have alike and have not: each would train adapters of another base.
+
+    Args:
+        whole: by name.
+        model: that they belong to.
+
+    Raises:
+        UnsupportedError: names the first, on all processes.
+    """
+    module_of = owners_in(model)
+
+    def checksum(parameter: nn.Parameter) -> int:
+        found = 0
+        for tensor in tensors_of(module_of[id(parameter)], parameter).values():
+            values: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            found = zlib.crc32(values, found)
+        return found
+
+    def checksums() -> dict[str, int]:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            return dict(zip(whole, pool.map(checksum, whole.values()), strict=True))
+
+    of_rank = on_all_ranks(checksums)
+    for name, expected in of_rank[0].items():
+        other = next((rank for rank, found in enumerate(of_rank) if found.get(name) != expected), None)
+        if other is not None:
+            raise UnsupportedError(
+                f"`{name}` of the quantised base has other values on rank {other} than on rank 0, and every process "
+                "needs the same: load it on all of them from the same files"
+            )
 
 
 def cut_state(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:

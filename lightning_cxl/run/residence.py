@@ -5,6 +5,7 @@
 * A device apart: on the device, except those that stream.
 * Cut over several processes: the shards in host memory that the policy placed, which all ranks of the machine read
   where they share weights ([Note: Turns at shared weights]); or on SSD, for a device apart ([Note: Shards on SSD]).
+  Quantised layers are whole, and stream as with one.
 * Streamed (`stream_weights`): the parameters of units, each unit in one piece of host memory per tier, and on the
   device only while the unit computes ([Note: Residency of a unit]). What units share with others, and what lies outside
   of them (embedding, final norm, head), does not stream.

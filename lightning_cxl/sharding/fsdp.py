@@ -7,6 +7,8 @@ root, the smallest module that has all parameters, which is gathered once in a s
 the LightningModule, so that its step may call any method of its models. A model that its user has cut already stays as
 it is.
 
+* Whole: what quantised layers have is not cut, for bytes have no rows, and not gathered: every process has all of it
+  and streams it to its own device ([Note: Residency of a unit]). It is frozen, so nothing of it is reduced.
 * Shards: when a run begins they move to the memory that the policy gives; FSDP2 gathers from there.
 * Offloaded checkpointing is inside of what FSDP2 wraps: FSDP2's hooks belong to the call of a module, ours stand in
   for its ``forward``. So weights are gathered when the recompute in the backward needs them.
@@ -19,7 +21,7 @@ it is.
   see `shards.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -34,7 +36,7 @@ from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
 from lightning_cxl.sharding.torch_private import move_shard, padded_size, put_shard, sharded_parameters
-from lightning_cxl.shards import local, shard_of
+from lightning_cxl.shards import is_sharded, local, shard_of
 from lightning_cxl.transfer.engine import TransferEngine
 
 
@@ -66,6 +68,7 @@ def cut(
     mesh: DeviceMesh,
     engine: TransferEngine,
     root: nn.Module | None = None,
+    whole: Collection[nn.Parameter] = (),
 ) -> nn.Module:
     """Cut a model over the processes of a mesh. See [Note: Sharded models].
 
@@ -76,6 +79,7 @@ def cut(
         mesh: of the device: one dimension that cuts, or two: ``replicate``, then ``shard``.
         engine: of the device.
         root: a module with all parameters that is always called as a whole; None for the smallest one.
+        whole: frozen parameters that are not cut: every process has all of each, where it lies now.
 
     Raises:
         UnsupportedError: its user has cut the model in a way that tiers cannot have.
@@ -83,17 +87,17 @@ def cut(
     Returns:
         The root, which must be called for the parameters outside of units to be gathered.
     """
-    root = root_of(model) if root is None else root
+    root, ignored = root_of(model) if root is None else root, set(whole)
     if is_cut(model):
         refuse_other_cuts(model)
         reshard(model)
     else:
-        values = {} if engine.computes_on_host else _without_values(model, engine.device)
+        values = {} if engine.computes_on_host else _without_values(model, engine.device, ignored)
         with large_blocks_apart():  # shards go on to their tiers, and must leave no holes
             for _, unit in units:
                 if unit is not root and next(unit.parameters(), None) is not None:
-                    fully_shard(unit, mesh=mesh)
-            fully_shard(root, mesh=mesh)
+                    fully_shard(unit, mesh=mesh, ignored_params=ignored)
+            fully_shard(root, mesh=mesh, ignored_params=ignored)
             if not engine.computes_on_host:
                 owners = dict(model.named_parameters())
                 host_shards(
@@ -151,16 +155,16 @@ def refuse_other_cuts(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _without_values(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Put parameters without memory in the place of a model's, and buffers on the device; return the values by name.
+def _without_values(model: nn.Module, device: torch.device, whole: set[nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Put parameters without memory in the place of those that are cut, and buffers on the device; return the values.
 
     So FSDP2 cuts shapes alone, and no weights are on the device.
     """
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    values = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter not in whole}
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in whole:
                 if id(parameter) not in empty:
                     stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                     stand_in.__dict__.update(parameter.__dict__)
@@ -178,7 +182,7 @@ def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
         group = mesh.get_group(dim)
         if group.size() > 1:
             first = torch.distributed.get_global_rank(group, 0)
-            shards = [] if dim == mesh.ndim - 1 else [local(p.detach()) for p in model.parameters()]
+            shards = [] if dim == mesh.ndim - 1 else [local(p.detach()) for p in model.parameters() if is_sharded(p)]
             for tensor in (*shards, *model.buffers()):
                 if not tensor.is_meta:
                     values = tensor.contiguous()

@@ -109,7 +109,7 @@ def prepare_layers(model: nn.Module, streamed: Collection[int]) -> Callable[[], 
         module.register_forward_hook(functools.partial(_prepare_backward, parameter, id(parameter) in streamed))
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
-        if type(parameter).__name__ in _KINDS
+        if _is_quantised(parameter)
     ]
     for module, _ in before:
         setattr(module, _MAY_REPACK, False)
@@ -125,7 +125,29 @@ def prepare_layers(model: nn.Module, streamed: Collection[int]) -> Callable[[], 
 
 def has_quantised(model: nn.Module) -> bool:
     """Return whether a model has quantised parameters."""
-    return any(type(parameter).__name__ in _KINDS for parameter in model.parameters())
+    return any(map(_is_quantised, model.parameters()))
+
+
+def kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name what no process may cut: the parameters of quantised layers. Their bytes have no rows.
+
+    Raises:
+        UnsupportedError: one of them is trained. Layers exchange the data of their biases, which FSDP2 would not see.
+    """
+    layers = [module for module in model.modules() if any(map(_is_quantised, module.parameters(recurse=False)))]
+    ids = {id(parameter) for module in layers for parameter in module.parameters(recurse=False)}
+    found = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids}
+    trained = next((name for name, parameter in found.items() if parameter.requires_grad), None)
+    if trained is not None:
+        raise UnsupportedError(
+            f"`{trained}` is trained and belongs to a quantised layer, of which each of several processes has all: "
+            "freeze it with `requires_grad_(False)` (adapters beside it can be trained), or train with one process"
+        )
+    return found
+
+
+def _is_quantised(parameter: nn.Parameter) -> bool:
+    return type(parameter).__name__ in _KINDS
 
 
 def _prepare_backward(parameter: nn.Parameter, streams: bool, module: nn.Module, inputs: Any, output: Any) -> None:

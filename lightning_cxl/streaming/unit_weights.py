@@ -96,6 +96,9 @@ class UnitWeights:
         self._update: Future[None] | None = None
         for parameters in pieces:
             self._move(parameters, allocate)
+        ids = {id(place.parameter) for place in self.places}
+        # not the others: FSDP2 exchanges the parameters of those around every forward, which is no look
+        self._holders = [m for m in module.modules() if any(id(p) in ids for p in m.parameters(recurse=False))]
 
     @torch.no_grad()
     def _move(self, parameters: Sequence[nn.Parameter], allocate: AllocateWeights) -> None:
@@ -172,12 +175,12 @@ class UnitWeights:
 
     def watch(self) -> None:
         """Notice from now on when someone looks at the parameters through their modules."""
-        for module in self.module.modules():
+        for module in self._holders:
             guard(module, self._see)
 
     def unwatch(self) -> None:
         """Stop noticing when someone looks at the parameters."""
-        for module in self.module.modules():
+        for module in self._holders:
             unguard(module)
 
     def _see(self) -> None:

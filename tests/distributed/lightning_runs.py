@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_cxl
 from tests.distributed.training import place, whole
 from tests.integration.llama import tiny_llama
+from tests.integration.quantised import quantise
 from tests.models import TinyTransformer
 
 BATCH, LENGTH, VOCAB = 4, 12, 37
@@ -28,9 +29,14 @@ class Module(LightningModule):
         manual: bool = False,
         llama: bool = False,
         by_method: bool = False,
+        quantised: str = "",
     ) -> None:
         super().__init__()
-        self.model = tiny_llama(tie_word_embeddings=True) if llama else TinyTransformer(dropout=0.0, tied=True)
+        if quantised:
+            self.model = adapted(quantised)
+            self.strict_loading = False  # bitsandbytes does not load its layers from a state dict
+        else:
+            self.model = tiny_llama(tie_word_embeddings=True) if llama else TinyTransformer(dropout=0.0, tied=True)
         self.scale = nn.Parameter(torch.ones(VOCAB)) if own else None
         self.by_method = by_method  # calls its model by another method than `__call__`
         self.optimizer = optimizer
@@ -77,8 +83,19 @@ class Module(LightningModule):
         """Return an optimizer with a schedule."""
         kind = getattr(torch.optim, self.optimizer)
         options = {"eps": 1e-5} if "Adam" in self.optimizer else {"momentum": 0.9}
-        optimizer = kind(self.parameters(), lr=1e-3, **options)
+        optimizer = kind([each for each in self.parameters() if each.requires_grad], lr=1e-3, **options)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+def adapted(kind: str) -> nn.Module:
+    """Return a quantised llama with adapters."""
+    import peft
+
+    model = tiny_llama(hidden_size=64, tie_word_embeddings=True)
+    quantise(model, kind)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
 
 
 def rows(number: int) -> torch.Tensor:

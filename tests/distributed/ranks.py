@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -107,9 +109,12 @@ def of_rank_0(pool: Any, world: int, train: Callable[..., dict[str, Any]], *args
 def _on_a_device() -> Iterator[None]:
     from tests import apart, training_device
 
-    with training_device.on_chosen():
+    # torch, which compiles the CPU kernels of bitsandbytes, does not know the device
+    with training_device.on_chosen(), torch._dynamo.config.patch(disable=True):
         apart.set_poison(True, when_taken=True)  # FSDP2 gives gradients back that are still read, see there
         yield
+        if (bitsandbytes := sys.modules.get("bitsandbytes.backends.utils")) is not None:
+            bitsandbytes._code_4bit_cache.clear()  # tables that would stay on the device
 
 
 def _serve(rank: int, world: int, device: str, meeting: str, tasks: Any, results: Any) -> None:

@@ -17,6 +17,10 @@ CASES = {
     "plain": {},
     "accumulated with a rest and clipped": {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3},
     "LoRA": {"lora": True},
+    "LoRA on a quantised base": {
+        "lora": True, "quantised": "4 bit, nested", "options": {"stream_weights": True},
+        "gradient_accumulation_steps": 2,
+    },
     "evaluated before and meanwhile, tied": {
         "tied": True, "evaluates_first": True, "eval_strategy": "steps", "eval_steps": 2,
     },

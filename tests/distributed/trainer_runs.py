@@ -15,6 +15,7 @@ from tests.distributed.training import place, whole
 from tests.integration.accelerate_loop import forget_accelerators
 from tests.integration.hf_trainer import rows
 from tests.integration.llama import tiny_llama
+from tests.integration.quantised import quantise
 
 BATCH = 4
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
@@ -41,6 +42,7 @@ def train(
     lora: bool | dict[str, Any] = False,
     biased: bool = False,
     tied: bool = False,
+    quantised: str = "",
     dtype: torch.dtype = torch.float32,
     resume: str | None = None,
     evaluates_first: bool = False,
@@ -51,6 +53,9 @@ def train(
     set_seed(5)
     args = TrainingArguments(folder, **of_all(**given))
     model = tiny_llama(tie_word_embeddings=tied, attention_bias=biased).to(dtype)
+    if quantised:
+        model = tiny_llama(hidden_size=64)
+        quantise(model, quantised)
     if lora:
         model = get_peft_model(model, replace(LORA, **(lora if isinstance(lora, dict) else {})))
     trainer = CXLTrainer(model, args, train_dataset=rows(24), eval_dataset=rows(8, seed=4), offload=options)

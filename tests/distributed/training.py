@@ -12,13 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+import lightning_cxl
 from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.run.cutting import cut_for
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
-from lightning_cxl.sharding.fsdp import cut, root_of
+from lightning_cxl.sharding.fsdp import root_of
 from lightning_cxl.sharding.processes import gather_on_machine
+from lightning_cxl.streaming.quantised import kept_whole
 from lightning_cxl.streaming.units import find_units
 from tests import training_device
+from tests.integration.quantised import quantise
 from tests.models import TINY_LLAMA, TinyTransformer
 
 
@@ -36,6 +40,10 @@ class Job:
     """Of the llama, where they are not those of `TINY_LLAMA`."""
     tied: bool = True
     lora: bool = False
+    quantised: str = ""
+    """How the frozen linear layers of the llama are quantised: a key of `tests.integration.quantised.KINDS`."""
+    folder: str = ""
+    """Of the llama's files, which are quantised to 4 bit while they load in float32."""
     frozen: tuple[str, ...] = ()
     steps: int = 4
     micro_batches: int = 1
@@ -70,12 +78,22 @@ def make_model(job: Job) -> nn.Module:
     """Return the model of a job with the weights it begins with."""
     torch.manual_seed(place()[0] if job.seeds else 0)
     model: nn.Module
-    if job.model == "llama":
+    if job.folder:
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+        loaded = lightning_cxl.from_pretrained(
+            AutoModelForCausalLM, job.folder, dtype=torch.float32, quantization_config=how
+        )
+        model = loaded.train()
+    elif job.model == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
         model = LlamaForCausalLM(LlamaConfig(**{**TINY_LLAMA, **job.sizes}, tie_word_embeddings=job.tied))
     else:
         model = TinyTransformer(dropout=0.0, tied=job.tied)
+    if job.quantised:
+        quantise(model, job.quantised)
     if job.lora:
         import peft
 
@@ -132,10 +150,10 @@ def by_fsdp(job: Job) -> Trained:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if job.bf16 else MixedPrecisionPolicy()
     if job.bf16:
         model = model.to(torch.bfloat16).float()
-    mesh, root = mesh_of(job, world), root_of(model)
+    mesh, root, whole = mesh_of(job, world), root_of(model), set(kept_whole(model).values())
     for _, unit in find_units(model):
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=whole)
     return _train(job, model, make_optimizer(job, model), None, rank, world)
 
 
@@ -148,7 +166,7 @@ def by_us(job: Job) -> Trained:
     if world > 1 and "ssd" in job.options.get("tiers", {}):
         session.bind(rank, rank, world, device(), partial(gather_on_machine, machine=0))
     if world > 1:
-        cut(model, find_units(model), mesh_of(job, world), session.host_on(device()).engine)
+        cut_for(session, model, mesh_of(job, world), device())
     loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=True))
     try:
         (optimizer,) = loop.prepare(model, [make_optimizer(job, model)])

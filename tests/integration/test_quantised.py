@@ -7,6 +7,7 @@ from torch import nn
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from tests import training_device
 from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.quantised import KINDS, four_bit, quantise
 from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, offload, train
 
@@ -17,36 +18,9 @@ pytestmark = [
 ]
 
 
-def four_bit(linear, *, nested):
-    return bnb.nn.Linear4bit(
-        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4",
-        compress_statistics=nested,
-    )  # fmt: skip
-
-
-def eight_bit(linear):
-    return bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
-
-
-KINDS = {
-    "4 bit": lambda linear: four_bit(linear, nested=False),
-    "4 bit, nested": lambda linear: four_bit(linear, nested=True),
-    "8 bit": eight_bit,
-}
-
-
 def quantised(kind, width=64):
     model = tiny_llama(hidden_size=width)
-    for layer in model.model.layers:
-        for parent in (layer.self_attn, layer.mlp):
-            for name, linear in list(parent.named_children()):
-                if isinstance(linear, nn.Linear):
-                    twin = KINDS[kind](linear)
-                    twin.load_state_dict(linear.state_dict())
-                    setattr(parent, name, twin.to("cpu"))  # quantises
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind.startswith("4"), kind.startswith("8")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    quantise(model, kind)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)

@@ -11,10 +11,14 @@ _INVENTORY = "lightning_cxl/inventory/inventory.py"
 _HOST_WEIGHTS = "lightning_cxl/run/host_weights.py"
 _UNIT_WEIGHTS = "lightning_cxl/streaming/unit_weights.py"
 _HEAP = "lightning_cxl/memory/heap.py"
+_CUTTING = "lightning_cxl/run/cutting.py"
 _MODELS = "tests/integration/test_qlora_models.py"
 _UNIT = "tests/unit/streaming/test_quantised.py"
 _RUN = "tests/integration/test_qlora.py"
 _LOAD = "tests/unit/weights/test_hf_quantised.py"
+_RANKS = "tests/distributed/test_qlora.py"
+T_RANKS_AHEAD = (f"{_RANKS}::test_every_rank_streams_the_whole_base_ahead",)
+T_RANKS_REFUSED = (f"{_RANKS}::test_refused_by_name",)
 T_RUN = (f"{_RUN}::test_is_the_run_without_us",)
 T_CPU = (f"{_RUN}::test_is_the_run_without_us_on_the_cpu",)
 T_EVALUATED = (f"{_RUN}::test_evaluation_on_a_cpu_that_repacks_leaves_the_weights_alone",)
@@ -35,6 +39,27 @@ T_SAVED = (f"{_LOAD}::test_what_is_quantised_is_saved_and_loads",)
 T_PLANNED = ("tests/integration/test_planned_lora.py::test_quantised_products_count_and_their_inputs_do_not_stay",)
 
 MUTANTS = (
+    Mutant(
+        "what FSDP2 exchanges is no look at weights that stream",
+        _UNIT_WEIGHTS,
+        "[m for m in module.modules() if any(id(p) in ids for p in m.parameters(recurse=False))]",
+        "list(module.modules())",
+        T_RANKS_AHEAD,
+    ),
+    Mutant(
+        "ranks with different bases are refused",
+        _CUTTING,
+        "found.get(name) != expected",
+        "False",
+        T_RANKS_REFUSED,
+    ),
+    Mutant(
+        "trained biases of layers that are whole are refused",
+        _STREAMED,
+        "    if trained is not None:\n",
+        "    if False:\n",
+        T_RANKS_REFUSED,
+    ),
     Mutant(
         "the backward of a 4-bit layer reads the weight of then",
         _STREAMED,

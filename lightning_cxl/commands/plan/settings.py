@@ -57,6 +57,11 @@ class Settings:
         overlaps: bool | Literal["auto"] = "auto"
         if self.stream_weights is False and self.mesh(machine).is_sharded and not machine.device.is_host:
             raise ConfigError("several devices keep their shards of weights on the host: leave out --no-stream-weights")
+        if self.quantize is not None and self.mesh(machine).is_sharded:
+            raise ConfigError(
+                "a plan of several devices takes all weights for cut, and each device needs a whole quantised base in "
+                "the memory of its machine: plan one device (--devices 1), and count its compute weights once for each"
+            )
         if self.mesh(machine).is_sharded and machine.ssd is not None and machine.ssd.versions > 1:
             raise ConfigError(
                 "checkpoint 'reference' of the tier `ssd` serves one device: checkpoints of several have the state in "

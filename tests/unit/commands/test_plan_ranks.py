@@ -165,6 +165,7 @@ def test_ranks_of_the_cpu_share_it(plan):
         (["--devices", "5"], "machine `test machine` has 4 x test gpu, got 5 devices"),
         (["--devices", "0"], "got 0 devices: choose 1 to 4"),
         (["--num-nodes", "0"], "num_nodes must be at least 1, got 0"),
+        (["--lora", "4", "--quantize", "4bit"], "count its compute weights once for each"),
         (["--no-stream-weights"], "several devices keep their shards of weights on the host"),
     ],
 )

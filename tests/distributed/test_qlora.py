@@ -1,0 +1,159 @@
+"""QLoRA in several processes: each has the whole quantised base, and adapters are cut; as FSDP2 alone, as one."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_cxl.commands.export.export import export_checkpoint
+from tests.distributed import lightning_runs, qlora_runs, training
+from tests.distributed.ranks import RankError
+from tests.distributed.training import Job, largest_difference
+from tests.integration.llama import tiny_llama
+
+pytest.importorskip("bitsandbytes")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
+]
+LIMIT = 1e-6
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5}
+BASE = {"sizes": SIZES, "lora": True, "micro_batches": 2, "clip": 0.05}
+STREAMED = Job(**BASE, quantised="4 bit, nested", options={"stream_weights": True})
+JOBS = {
+    "4 bit": Job(**BASE, quantised="4 bit"),
+    "4 bit, streamed": STREAMED,
+    "8 bit, streamed": Job(**BASE, quantised="8 bit", options={"stream_weights": True}),
+}
+
+
+def assert_as(ours, alone):
+    for mine, theirs in zip(ours, alone, strict=True):
+        losses, weights = largest_difference(mine, theirs)
+        assert losses <= LIMIT and weights <= LIMIT, (losses, weights)
+        assert mine.norms == pytest.approx(theirs.norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_as_fsdp_alone_and_as_one_process(ranks, name):
+    job = JOBS[name]
+    ours = ranks.of(2).run(training.by_us, job)
+    assert_as(ours, ranks.of(2).run(training.by_fsdp, job))
+    losses, weights = largest_difference(ours[0], training.by_one(job))
+    assert losses <= LIMIT and weights <= 5 * LIMIT, (losses, weights)
+
+
+def test_every_rank_streams_the_whole_base_ahead(ranks):
+    alone = training.by_us(STREAMED).report
+    for each in ranks.of(2).run(training.by_us, STREAMED):
+        streamed = each.report["streamed"]
+        assert streamed["num_units"] == SIZES["num_hidden_layers"]
+        # those of one process have its adapters besides, which are new after each step
+        assert 0.7 * alone["streamed"]["host_bytes"] < streamed["host_bytes"] < alone["streamed"]["host_bytes"]
+        assert streamed["num_fetches"] <= alone["streamed"]["num_fetches"]
+        assert streamed["num_late"] <= alone["streamed"]["num_late"]
+        planned = each.report["planned_roles"]["compute_weights"]["dram"]
+        assert streamed["host_bytes"] < planned < alone["planned_roles"]["compute_weights"]["dram"]
+
+
+@pytest.mark.parametrize("name", ["4 bit", "4 bit, streamed"])  # of its kernels for 8 bit, none knows the device
+def test_on_a_device_apart_as_fsdp_alone_there(ranks, name):
+    job = JOBS[name]
+    ours = ranks.of(2, "apart").run(training.by_us, job)
+    assert all(each.report["streamed"]["num_units"] == SIZES["num_hidden_layers"] for each in ours)
+    assert_as(ours, ranks.of(2, "apart").run(training.by_fsdp, job))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_biases_that_loading_has_left_in_files(ranks, tmp_path, stream):
+    """They are converted while they load, and belong to layers that are not cut."""
+    torch.manual_seed(3)
+    tiny_llama(hidden_size=64, vocab_size=64, attention_bias=True).bfloat16().save_pretrained(tmp_path)
+    job = Job(folder=str(tmp_path), lora=True, micro_batches=2, clip=0.05, options={"stream_weights": stream})
+    ours = ranks.of(2).run(training.by_us, job)
+    assert any("q_proj.base_layer.bias" in name for name in ours[0].weights)
+    losses, weights = largest_difference(ours[0], training.by_one(job))
+    assert losses <= LIMIT and weights <= 5 * LIMIT, (losses, weights)
+
+
+LIGHTNING = {
+    "module": {"quantised": "4 bit, nested"},
+    "options": {"stream_weights": True},
+    "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+}
+
+
+def fit(ranks, world, *args, **keywords):
+    run = lightning_runs.fit if world == 1 else ranks.of(world).run
+    given = args if world == 1 else (lightning_runs.fit, *args)
+    results = run(*given, **LIGHTNING, **keywords)
+    return results if world == 1 else results[0]
+
+
+def assert_close(one, other, limit=LIMIT):
+    assert one["losses"] == pytest.approx(other["losses"], rel=limit)
+    assert one["weights"].keys() == other["weights"].keys()
+    for name, weights in one["weights"].items():
+        assert (weights.float() - other["weights"][name].float()).abs().max() <= limit, name
+
+
+def test_checkpoints_of_lightning_are_of_any_number_of_processes(ranks, tmp_path):
+    path = str(tmp_path / "half.ckpt")
+    whole = fit(ranks, 1, 4)
+    assert_close(fit(ranks, 2, 4), whole)
+    fit(ranks, 2, 2, save=path)
+    for world in (1, 2):
+        assert_close(fit(ranks, world, 4, resume=path), {**whole, "losses": whole["losses"][4:]})
+    path = str(tmp_path / "of one.ckpt")
+    fit(ranks, 1, 2, save=path)
+    assert_close(fit(ranks, 2, 4, resume=path), {**whole, "losses": whole["losses"][4:]})
+
+
+def cut_anew(spoil):
+    """Cut a quantised model that `spoil` has changed."""
+    from lightning_cxl.run.cutting import cut_for
+    from lightning_cxl.run.session import Session
+
+    model = training.make_model(STREAMED)
+    spoil(model)
+    cut_for(Session(), model, training.mesh_of(STREAMED, 2), training.device())
+
+
+def other_scales_on_rank_1(model):
+    if training.place()[0] == 1:
+        state = model.base_model.model.model.layers[1].mlp.up_proj.weight.quant_state
+        state.absmax = state.absmax + 1
+
+
+def trained_bias(model):
+    layer = model.base_model.model.model.layers[1].mlp.up_proj
+    layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features))
+
+
+@pytest.mark.parametrize(
+    "spoil, text",
+    [
+        (other_scales_on_rank_1, "layers.1.mlp.up_proj.weight` of the quantised base has other values on rank 1"),
+        (trained_bias, "layers.1.mlp.up_proj.bias` is trained and belongs to a quantised layer"),
+    ],
+)
+def test_refused_by_name(ranks, spoil, text):
+    with pytest.raises(RankError) as caught:
+        ranks.of(2).run(cut_anew, spoil)
+    assert text in str(caught.value)
+
+
+def test_adapters_of_the_main_job_are_saved_and_exported(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(tmp_path / "cache"))
+    base, path = tmp_path / "base", str(tmp_path / "last.ckpt")
+    qlora_runs.make_base(base)
+    trained, same = ranks.of(2).run(qlora_runs.main_job, base, tmp_path / "adapter", 2, save=path)
+    assert len(trained) == 2 * 7 * 3 and all(torch.equal(each, same[name]) for name, each in trained.items())
+    assert all(each.any() for each in trained.values())
+    export_checkpoint(Path(path), tmp_path / "of the checkpoint", only_adapter=True)
+    for exported in ("adapter", "of the checkpoint"):
+        adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / exported)
+        found = adapted.state_dict()
+        assert all(torch.equal(each, found[name]) for name, each in trained.items()), exported
