@@ -97,8 +97,15 @@ MUTANTS = (
     Mutant(
         "skipped reductions are not made",
         "lightning_cxl/sharding/fsdp.py",
-        "            module.set_requires_gradient_sync(False, recurse=False)\n",
-        "            pass\n",
+        "        module.set_requires_gradient_sync(False, recurse=False)\n",
+        "        pass\n",
+        ("tests/distributed/test_fabric.py::test_skipped_reductions_are_not_made",),
+    ),
+    Mutant(
+        "a region without reductions goes on when one in it ends",
+        "lightning_cxl/sharding/fsdp.py",
+        "            if not _num_regions[module]:\n",
+        "            if True:\n",
         ("tests/distributed/test_fabric.py::test_skipped_reductions_are_not_made",),
     ),
     Mutant(
