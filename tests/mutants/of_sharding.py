@@ -32,6 +32,13 @@ MUTANTS = (
         (f"{_TEST}::test_a_rank_that_dies_explains_errors_that_came_before",),
     ),
     Mutant(
+        "a rank that is gone needs no explanation",
+        _WATCH,
+        "        elif failure.cause is Cause.GONE:\n",
+        "        elif False:\n",
+        (f"{_TEST}::test_a_rank_that_dies_is_known_at_once",),
+    ),
+    Mutant(
         "an error in a collective is known as such",
         _FAILURES,
         "any(sign in str(error) for sign in _SIGNS)",
