@@ -79,7 +79,7 @@ ARGUMENTS = {
         "num_heads": 8,
         "intermediate_size": 1408,
         "attn": "sdpa",
-        "mapped": False,
+        "mapped": None,
         "lora": None,
         "quantization": None,
         "lr": 0.001,

@@ -44,7 +44,7 @@ class CausalLM(LightningModule):
         num_heads: int = 8,
         intermediate_size: int = 1408,
         attn: str = "sdpa",
-        mapped: bool = False,
+        mapped: bool | None = None,
         lora: dict[str, Any] | None = None,
         quantization: Literal["4bit", "8bit"] | dict[str, Any] | None = None,
         lr: float = 1e-3,
@@ -61,8 +61,9 @@ class CausalLM(LightningModule):
             num_heads: Attention heads.
             intermediate_size: Width of the gated MLP.
             attn: Attention implementation as `transformers` names it: "sdpa", "eager", "flash_attention_2".
-            mapped: Leave the weights of `name_or_path` in their files until the run moves them to their tiers; for a
-                model that is larger than memory.
+            mapped: True: leave the weights of `name_or_path` in their files until the run moves them to their tiers;
+                for a model that is larger than memory. False: read all of them into memory, in every process. None:
+                the first with several processes, the second with one.
             lora: Train adapters alone: fields of ``peft.LoraConfig``, such as ``{"r": 16, "lora_alpha": 32,
                 "target_modules": "all-linear"}``. Checkpoints hold the adapters alone.
             quantization: Quantise the weights of `name_or_path` while they are read: "4bit" (NF4), "8bit", or fields of
@@ -315,7 +316,7 @@ class CausalLM(LightningModule):
             if _has_safetensors(name_or_path):
                 # quantized, or experts that must be merged
                 with contextlib.nullcontext() if must_be_ours else contextlib.suppress(UnsupportedError):
-                    return from_pretrained(AutoModelForCausalLM, name_or_path, mapped=self.mapped or None, **options)
+                    return from_pretrained(AutoModelForCausalLM, name_or_path, mapped=self.mapped, **options)
             return AutoModelForCausalLM.from_pretrained(name_or_path, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(

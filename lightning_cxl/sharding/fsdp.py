@@ -24,6 +24,7 @@ it is.
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -38,6 +39,9 @@ from lightning_cxl.sharding.host_shard import HostShard, host_shards
 from lightning_cxl.sharding.torch_private import move_shard, padded_size, put_shard, sharded_parameters
 from lightning_cxl.shards import is_sharded, local, shard_of
 from lightning_cxl.transfer.engine import TransferEngine
+
+_num_regions: "WeakKeyDictionary[FSDPModule, int]" = WeakKeyDictionary()
+"""How many regions without reductions have a module, which torch cannot be asked."""
 
 
 class PlaceShard(Protocol):
@@ -120,18 +124,22 @@ def without_reducing(model: nn.Module) -> Iterator[None]:
     """Return a region whose backwards exchange no gradients; the first one after it reduces the sum of all.
 
     Until then each rank has whole gradients of all that is trained on its device. One process exchanges none anyway.
+    Regions may lie in each other: each module reduces again when the last one that has it ends.
 
     Args:
         model: with all modules that FSDP2 cuts.
     """
     cuts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in cuts:
+        _num_regions[module] = _num_regions.get(module, 0) + 1
+        module.set_requires_gradient_sync(False, recurse=False)
     try:
-        for module in cuts:
-            module.set_requires_gradient_sync(False, recurse=False)
         yield
     finally:
         for module in cuts:
-            module.set_requires_gradient_sync(True, recurse=False)
+            _num_regions[module] -= 1
+            if not _num_regions[module]:
+                module.set_requires_gradient_sync(True, recurse=False)
 
 
 def _reshard_after_evaluation(root: nn.Module, _inputs: object, _output: object) -> None:

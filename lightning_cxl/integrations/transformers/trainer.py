@@ -28,6 +28,8 @@ from lightning_cxl.streaming.awaited import peek
 Options = Mapping[str, Any] | str | PathLike[str] | None
 """Fields of `OffloadConfig`, or a file with them."""
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+_GENERATE_APART = ("use_vllm", "use_transformers_continuous_batching")
+"""Arguments of TRL that let weights be read outside of the model's calls, by each process when it likes."""
 
 
 class CXLTrainerMixin(ShardedTrainer):
@@ -42,7 +44,8 @@ class CXLTrainerMixin(ShardedTrainer):
     Raises:
         ConfigError: an option with an impossible value.
         UnsupportedError: several processes without gloo for host memory, a plugin that places models itself, or
-            arguments that move whole models to the device or update weights in the backward.
+            arguments that move whole models to the device, update weights in the backward, or let several processes
+            generate with vLLM or in continuous batches.
     """
 
     ref_model: Any
@@ -193,6 +196,13 @@ def _take_over(trainer: Any, options: Options) -> None:
             f"{args.world_size} processes write one checkpoint together: leave it out, and give `output_dir` on a "
             "drive that all machines see"
         )
+    for name in _GENERATE_APART:
+        if getattr(args, name, False) and args.world_size > 1:
+            raise UnsupportedError(
+                f"{type(args).__name__}({name}=True) reads whole weights outside of the model's calls, and each of "
+                f"{args.world_size} processes has only its part of them, which they gather together in every call. "
+                "Leave it out: `model.generate` then does the work on all processes"
+            )
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"a Trainer uses {args.n_gpu} devices from one process here, and {type(trainer).__name__} drives one: set "

@@ -149,6 +149,16 @@ def test_mapped_weights_are_those_of_the_files(gpt2_folder):
     assert str(gpt2_folder) in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.parametrize(
+    ("mapped", "several", "left"), [(None, True, True), (False, True, False), (None, False, False)]
+)
+def test_several_processes_leave_weights_in_their_files_unless_told(gpt2_folder, monkeypatch, mapped, several, left):
+    monkeypatch.setattr("lightning_cxl.weights.load.are_left_in_files", lambda: several)
+    module = CausalLM(str(gpt2_folder), mapped=mapped)
+    module.configure_model()
+    assert (str(gpt2_folder) in Path("/proc/self/maps").read_text()) is left
+
+
 @pytest.mark.parametrize("name_or_path", [None, "hub/id"])
 def test_only_files_in_a_folder_can_be_mapped(name_or_path):
     with pytest.raises(ConfigError, match=f"mapped=True needs a local folder .*{name_or_path}"):

@@ -75,6 +75,14 @@ def test_a_rank_that_dies_explains_errors_that_came_before(ranks):
     assert "rank 2" in notes(other) and "it was killed" in notes(other)
 
 
+def test_a_rank_that_dies_is_known_at_once(ranks):
+    """A launcher kills the others soon, and rank 0 is to show why before."""
+    before = time.monotonic()
+    ranks[2]._line.socket.shutdown(socket.SHUT_RDWR)
+    until(lambda: ranks[0].first is not None)
+    assert time.monotonic() - before < 0.9 and ranks[0].first.cause is Cause.GONE
+
+
 def test_who_is_waited_for_is_named(ranks):
     errors = [RuntimeError(f"{GLOO} {rank}") for rank in range(2)]
     ranks[0]._has_told = ranks[2]._has_told = True
@@ -100,6 +108,7 @@ def test_ranks_that_are_done_are_no_failure(board, ranks):
 def test_rank_0_that_dies_is_known(board):
     ranks = [connect(board, rank) for rank in range(3)]
     until(lambda: len(board._callers) == 3)
+    board._has_decided = True  # it is dead, and tells nobody
     for line in list(board._callers):
         line.socket.shutdown(socket.SHUT_RDWR)
     until(lambda: ranks[2].first is not None)
