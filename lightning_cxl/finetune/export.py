@@ -5,6 +5,7 @@ from pathlib import Path
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.integrations.lightning.lightning_api import Callback, LightningModule, Trainer
+from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.weights.hf import save_pretrained
 
 
@@ -41,7 +42,7 @@ class ExportPretrained(Callback):
         self.dirpath = dirpath
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Export; only the first process writes.
+        """Export; only the first process writes. Of a model that is cut over several, say how to export a checkpoint.
 
         Raises:
             ConfigError: the module is not a `CausalLM`.
@@ -50,7 +51,14 @@ class ExportPretrained(Callback):
             raise ConfigError(
                 f"ExportPretrained exports a CausalLM, not a {type(pl_module).__name__}: remove the callback"
             )
-        if trainer.is_global_zero:
+        if not trainer.is_global_zero:
+            return
+        if is_cut(pl_module):
+            print(
+                f"not exported: each of the {trainer.world_size} processes has a part of the weights. Export a "
+                "checkpoint of this run: python -m lightning_cxl export CHECKPOINT FOLDER"
+            )
+        else:
             root = Path(trainer.log_dir or trainer.default_root_dir)
             folder = export_pretrained(pl_module, self.dirpath or root / "export")
             print(f"exported to {folder}")
