@@ -47,6 +47,7 @@ def test_the_main_job_trains_in_two_processes_and_goes_on_after_a_requeue(tmp_pa
     assert status == 0, shown[-3000:]
     assert shown.count("step 2, held-out sample 1\n") == 1
     assert re.search(r"validation loss: before \d.*, after \d.* \(step 2\)\n\nsample:\n", shown)
+    assert "CXL offload on cpu, finished, rank 0 of 2, local rank 0 of 2\n" in shown
     assert "not exported: each of the 2 processes has a part" in shown
 
     status, shown = fit(tmp_path, text, 4)  # another run, by mistake in the same folder
