@@ -64,6 +64,50 @@ def test_every_yaml_parses(path, command, monkeypatch, capsys):
     assert "strategy: cxl_offload" in capsys.readouterr().out
 
 
+def test_the_batch_script_starts_what_exists_and_goes_back_to_the_queue(tmp_path, monkeypatch, capsys):
+    script = EXAMPLES / "slurm" / "train.sbatch"
+    text = script.read_text()
+    fakes = {
+        "srun": 'printf "%s\\0" "$@" > srun.txt; kill -USR1 $PPID; sleep 0.2',
+        "scontrol": 'echo "$@" > scontrol.txt',
+    }
+    for name, body in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": asked["job-name"], "SLURM_NNODES": asked["nodes"]}
+    slurm["SLURM_NTASKS_PER_NODE"] = asked["ntasks-per-node"]
+    subprocess.run(
+        ["bash", script], env={**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, timeout=60
+    )
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
+
+    started = (tmp_path / "srun.txt").read_text().split("\0")[:-1]
+    assert "--kill-on-bad-exit=1" in started
+    fit = started[started.index("lightning_cxl") + 1 :]
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", *fit, "--print_config"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code in (0, None) and "strategy: cxl_offload" in capsys.readouterr().out
+
+    (plan,) = re.findall(r"^#   python -m lightning_cxl (plan .*) \\\n#( .*)$", text, re.MULTILINE)
+    planned = "".join(plan).replace("FOLDER", "llama-3.1-8b").split()
+    monkeypatch.chdir(ROOT)  # the machine is a file of ours
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", *planned])
+    main()
+    assert re.search(r"host memory: \S+ GiB of each machine", capsys.readouterr().out)
+    same = {
+        "--devices": (asked["gpus-per-node"], asked["ntasks-per-node"], "--trainer.devices"),
+        "--num-nodes": (asked["nodes"], "--trainer.num_nodes"),
+        "--seq": ("--data.seq_len",),
+        "--batch": ("--data.batch_size",),
+        "--precision": ("--trainer.precision",),
+    }
+    for option, others in same.items():
+        values = {fit[fit.index(other) + 1] if other.startswith("--") else other for other in others}
+        assert values == {planned[planned.index(option) + 1]}
+
+
 @pytest.mark.slow
 def test_the_step_benchmark_writes_rows(tmp_path):
     target = tmp_path / "rows.json"

@@ -1,6 +1,7 @@
 """The command line of the main job: LightningCLI over `CausalLM` and `TextData`."""
 
 import difflib
+import os
 import warnings
 from collections.abc import Sequence
 
@@ -39,6 +40,8 @@ class FinetuneCLI(LightningCLI):
             },
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,  # CausalLM saves its own plain options
+            # a job that SLURM puts back into its queue keeps its number, which names the folder of the logger
+            save_config_kwargs={"overwrite": "SLURM_RESTART_COUNT" in os.environ},
         )
 
     def add_arguments_to_parser(self, parser) -> None:  # type: ignore[no-untyped-def]  # jsonargparse is untyped here

@@ -34,7 +34,7 @@ class EvaluationSamples(Callback):
         Raises:
             ConfigError: module or data are not those of the main job.
         """
-        if trainer.state.fn != "fit" or trainer.sanity_checking or not trainer.is_global_zero:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         data = getattr(trainer, "datamodule", None)
         if not isinstance(pl_module, CausalLM) or not isinstance(data, TextData):
@@ -44,7 +44,7 @@ class EvaluationSamples(Callback):
             )
         with trainer.precision_plugin.forward_context():
             texts = [self._continued(pl_module, sample) for sample in data.held_out(self.count)]
-        for number, text in enumerate(texts, 1):
+        for number, text in enumerate(texts if trainer.is_global_zero else [], 1):  # made by all, shown by one
             print(f"\nstep {trainer.global_step}, held-out sample {number}\n{text}")
             for logger in trainer.loggers:
                 add_text = getattr(getattr(logger, "experiment", None), "add_text", None)

@@ -52,7 +52,7 @@ class ExportPretrained(Callback):
         self.dirpath = dirpath
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Export; only the first process writes.
+        """Export; the first process writes what all gather.
 
         Raises:
             ConfigError: the module is not a `CausalLM`.

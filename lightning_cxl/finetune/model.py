@@ -19,6 +19,7 @@ from lightning_cxl.finetune.saved_adapters import check_saved, trained_names
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
 from lightning_cxl.sequences.attention import packed_arguments, separate
 from lightning_cxl.sequences.chunked_loss import chunked_loss
+from lightning_cxl.sharding.fsdp import gathered, is_cut
 from lightning_cxl.weights.hf import from_pretrained
 from lightning_cxl.weights.qlora import quantization_fields, with_adapters
 
@@ -61,9 +62,8 @@ class CausalLM(LightningModule):
             num_heads: Attention heads.
             intermediate_size: Width of the gated MLP.
             attn: Attention implementation as `transformers` names it: "sdpa", "eager", "flash_attention_2".
-            mapped: True: leave the weights of `name_or_path` in their files until the run moves them to their tiers;
-                for a model that is larger than memory. False: read all of them into memory, in every process. None:
-                the first with several processes, the second with one.
+            mapped: True: leave the weights of `name_or_path` in their files until the run moves them to their tiers.
+                False: every process reads all of them before. None: True with several processes, False with one.
             lora: Train adapters alone: fields of ``peft.LoraConfig``, such as ``{"r": 16, "lora_alpha": 32,
                 "target_modules": "all-linear"}``. Checkpoints hold the adapters alone.
             quantization: Quantise the weights of `name_or_path` while they are read: "4bit" (NF4), "8bit", or fields of
@@ -234,11 +234,12 @@ class CausalLM(LightningModule):
             "top_k": 20,
             "pad_token_id": eos,
             "eos_token_id": sorted(ends) or None,
+            "synced_gpus": is_cut(self),  # each process then generates for as long as one has to
         }
         modes = {module: module.training for module in model.modules()}
         devices = [] if self.device.type == "cpu" else [self.device]
         ids = prompt[None].to(model.device)
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
+        with gathered(self), torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
             torch.manual_seed(seed)
             model.eval()
             try:

@@ -36,7 +36,8 @@ class Mesh:
         if self.shares_weights and self.num_machines > 1 and not self.replicates:
             raise ConfigError(
                 f"devices cannot read weights from one copy in the memory of their machine: the model is cut over "
-                f"{self.num_machines} machines. Let every machine hold all of it, or gather weights"
+                f"{self.num_machines} machines. Let every machine hold all of it (--between-nodes replicate), or "
+                "gather weights (--weights gathered)"
             )
 
     @property

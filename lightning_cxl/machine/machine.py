@@ -214,9 +214,13 @@ class Machine:
             own = device.flops * device.count / max(1, count)
             return replace(self, device=replace(device, count=count, flops=own))
         if not 1 <= count <= device.count:
+            more = (
+                f". To plan a machine with {count}, write `count: {count}` under `device` in a machine file (--tiers), "
+                "as examples/machines/eight_gpus.yaml does, with the `links` of its devices"
+            )
             raise ConfigError(
                 f"machine `{self.name}` has {device.count} x {device.name}, got {count} devices: choose 1 to "
-                f"{device.count} of each machine, and more machines for more (--num-nodes)"
+                f"{device.count} of each machine, and more machines for more (--num-nodes){more if count > 0 else ''}"
             )
         port = math.inf if links.port_bytes_per_s is None else links.port_bytes_per_s
         share = port / min(count, links.devices_per_port)

@@ -42,6 +42,7 @@ class Session:
         self.config, self.origins = OffloadConfig.resolve(**options)
         check_policy(self.config.policy if self._policy is None else self._policy)
         self._binding: RankBinding | None = None
+        self._ranks: dict[str, int] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -61,13 +62,16 @@ class Session:
             self.host = Host(self.config, device, policy=self._policy, binding=self._binding)
         return self.host
 
-    def bind(self, rank: int, local_rank: int, num_local_ranks: int, device: torch.device, gather: Gather) -> None:
+    def bind(
+        self, rank: int, num_ranks: int, local_rank: int, num_local_ranks: int, device: torch.device, gather: Gather
+    ) -> None:
         """Give this process its part of a machine that it shares with others, before anything is placed.
 
         Args:
             rank: of this process, among those of all machines.
+            num_ranks: how many there are on all machines.
             local_rank: of this process, among those of its machine.
-            num_local_ranks: how many there are.
+            num_local_ranks: how many there are on its machine.
             device: that this process computes on.
             gather: returns what each of them gives.
 
@@ -81,6 +85,8 @@ class Session:
             self._binding = bind_rank(
                 local_rank, num_local_ranks, device, self.config, topology, gather=gather, rank=rank
             )
+            self._ranks = {"rank": rank, "num_ranks": num_ranks, "local_rank": local_rank}
+            self._ranks["num_local_ranks"] = num_local_ranks
 
     def open(self, device: torch.device) -> None:
         """Let `lightning_cxl.empty` use the memory of this session from now on."""
@@ -141,7 +147,7 @@ class Session:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew, with the same options."""
         self.__dict__.update(state)
-        self._binding = None
+        self._binding = self._ranks = None
         self._forget()
 
     # -- what it did -------------------------------------------------------------------------------------------------
@@ -149,7 +155,8 @@ class Session:
     def report(self, device: torch.device) -> dict[str, Any]:
         """Return bytes planned, used and at the peak, per tier and role, JSON-able; the last run's when it is over.
 
-        Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}}, ``roles``,
+        Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}},
+        ``ranks`` (which of how many this process is; None where it is alone; bytes are of this rank), ``roles``,
         ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
         ``ssd`` (what a step moves from and to the tier `ssd`, and the wear of its drives), ``policy``, ``reasons``
         {role: [text]}, ``notes``.
@@ -157,7 +164,7 @@ class Session:
         report = self._last_report
         if report is None or self.host is not None:
             report = _report(self.host_on(device), self.runs, "running")
-        return {**report, "config": self.config.describe(self.origins)}
+        return {**report, "ranks": self._ranks, "config": self.config.describe(self.origins)}
 
     def describe(self, name: str, device: torch.device) -> str:
         """Return the report as one screen of text; `name` is of the object that users see."""

@@ -58,10 +58,11 @@ class Failure:
         return asdict(self)
 
     def describe(self) -> str:
-        """Return what other ranks show of it."""
-        return (
-            f"The first failure of this run was on rank {self.rank} (machine {self.machine}, process {self.pid}):\n"
-            f"{self.text}"
+        """Return what other ranks show of it. Of an error the last line, which a terminal still shows, says all."""
+        where = f"The first failure of this run was on rank {self.rank} (machine {self.machine}, process {self.pid})"
+        is_own = self.cause is Cause.ERROR
+        return f"{where}:\n{self.text}" + (
+            f"\nRank {self.rank} failed first: {self.text.splitlines()[-1]}" if is_own else ""
         )
 
 

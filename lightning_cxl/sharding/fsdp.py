@@ -120,6 +120,27 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Return a region in which units of a model may be called without its root, as when text is generated; no backward.
+
+    All processes call the same units there, equally often.
+
+    Args:
+        model: cut, or not: then this does nothing.
+    """
+    root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+    if root is None:
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():  # what is gathered is trained with later
+        root.unshard()
+        try:
+            yield
+        finally:
+            reshard(model)
+
+
+@contextmanager
 def without_reducing(model: nn.Module) -> Iterator[None]:
     """Return a region whose backwards exchange no gradients; the first one after it reduces the sum of all.
 

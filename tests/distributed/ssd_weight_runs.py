@@ -36,7 +36,7 @@ class Training:
         if job.bf16:
             self.model = self.model.to(torch.bfloat16)
         machine = partial(gather_on_machine, machine=0)
-        self.session.bind(self.rank, self.rank, self.world, device(), machine)
+        self.session.bind(self.rank, self.world, self.rank, self.world, device(), machine)
         mesh = training.mesh_of(job, self.world)
         cut(self.model, find_units(self.model), mesh, self.session.host_on(device()).engine)
         self.loop = UserLoop(self.session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=True))

@@ -164,7 +164,7 @@ def by_us(job: Job) -> Trained:
         model = model.to(torch.bfloat16)
     session = Session(**job.options)
     if world > 1 and "ssd" in job.options.get("tiers", {}):
-        session.bind(rank, rank, world, device(), partial(gather_on_machine, machine=0))
+        session.bind(rank, world, rank, world, device(), partial(gather_on_machine, machine=0))
     if world > 1:
         cut_for(session, model, mesh_of(job, world), device())
     loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=True))

@@ -159,8 +159,8 @@ MUTANTS = (
     Mutant(
         "an export of adapters is no export of the model",
         "lightning_cxl/finetune/export.py",
-        "if module.lora is None:",
-        "if True:",
+        "if module.lora is not None:",
+        "if False:",
         ("tests/integration/test_main_job.py::test_exports_of_a_run_are_the_adapter_and_the_merged_model",),
     ),
     Mutant(

@@ -52,9 +52,8 @@ MUTANTS = (
     Mutant(
         "who fails in a gather lets the others go on",
         _TURNS,
-        '        """Say that this rank will not read a unit after all: an error has ended its gather."""\n'
-        "        self._own.left[unit] = self._own.come[unit]\n",
-        '        """Say nothing."""\n',
+        "            self._own.left[unit] = self._own.come[unit]\n            return\n        number",
+        "            return\n        number",
         T_TURNS,
     ),
     Mutant(

@@ -82,7 +82,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
         per_machine = machines.num_ranks_of_each() if replicate else self.num_processes
         self._mesh = make_mesh(self.device, self.num_processes // per_machine, per_machine, replicate=replicate)
         gather = partial(gather_on_machine, machine=machines.of_rank[rank])
-        session.bind(rank, machines.local_rank(rank), machines.num_ranks_beside(rank), self.device, gather)
+        local = machines.local_rank(rank), machines.num_ranks_beside(rank)
+        session.bind(rank, self.num_processes, *local, self.device, gather)
 
     def _cut(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Cut a model, if there are several processes and it is whole, and let its optimizers have its new parameters.

@@ -114,7 +114,8 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
             assert self.cluster_environment is not None
             watch_program(self.cluster_environment.main_address)
             gather = partial(gather_on_machine, machine=self.node_rank)
-            self._session.bind(self.global_rank, self.local_rank, self.num_processes, self.root_device, gather)
+            local = self.local_rank, self.num_processes
+            self._session.bind(self.global_rank, self.world_size, *local, self.root_device, gather)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Replace a tensor by that of all processes together; anything else stays as it is."""

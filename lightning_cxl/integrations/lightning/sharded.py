@@ -47,7 +47,8 @@ class ShardedStrategy(ProcessesStrategy):
         super().setup_environment()
         if self.is_distributed:
             gather = partial(gather_on_machine, machine=self.node_rank)
-            self._session.bind(self.global_rank, self.local_rank, self.num_processes, self.root_device, gather)
+            local = self.local_rank, self.num_processes
+            self._session.bind(self.global_rank, self.world_size, *local, self.root_device, gather)
 
     def _cut_model(self) -> None:
         """Cut the model over all processes, if there are several. See [Note: Sharded models].

@@ -92,7 +92,8 @@ def exchange_loads(job: Job, machine: Machine, phase: Phase) -> ExchangeLoads:
         if each.network_bytes and links.network_bytes_per_s is None:
             raise ConfigError(
                 f"machines exchange data, and machine `{machine.name}` does not say how fast: give "
-                f"network_bytes_per_s under `links` in its file, what one machine sends over all of its adapters"
+                f"network_bytes_per_s under `links` in its file (--tiers), what one machine sends over all of its "
+                "adapters, such as `network_bytes_per_s: 50 GB/s`; examples/machines/eight_gpus.yaml has all links"
             )
         crosses = each.network_bytes > 0
         latency = each.hops * (links.network_latency_s if crosses else links.peer_latency_s)

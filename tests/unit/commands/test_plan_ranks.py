@@ -162,8 +162,12 @@ def test_ranks_of_the_cpu_share_it(plan):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--devices", "5"], "machine `test machine` has 4 x test gpu, got 5 devices"),
-        (["--devices", "0"], "got 0 devices: choose 1 to 4"),
+        (["--devices", "5"], "has 4 x test gpu, got 5 devices: choose 1 to 4 .*, write `count: 5` under `device`"),
+        (
+            ["--devices", "0"],
+            r"got 0 devices: choose 1 to 4 of each machine, .* \(--num-nodes\)$",
+        ),
+        (["--num-nodes", "2", "--weights", "shared"], "--between-nodes replicate.*--weights gathered"),
         (["--num-nodes", "0"], "num_nodes must be at least 1, got 0"),
         (["--lora", "4", "--quantize", "4bit"], "count its compute weights once for each"),
         (["--no-stream-weights"], "several devices keep their shards of weights on the host"),

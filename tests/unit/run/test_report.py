@@ -57,6 +57,7 @@ def test_what_does_not_fit_goes_on_as_it_does_in_host_memory() -> None:
 REPORT = {
     "device": "cpu",
     "state": "finished",
+    "ranks": None,
     "tiers": {"dram": {"capacity_bytes": 9 << 20, "budget_bytes": 8 << 20, "used_bytes": 0, "peak_bytes": 5 << 20}},
     "roles": {},
     "planned_roles": {"momentum": {"dram": 3 << 20}, "activations": {"dram": 1 << 20}},
@@ -71,6 +72,15 @@ REPORT = {
     "optimizers": [],
     "notes": [],
 }
+
+
+def test_the_heading_says_of_which_rank_it_is() -> None:
+    assert format_report(REPORT).startswith("CXL offload on cpu, finished\ntier ")
+    ranks = {"rank": 9, "num_ranks": 16, "local_rank": 1, "num_local_ranks": 8}
+    first, second, *_ = format_report({**REPORT, "ranks": ranks}).splitlines()
+
+    assert first == "CXL offload on cpu, finished, rank 9 of 16, local rank 1 of 8"
+    assert second.startswith("bytes are of this rank; capacities of memory are of the machine")
 
 
 def test_the_text_compares_plan_and_peak_and_says_why() -> None:
