@@ -20,8 +20,7 @@ rank has a *line* to rank 0: a TCP connection, which carries what torch does not
 
 Lines are there from `open_watch` to `close`; a rank that closes its line as it should says so. Under Lightning that is
 while the Trainer runs. Where users write the loop it is until Python ends (`sharding/program.py`): what nobody catches
-is told. A rank that calls ``sys.exit`` has done its work, if the status is 0 or None; any other is told as an error.
-Python does not say with which status it ends, so ``raise SystemExit(1)``, which calls nothing, counts as work done.
+is told, and a rank that calls ``sys.exit`` has done its work.
 """
 
 import json

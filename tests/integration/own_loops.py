@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ class Failing:
     """Fails on one rank in the third batch."""
 
     def __init__(self, asked, rank):
-        self.how, self.status = asked.fail if rank == asked.rank else None, asked.status
+        self.how = asked.fail if rank == asked.rank else None
         self.says, self.batches = asked.fail is not None and rank == 0, 0
 
     def batch(self):
@@ -33,8 +32,6 @@ class Failing:
             print("failing", flush=True)
         if self.how == "raise":
             raise ValueError("this batch is bad")
-        if self.how == "exit":
-            sys.exit(self.status)
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -121,9 +118,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("loop", choices=[*LOOPS, "notebook"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--fail", choices=["raise", "kill", "exit"])
+    parser.add_argument("--fail", choices=["raise", "kill"])
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--status", type=int, default=1)
     asked = parser.parse_args()
     torch.manual_seed(3)
     if asked.loop == "notebook":

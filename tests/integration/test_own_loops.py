@@ -92,18 +92,6 @@ def test_a_rank_that_is_killed_ends_all(tmp_path, loop, launcher):
     assert "it was killed" in log or "SIGKILL" in log, log[-3000:]
 
 
-EXITS = [("fabric", "itself"), pytest.param("accelerate", "torchrun", marks=full)]
-
-
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=full)])
-@pytest.mark.parametrize(("loop", "launcher"), EXITS)
-def test_a_rank_that_exits_with_a_status_has_failed(tmp_path, loop, launcher, rank):
-    code, log, took = run(loop, launcher, tmp_path, "--fail=exit", "--status=3", f"--rank={rank}")
-    assert code != 0 and 0 < took < 60
-    if launcher == "itself":  # torchrun may end the others before they show it
-        assert f"The first failure of this run was on rank {rank} " in log and "SystemExit: 3" in log, log[-3000:]
-
-
 def test_a_forked_process_that_ends_first_has_not_failed(tmp_path):
     code, log, _ = run("notebook", "itself", tmp_path)
     assert code == 0, log[-3000:]

@@ -223,20 +223,6 @@ MUTANTS = (
         (f"{_OWN_LOOPS}::test_a_forked_process_that_ends_first_has_not_failed",),
     ),
     Mutant(
-        "a rank that exits with a status has failed",
-        _PROGRAM,
-        "error = self._exit[0]",
-        "pass",
-        ("tests/unit/sharding/test_program.py",),
-    ),
-    Mutant(
-        "an exit that is caught is no failure",
-        _PROGRAM,
-        '.startswith("RETURN")',
-        '.startswith("none")',
-        ("tests/unit/sharding/test_program.py",),
-    ),
-    Mutant(
         "torchrun has the traceback of an error in a user's loop",
         _PROGRAM,
         "                _record(error.with_traceback(trace))",
