@@ -22,11 +22,15 @@ def export_pretrained(module: CausalLM, folder: str | Path, weights: dict[str, A
         weights: of the model, whole, where it is cut over processes; None: those that it has.
 
     Raises:
-        ConfigError: the module has no model yet.
-        CheckpointError: the file system refused.
+        ConfigError: the module has no model yet, or one that is cut, and no weights are given.
+        CheckpointError, OSError: the file system refused.
     """
     if module.model is None:
         raise ConfigError("nothing to export: the module has no model yet (call configure_model, or load a checkpoint)")
+    if weights is None and is_cut(module.model):
+        raise ConfigError(
+            "each process has a part of the weights: add the callback ExportPretrained, or export a checkpoint"
+        )
     folder = Path(folder)
     given = {} if weights is None else {"state_dict": weights}
     if module.lora is not None:

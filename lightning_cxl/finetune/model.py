@@ -208,7 +208,7 @@ class CausalLM(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def generate_text(self, prompt: str, *, max_new_tokens: int = 64, seed: int = 0) -> str:
-        """Return `prompt` continued by sampling; leaves the global random state and train/eval modes as they were.
+        """Return `prompt` continued by sampling; leaves global random state and modes as they were. All ranks call it.
 
         Raises:
             ConfigError: no tokenizer is known (the module was not set up with `TextData`).

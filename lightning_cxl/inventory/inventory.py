@@ -124,7 +124,12 @@ def list_tensors(
     found = list(streamable(model, units if streams else []))
     foreign = _held_by(each for each in optimizers if not precisions.becomes_cpu_adam(each))
     why_not = _why_shards_stay(model, config, workload)
-    asked.may_leave_memory((p for _, _, own in found for p in own if id(p) not in foreign and not why_not), why_not)
+
+    def may_leave(parameter: nn.Parameter) -> bool:
+        stays = bool(why_not) and (workload.mesh.is_sharded or is_sharded(parameter))
+        return id(parameter) not in foreign and not stays
+
+    asked.may_leave_memory((p for _, _, own in found for p in own if may_leave(p)), why_not)
     held, ssd = _held_by(optimizers), config.ssd()
 
     def is_updated(parameter: nn.Parameter) -> bool:
@@ -133,9 +138,12 @@ def list_tensors(
     def piece_of(parameter: nn.Parameter) -> tuple[str | None, bool]:
         return asked.tier(parameter, TensorRole.COMPUTE_WEIGHTS), ssd is not None and is_updated(parameter)
 
-    pieces = [StreamedUnit(name, module, grouped(own, piece_of)) for name, module, own in found]
-    streamed = tuple(unit for unit in pieces if not is_sharded(unit.groups[0][0]))
-    gathered = tuple(unit for unit in pieces if unit not in streamed) if ssd is not None and not why_not else ()
+    def pieces_of(shards: bool) -> tuple[StreamedUnit, ...]:
+        units = ((name, module, [p for p in own if is_sharded(p) is shards]) for name, module, own in found)
+        return tuple(StreamedUnit(name, module, grouped(own, piece_of)) for name, module, own in units if own)
+
+    streamed = pieces_of(shards=False)
+    gathered = pieces_of(shards=True) if ssd is not None and not why_not else ()
     unit_of = units_by_parameter(streamed)
     all_on_host = workload.computes_on_host or workload.mesh.is_sharded  # with several ranks, shards of all weights
     overlap: Overlap = "none"
@@ -165,7 +173,7 @@ def list_tensors(
     gradients = [each for each in state if each.role in GRADIENTS]
     trained = [each.parameter for each in gradients if each.parameter is not None]
     blocks = units if config.activation_offload else find_units(model, config.units)
-    record_of = record_names(model, blocks, streamed)
+    record_of = record_names(model, blocks, (*streamed, *gathered))
     return Inventory(
         model=model,
         workload=workload,

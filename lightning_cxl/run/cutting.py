@@ -46,18 +46,18 @@ def cut_for(
         )
     units, engine = find_units(model, session.config.units), session.host_on(device).engine
     if whole := kept_whole(model):
-        whole = {name: _read(model, name, parameter) for name, parameter in whole.items()}
+        whole = {name: _read(model, parameter) for name, parameter in whole.items()}
         _refuse_different(whole, model)
     return cut(model, units, mesh, engine, root, whole.values())
 
 
-def _read(model: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+def _read(model: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
     """Read now what loading has left in files ([Note: Left in files]), of which no process takes its rows alone."""
     if not isinstance(parameter, UnreadWeight):
         return parameter
-    module, _, own_name = name.rpartition(".")
     read = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-    model.get_submodule(module)._parameters[own_name] = read
+    for module in model.modules():  # a tied one has several
+        module._parameters.update({own: read for own, each in module._parameters.items() if each is parameter})
     return read
 
 

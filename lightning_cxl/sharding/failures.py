@@ -58,7 +58,7 @@ class Failure:
         return asdict(self)
 
     def describe(self) -> str:
-        """Return what other ranks show of it. Of an error the last line, which a terminal still shows, says all."""
+        """Return what other ranks show of it; of an error of its own the last line says it again."""
         where = f"The first failure of this run was on rank {self.rank} (machine {self.machine}, process {self.pid})"
         is_own = self.cause is Cause.ERROR
         return f"{where}:\n{self.text}" + (

@@ -225,7 +225,7 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
     """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on.
 
     Raises:
-        TierFullError: one rank has no room: all raise it.
+        TierFullError: one rank has no room: all that it shards with raise it.
     """
     shards = list(sharded_parameters(model))
 
@@ -240,7 +240,7 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
 
     if shards:
         mesh = shards[0].sharded_param.device_mesh
-        on_all_ranks(move, mesh.get_group() if mesh.ndim == 1 else None)
+        on_all_ranks(move, mesh.get_group(mesh.ndim - 1))  # other machines may share weights, and do not come here
 
 
 @torch.no_grad()

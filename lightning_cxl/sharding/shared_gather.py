@@ -7,6 +7,7 @@ what FSDP2 puts into its stream next.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -149,7 +150,8 @@ class SharedGather:
                 for run in runs:
                     self._copy(part.narrow(0, run.begin, run.length), run.source, run.cast)
         except BaseException:
-            self._turns.give_up(self._unit)
+            with suppress(Exception):  # of a device that has failed, too; the first error is shown
+                self._turns.give_up(self._unit)
             raise
         self._turns.leave(self._unit)
         return None

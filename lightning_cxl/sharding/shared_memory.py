@@ -129,7 +129,7 @@ def share_weights(
     with ExitStack() as undo:  # nothing of it is left after an error
         segments = Segments(lambda: own.make(managed, sizes), group, page_lock, where)
         undo.callback(segments.close)
-        lies = on_all_ranks(own.fill, group)  # not earlier: a rank without room leaves the shards of all where they are
+        lies = on_all_ranks(lambda: own.lies, group)
 
         def meet() -> None:
             for rank, other in segments.others.items():
@@ -138,6 +138,7 @@ def share_weights(
                 undo.callback(peers[-1].close)
 
         on_all_ranks(meet, group)
+        on_all_ranks(own.fill, group)  # last: where one rank has no room, say, the shards of all stay where they are
         limit = timeout_s(group) or _TIMEOUT_S
         turns = Turns(Counters(own.counters, len(units)), peers, len(units), timeout_s=limit, device=engine.device)
         shared = SharedWeights(units, segments, turns)
@@ -165,7 +166,8 @@ class _OwnMemory:
         self._places = places
         self._counters_nbytes = counters_nbytes
         self._homes: list[tuple[Any, Buffer]] = []
-        self._lies: list[Lies] = []
+        self.lies: list[Lies] = []
+        """Where the counters are, and each shard."""
         self.counters: Buffer
 
     def make(self, managed: Sequence[Any], sizes: Sequence[int]) -> list[SharedSegment]:
@@ -191,20 +193,19 @@ class _OwnMemory:
             for place, parts in zip(place_of, sizes_of, strict=True)
         ]
         self.counters = segments[0].allocate(self._counters_nbytes)
-        self._lies = [Lies(0, segments[0].offset(self.counters))]
+        self.lies = [Lies(0, segments[0].offset(self.counters))]
         for each, size, number in zip(managed, sizes, numbers, strict=True):
             buffer = segments[number].allocate(size)
             self._homes.append((each, buffer))
-            self._lies.append(Lies(number, segments[number].offset(buffer)))
+            self.lies.append(Lies(number, segments[number].offset(buffer)))
         return segments
 
-    def fill(self) -> list[Lies]:
-        """Move the shards there; returns where the counters are, and each shard."""
+    def fill(self) -> None:
+        """Move the shards there."""
         for each, buffer in self._homes:
             dtype = local(each.sharded_param).dtype
             fill_home(each, buffer.tensor((buffer.nbytes // dtype.itemsize,), dtype))
         self._homes = []
-        return self._lies
 
 
 def _part(segments: Sequence[ForeignSegment], lies: Lies, nbytes: int) -> Buffer:

@@ -12,8 +12,10 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.run.session import Session
 from lightning_cxl.sharding.agreement import on_all_ranks
-from lightning_cxl.sharding.fsdp import place_shards
+from lightning_cxl.sharding.fsdp import cut, place_shards
+from lightning_cxl.streaming.units import find_units
 from tests.distributed import training
 from tests.distributed.training import Job
 
@@ -67,8 +69,8 @@ def copies(job):
     """Return whether all ranks that have the same shard have the same values, right after the model was cut."""
     model = training.make_model(job)
     mesh = training.mesh_of(job, dist.get_world_size())
-    session = training.Session()
-    training.cut(model, training.find_units(model), mesh, session.host_on(training.device()).engine)
+    session = Session()
+    cut(model, find_units(model), mesh, session.host_on(training.device()).engine)
     group = mesh.get_group("replicate")
     for parameter in model.parameters():
         own = parameter.detach().to_local()
@@ -186,11 +188,11 @@ def placed(with_room):
     """Return the error of placing shards where one rank has no room."""
     job = Job()
     model = training.make_model(job)
-    training.cut(
+    cut(
         model,
-        training.find_units(model),
+        find_units(model),
         training.mesh_of(job, 2),
-        training.Session().host_on(training.device()).engine,
+        Session().host_on(training.device()).engine,
     )
 
     def place(_parameter, shard, numel):

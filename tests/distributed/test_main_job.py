@@ -36,7 +36,7 @@ def fit(folder, text, steps, **environment):
     done = subprocess.run(
         [sys.executable, "-m", "lightning_cxl", "fit", "--config", "job.yaml", "--ckpt_path", "last"],
         env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        cwd=folder, capture_output=True, text=True, timeout=120,
+        cwd=folder, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
@@ -44,7 +44,7 @@ def fit(folder, text, steps, **environment):
 def same_weights(folder, checkpoint, other):
     """Return whether what the job has exported is what the command makes of its checkpoint."""
     command = [sys.executable, "-m", "lightning_cxl", "export", checkpoint, other]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=120)
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=300)
     found, expected = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (folder, other))
     return set(found) == set(expected) and all(found[name].equal(value) for name, value in expected.items())
 

@@ -1,5 +1,6 @@
 """QLoRA in several processes: each has the whole quantised base, and adapters are cut; as FSDP2 alone, as one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from lightning_cxl.commands.export.export import export_checkpoint
 from tests.distributed import lightning_runs, qlora_runs, training
 from tests.distributed.ranks import RankError
+from tests.distributed.test_state_on_ssd import on_ssd
 from tests.distributed.training import Job, largest_difference
 from tests.integration.llama import tiny_llama
 
@@ -19,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
 ]
 LIMIT = 1e-6
+EVERYTHING = {"*": {"weights": "ssd", "optimizer_state": "ssd"}}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5}
 BASE = {"sizes": SIZES, "lora": True, "micro_batches": 2, "clip": 0.05}
 STREAMED = Job(**BASE, quantised="4 bit, nested", options={"stream_weights": True})
@@ -64,6 +67,19 @@ def test_on_a_device_apart_as_fsdp_alone_there(ranks, name):
     ours = ranks.of(2, "apart").run(training.by_us, job)
     assert all(each.report["streamed"]["num_units"] == SIZES["num_hidden_layers"] for each in ours)
     assert_as(ours, ranks.of(2, "apart").run(training.by_fsdp, job))
+
+
+@pytest.mark.parametrize("what", ["weights and state on drives", "weights shared"])
+def test_where_what_is_cut_lies_changes_nothing(ranks, tmp_path, what):
+    on_drives = on_ssd(tmp_path / "ssd", EVERYTHING)
+    options = on_drives if what == "weights and state on drives" else {"share_weights": True}
+    there = replace(STREAMED, options={**STREAMED.options, **options})
+    ours, others = (ranks.of(2, "apart").run(training.by_us, job) for job in (there, STREAMED))
+    for mine, other in zip(ours, others, strict=True):
+        assert mine.losses == other.losses
+        assert all(torch.equal(weights, other.weights[name]) for name, weights in mine.weights.items())
+        used, before = (each.report["roles"]["compute_weights"]["dram"] for each in (mine, other))
+        assert (used < 0.5 * before) is (options is on_drives)
 
 
 @pytest.mark.parametrize("stream", [False, True])

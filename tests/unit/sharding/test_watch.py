@@ -75,12 +75,12 @@ def test_a_rank_that_dies_explains_errors_that_came_before(ranks):
     assert "rank 2" in notes(other) and "it was killed" in notes(other)
 
 
-def test_a_rank_that_dies_is_known_at_once(ranks):
+def test_a_rank_that_dies_is_known_at_once(ranks, monkeypatch):
     """A launcher kills the others soon, and rank 0 is to show why before."""
-    before = time.monotonic()
+    monkeypatch.setattr(watch, "_SETTLE", 60.0)
     ranks[2]._line.socket.shutdown(socket.SHUT_RDWR)
     until(lambda: ranks[0].first is not None)
-    assert time.monotonic() - before < 0.9 and ranks[0].first.cause is Cause.GONE
+    assert ranks[0].first.cause is Cause.GONE
 
 
 def test_who_is_waited_for_is_named(ranks):
