@@ -15,7 +15,7 @@ _MAX_REASONS = 8
 def format_report(report: Mapping[str, Any]) -> str:
     """Return the report as text of at most about forty lines of at most 110 columns."""
     lines = [f"CXL offload on {report['device']}, {report['state']}"]
-    if (ranks := report["ranks"]) is not None:
+    if (ranks := report.get("ranks")) is not None:
         lines[0] += ", rank {rank} of {num_ranks}, local rank {local_rank} of {num_local_ranks}".format_map(ranks)
         lines.append(
             "bytes are of this rank; capacities of memory are of the machine, and parameters of the whole model"
