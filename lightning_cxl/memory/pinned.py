@@ -7,7 +7,8 @@ CXL memory often is, silently to another node; so the kernel is asked again afte
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
 from lightning_cxl.memory.numa import PageNodes
@@ -86,20 +87,18 @@ class PinnedResource:
         chunks = self._chunks[inner.address] = []
         buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
         for offset in range(0, nbytes, self._chunk_bytes):
-            lock_pages(self._register, buffer.address + offset, min(self._chunk_bytes, nbytes - offset))
+            with page_locking(nbytes):
+                self._register(buffer.address + offset, min(self._chunk_bytes, nbytes - offset))
             chunks.append(buffer.address + offset)
         check_nodes(buffer, self._where)
         return buffer
 
 
-def lock_pages(register: Callable[[int, int], None], address: int, nbytes: int) -> None:
-    """Page-lock a range for the device, by `DeviceType.register`.
-
-    Raises:
-        PinnedMemoryError: why not, and what to do.
-    """
+@contextmanager
+def page_locking(nbytes: int) -> Iterator[None]:
+    """Return a region in which `nbytes` are page-locked: a refusal of the driver says there how much, and what to do."""
     try:
-        register(address, nbytes)
+        yield
     except PinnedMemoryError as error:
         raise PinnedMemoryError(
             f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l`, or set "

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from lightning_cxl.memory.numa import PageNodes
-from lightning_cxl.memory.pinned import lock_pages
+from lightning_cxl.memory.pinned import page_locking
 from lightning_cxl.memory.shared import ForeignSegment, SharedSegment
 from lightning_cxl.sharding.agreement import on_all_ranks
 
@@ -86,5 +86,6 @@ class Segments:
     def _lock(self, segments: Sequence[SharedSegment | ForeignSegment]) -> None:
         for segment in segments if self._page_lock is not None else ():
             assert self._page_lock is not None
-            lock_pages(self._page_lock.register, segment.address, segment.nbytes)
+            with page_locking(segment.nbytes):
+                self._page_lock.register(segment.address, segment.nbytes)
             self._locked.append(segment.address)
