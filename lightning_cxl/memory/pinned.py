@@ -96,7 +96,7 @@ class PinnedResource:
 
 @contextmanager
 def page_locking(nbytes: int) -> Iterator[None]:
-    """Return a region in which `nbytes` are page-locked: a refusal of the driver says there how much, and what to do."""
+    """Return a region in which `nbytes` are page-locked: a refusal says there how much, and what to do."""
     try:
         yield
     except PinnedMemoryError as error:
