@@ -26,8 +26,8 @@ KINDS = {
 }
 
 
-def quantise(model, kind):
-    """Quantise the linear layers in the blocks of a llama, in place; everything is frozen then."""
+def quantise_layers(model, kind):
+    """Quantise the linear layers in the blocks of a llama, in place."""
     for layer in model.model.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, linear in list(parent.named_children()):
@@ -35,5 +35,10 @@ def quantise(model, kind):
                     twin = KINDS[kind](linear)
                     twin.load_state_dict(linear.state_dict())
                     setattr(parent, name, twin.to("cpu"))  # quantises
+
+
+def quantise(model, kind):
+    """Do that as transformers does when it loads: everything is frozen then, and peft knows what the base is."""
+    quantise_layers(model, kind)
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind.startswith("4"), kind.startswith("8")
     model.requires_grad_(False)

@@ -5,39 +5,17 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_cxl.commands.export.export import export_checkpoint
 from lightning_cxl.errors import CheckpointError
+from tests.integration.quantised import KINDS, quantise_layers
 from tests.unit.commands.export.test_export import adapted, assert_loads_as, fabric_file, llama
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]
-
-
-def four_bit(linear, *, nested):
-    return bnb.nn.Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=False,
-        compute_dtype=torch.float32,
-        quant_type="nf4",
-        compress_statistics=nested,
-    )
-
-
-def eight_bit(linear):
-    return bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
-
-
-KINDS = {
-    "4 bit": lambda linear: four_bit(linear, nested=False),
-    "4 bit, nested": lambda linear: four_bit(linear, nested=True),
-    "8 bit": eight_bit,
-}
 
 
 def numbers(twin):
@@ -50,14 +28,10 @@ def numbers(twin):
 def quantised(kind):
     """Return a model with quantised blocks, and the same with the numbers that it computes with."""
     model, plain = llama(hidden_size=64, attention_bias=False), llama(hidden_size=64, attention_bias=False)
-    for block, like in zip(model.model.layers, plain.model.layers, strict=True):
-        for parent, twin_parent in ((block.self_attn, like.self_attn), (block.mlp, like.mlp)):
-            for name, linear in list(parent.named_children()):
-                if isinstance(linear, nn.Linear):
-                    twin = KINDS[kind](linear)
-                    twin.load_state_dict(linear.state_dict())
-                    setattr(parent, name, twin.to("cpu"))  # quantises
-                    getattr(twin_parent, name).weight.data = numbers(getattr(parent, name)).float()
+    quantise_layers(model, kind)
+    for name, layer in model.named_modules():
+        if isinstance(layer, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            plain.get_submodule(name).weight.data = numbers(layer).float()
     return model, plain
 
 
