@@ -61,6 +61,7 @@ import torch
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.arrived import ArrivedGradients
 from lightning_cxl.gradients.aside import Aside
+from lightning_cxl.gradients.failed_backward import wait_for_failed_backward
 from lightning_cxl.gradients.grad_hooks import GradientHooks
 from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.optim.masters import WeightPair
@@ -215,8 +216,8 @@ class GradientSink:
         if grad is None or not (pair.is_shared or pair.master.requires_grad):
             return
         grad = local(grad)
-        self._check(pair, grad)
         self.finish_at_the_end()
+        self._check(pair, grad)
         self._take_away(pair)
         unit = self._unit_of(pair)
         unit_size = 1 if unit is None else self._num_trained(unit)
@@ -249,11 +250,17 @@ class GradientSink:
         self.num_received += 1
         return mix_key(self.num_received)
 
+    def bring_home(self) -> None:
+        """Let every streamed parameter show its home; between backwards, of which the last one may have failed."""
+        if self._backward is not None:
+            wait_for_failed_backward(self._engine.device)  # else a gradient may come after its weight has left
+        self._bring_home()
+
     # -- what a backward tells, in this order
 
     def start_backward(self) -> None:
         """Forget what a backward that failed left behind; another one begins."""
-        self._bring_home()
+        self.bring_home()
         self._aside.begin(pair for pair, _ in self._watched.values() if pair.is_shared and is_sharded(pair.compute))
         if self._backward is not None:
             self._backward = None

@@ -121,11 +121,6 @@ class Residence:
         if self._streamer is not None:
             self._streamer.forget()
 
-    def bring_home(self) -> None:
-        """Let every streamed parameter show its home."""
-        if self._streamer is not None:
-            self._streamer.release()
-
     def close(self) -> None:
         """Stop streaming. The weights stay where they are. Idempotent."""
         self._undo.close()

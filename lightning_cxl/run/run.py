@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_cxl.errors import StorageError
+from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.gradients.arrived import ArrivedGradients
 from lightning_cxl.gradients.leaving import LeavingGradients
 from lightning_cxl.gradients.meter import meter_of_run
@@ -246,7 +246,7 @@ class Run:
     def wait_for_updates(self) -> None:
         """Return when weights, masters and optimizer state are those of the last step, and on the host."""
         self._updates.wait()
-        self._residence.bring_home()
+        self._grads.bring_home()
 
     def forget_copies(self) -> None:
         """Let weights that stream be copied again: someone may write to them through `.data`, which leaves no trace."""
@@ -267,12 +267,13 @@ class Run:
         self._ended_by_error = after_error
         with self._cleanup as cleanup:
             cleanup.callback(self._updates.close, after_error=after_error)
+            cleanup.callback(self._end, self._grads.bring_home)  # first: a backward that failed may still run
 
     def _end(self, close: Callable[[], None]) -> None:
-        """Call `close`. After an error that ended the run, users see that one, and errors of storage are logged."""
+        """Call `close`. After an error that ended the run, users see that one, and errors of ours are logged."""
         try:
             close()
-        except StorageError as error:
+        except LightningCXLError as error:
             if not self._ended_by_error:
                 raise
             log.warning(f"the error that ended the run was not the only one: {error}")

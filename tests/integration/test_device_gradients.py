@@ -2,12 +2,13 @@
 
 import itertools
 import threading
+import time
 import warnings
 from typing import ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,6 +129,57 @@ def test_a_parameter_that_the_model_does_not_have_is_refused_in_words():
         pytest.skip("there the parameter is where the model computes")
     with pytest.raises(UnsupportedError, match=r"unnamed.* got a gradient on `cpu`.*Register it in the module"):
         fit(offload(), task=Outside)
+
+
+class FailsElsewhere(Outside):
+    """The backward fails in the host's thread of autograd, while the device's is within a unit."""
+
+    def configure_optimizers(self):
+        self.hidden[0].register_hook(lambda _: time.sleep(0.02))
+        for parameter in self.model.blocks.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(0.05))
+        return super().configure_optimizers()
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("options", [{}, IGNORE], ids=str)
+def test_a_backward_that_fails_in_one_thread_is_over_in_all_before_the_run_ends(options):
+    if training_device.current.type == "cpu":
+        pytest.skip("there the host's thread computes all")
+    with pytest.raises(UnsupportedError, match=r"unnamed.* got a gradient on `cpu`.*Register it in the module"):
+        fit(offload(**options), task=FailsElsewhere)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_after_a_backward_that_failed_in_one_thread_weights_can_be_saved(tmp_path):
+    if training_device.current.type == "cpu":
+        pytest.skip("there the host's thread computes all")
+
+    class Saves(Callback):
+        def on_exception(self, trainer, module, exception):
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    with pytest.raises(UnsupportedError, match=r"unnamed.* got a gradient on `cpu`"):
+        fit(offload(), task=FailsElsewhere, callbacks=[Saves()])
+    seed_everything(5, verbose=False)
+    saved = torch.load(tmp_path / "last.ckpt", map_location="cpu")["state_dict"]
+    for name, value in TinyTransformer(dropout=0.0).state_dict().items():
+        assert torch.equal(saved[f"model.{name}"], value), name
+
+
+class FailsUnclaimed(Task):
+    """Fails on the device within a unit of which gradients have come that no optimizer has."""
+
+    def configure_optimizers(self):
+        self.model.blocks[2].qkv.weight.register_hook(lambda _: 1 / 0)
+        return torch.optim.SGD(self.model.head.parameters(), lr=0.1)
+
+
+def test_the_error_that_ended_a_run_is_shown_and_one_of_its_end_is_logged(caplog):
+    with pytest.raises(ZeroDivisionError):
+        fit(offload(), task=FailsUnclaimed)
+    if training_device.current.type != "cpu":
+        assert "was not the only one: unit `model.blocks.2`: no optimizer has" in caplog.text
 
 
 # -- as few pieces as possible -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
+_RUN = "lightning_cxl/run/run.py"
 _GRADS = "lightning_cxl/gradients/sink.py"
 _ARRIVED = "lightning_cxl/gradients/arrived.py"
 _LEAVING = "lightning_cxl/gradients/leaving.py"
@@ -19,6 +20,27 @@ T_ERRORS = ("tests/integration/test_streamed_hazards.py::test_the_real_error_of_
 
 MUTANTS = (
     # -- gradients
+    Mutant(
+        "a backward that failed in one thread is over in all before its weights are read",
+        _GRADS,
+        "wait_for_failed_backward(self._engine.device)",
+        "pass",
+        T_GRADS[:1],
+    ),
+    Mutant(
+        "a backward that failed in one thread is over in all before its run ends",
+        _RUN,
+        "cleanup.callback(self._end, self._grads.bring_home)",
+        "pass",
+        T_GRADS[:1],
+    ),
+    Mutant(
+        "the error that ended a run is not replaced by one of its end",
+        _RUN,
+        "except LightningCXLError as error:",
+        "except ZeroDivisionError as error:",
+        T_GRADS[:1],
+    ),
     Mutant("a gradient is read when it has landed", _LEAVING, "        transfer.wait_host()\n", "", T_GRADS),
     Mutant("the device holds the gradients of one group", _LEAVING, "            oldest.wait()\n", "", T_GRADS),
     Mutant(
