@@ -125,12 +125,15 @@ class Watch:
         assert self._line is not None
         while self.first is None:
             messages = self._line.hear()
-            if self._over.is_set() or _BYE in (messages or ()):
+            if self._over.is_set():
                 return
             if messages is None:
                 self.first = replace(self._host, text=_gone(self._line.error))
-            elif messages:
-                self.first = Failure.read(messages[0]["failure"])
+            for message in messages or ():
+                if message == _BYE:
+                    return
+                self.first = Failure.read(message["failure"])
+                break  # rank 0 may have ended by it, and its "bye" may have come together with it
         self._known.set()
         if self.first.cause is Cause.GONE and self.rank == (1 if self.first.rank == 0 else 0):
             _show(self.first.describe())  # now: it could not say so itself, and a launcher may kill this process
@@ -247,6 +250,8 @@ class _Switchboard:
             else:
                 del self._callers[line]
                 if who["rank"] == 0:  # its process may end now, which is no failure
+                    if self._decides_at is not None:
+                        self._decide()  # nobody is left to do so later
                     self._tell_all(_BYE)
         if messages is None and line in self._callers:
             who = self._callers.pop(line)

@@ -18,6 +18,20 @@ _TEST = "tests/unit/sharding/test_watch.py"
 
 MUTANTS = (
     Mutant(
+        "a failure is known that comes together with the end of rank 0",
+        _WATCH,
+        "                if message == _BYE:\n",
+        "                if _BYE in messages:\n",
+        (_TEST,),
+    ),
+    Mutant(
+        "a failure that is not explained yet is told before rank 0 ends",
+        _WATCH,
+        "                    if self._decides_at is not None:\n                        self._decide()  # nobody",
+        "                    if False:\n                        self._decide()  # nobody",
+        (_TEST,),
+    ),
+    Mutant(
         "collectives that a user has replaced stay",
         "lightning_cxl/sharding/exchange_memory.py",
         " if unit.exchanges_by_default]",

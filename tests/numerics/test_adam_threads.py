@@ -147,8 +147,11 @@ def assert_moved_back(before: dict[int, set[int]]) -> None:
 
 
 def running_on(thread: int) -> int | None:
-    """Return the CPU that a thread runs on, None where it does not run."""
-    fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    """Return the CPU that a thread runs on, None where it does not run, or has ended."""
+    try:
+        fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # it ended before its file was opened, or before it was read
+        return None
     return int(fields[36]) if fields[0] == "R" else None
 
 

@@ -3,6 +3,7 @@
 Forked, so that everything is imported once.
 """
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -87,8 +88,12 @@ def seen_by(rank, count, gather, device="cpu", **options):
     found["state"] = [
         page_nodes(state.data_ptr(), state.nbytes) for state in optimizer.state[weight].values() if state.numel() > 1
     ]
-    found["cpus"] = {tuple(sorted(os.sched_getaffinity(int(thread)))) for thread in os.listdir("/proc/self/task")}
-    found["num_threads"] = len(os.listdir("/proc/self/task"))
+    found["cpus"] = set()
+    found["num_threads"] = 0
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # one of the step, which the system has not forgotten yet
+            found["cpus"].add(tuple(sorted(os.sched_getaffinity(int(thread)))))
+            found["num_threads"] += 1
     other.set()
     return found
 

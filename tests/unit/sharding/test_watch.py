@@ -1,5 +1,6 @@
 """A failure of one rank reaches all, whoever it is and however it ends. Ranks are threads, or small processes."""
 
+import json
 import os
 import signal
 import socket
@@ -115,6 +116,31 @@ def test_rank_0_that_dies_is_known(board):
     assert (ranks[2].first.rank, ranks[2].first.machine, ranks[2].first.pid) == (0, "first", 7)
     for each in ranks:
         each.close()
+
+
+def test_a_failure_is_known_that_comes_together_with_the_end_of_rank_0():
+    """A busy machine may let a rank read both at once."""
+    failure = Failure.of(ValueError("this batch is bad"), 0)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        rank = Watch(1, ("127.0.0.1", door.getsockname()[1]), "token", HOST)
+        line, _ = door.accept()
+        line.sendall(
+            b"".join(json.dumps(each).encode() + b"\n" for each in ({"failure": failure.values()}, watch._BYE))
+        )
+        until(lambda: rank.first is not None)
+        assert rank.first == failure
+        rank.close()
+        line.close()
+
+
+def test_a_failure_that_is_not_explained_yet_is_told_before_rank_0_ends(board, ranks, monkeypatch):
+    monkeypatch.setattr(watch, "_SETTLE", 60.0)
+    ranks[2]._has_told = True
+    ranks[1]._line.say({"failure": Failure.of(RuntimeError(str(GLOO)), 1).values()})
+    until(lambda: board._failures)
+    ranks[0].close()
+    until(lambda: ranks[2].first is not None)
+    assert ranks[2].first.rank == 1
 
 
 def test_strangers_are_sent_away(board, ranks):
