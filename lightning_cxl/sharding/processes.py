@@ -3,6 +3,7 @@
 A process is one of ``world size`` ranks, each with one device. Functions here need the process group to be up.
 """
 
+import atexit
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.sharding.gloo_threads import wait_for_gloo
+
+atexit.register(wait_for_gloo)
 
 REPLICATE, SHARD = "replicate", "shard"
 """The dimensions of a mesh: ranks along `SHARD` hold one copy of the training state together."""

@@ -19,6 +19,9 @@ to_copy = find("torch", "ops.aten._to_copy.default", "copy shards on the host to
 _default_gather = find(f"{_FSDP}._fsdp_collectives", "DefaultAllGather", "gather into memory that is used again")
 _default_reduce = find(f"{_FSDP}._fsdp_collectives", "DefaultReduceScatter", "reduce in memory that is used again")
 
+GLOO_THREAD = "pt_gloo_runloop"
+"""The name that torch gives each thread of a process group in which gloo's collectives run."""
+
 
 def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """Return the arguments that a call of an operator writes to; None if its kind never writes."""

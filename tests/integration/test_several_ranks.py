@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path, launcher, rank):
 
 def test_a_rank_that_does_not_come_is_found_after_the_timeout(tmp_path):
     codes, logs, took = run("machines", tmp_path, "--fail=hang", "--timeout=10")
-    assert codes == [1, 1] and took < 60
+    assert codes == [1, 1] and took < 120
     assert "perhaps waited for: rank 1" in logs[0]
     assert "Rank 1 has not failed" in logs[1] and "in sleep_for_ever" in logs[1] and "Rank 1 ends itself" in logs[1]
 

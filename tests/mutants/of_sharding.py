@@ -18,6 +18,13 @@ _TEST = "tests/unit/sharding/test_watch.py"
 
 MUTANTS = (
     Mutant(
+        "Python ends after the threads of gloo",
+        "lightning_cxl/sharding/processes.py",
+        "atexit.register(wait_for_gloo)",
+        "atexit.unregister(wait_for_gloo)",
+        ("tests/unit/sharding/test_gloo_threads.py",),
+    ),
+    Mutant(
         "a failure is known that comes together with the end of rank 0",
         _WATCH,
         "                if message == _BYE:\n",
