@@ -15,11 +15,11 @@ def python(code: str) -> list[str]:
 
 def test_a_part_that_hangs_is_ended_with_what_it_has_started():
     code = (
-        "import subprocess, sys; print('begun'); subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
+        "import subprocess, sys; print('begun'); subprocess.run([sys.executable, '-c', 'import time; time.sleep(999)'])"
     )
-    part = gpu.run(python(code), 1)
+    part = gpu.run(python(code), 10)
     assert part["state"] == "timeout"
-    assert part["seconds"] < 30
+    assert part["seconds"] < 200
     assert "begun" in part["error"]
 
 

@@ -22,8 +22,8 @@ def wait_for_failed_backward(device: torch.device, seconds: float = 10.0) -> Non
 
     def follow() -> None:
         with suppress(RuntimeError):  # a device that has failed runs nothing more
-            start = torch.zeros((), device=device, requires_grad=True)
-            torch.autograd.grad(start.clone(), start)
+            start = torch.empty(0, device=device, requires_grad=True)  # no bytes: memory may be full
+            torch.autograd.grad(start.clone(), start, torch.empty_like(start))
 
     follower = threading.Thread(target=follow, name="lightning_cxl_follow", daemon=True)
     follower.start()

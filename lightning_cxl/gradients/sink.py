@@ -129,6 +129,7 @@ class GradientSink:
         self._units: dict[int, list[WeightPair]] = {}  # what is watched of each unit, by the unit's id
         self._aside = Aside()  # of shared parameters that stay on the host, while the next gradient is delivered
         self._backward: int | None = None  # that `finish` will be called for
+        self._may_run = False  # a backward, in any thread: also one that failed before any hook of ours was called
 
     def watch(self, pairs: list[WeightPair]) -> None:
         """Receive the gradients of these parameters from now on (each is watched once).
@@ -216,7 +217,7 @@ class GradientSink:
         if grad is None or not (pair.is_shared or pair.master.requires_grad):
             return
         grad = local(grad)
-        self.finish_at_the_end()
+        self.finish_at_the_end()  # before anything that may fail: `bring_home` waits for this backward then
         self._check(pair, grad)
         self._take_away(pair)
         unit = self._unit_of(pair)
@@ -226,10 +227,8 @@ class GradientSink:
             self._updates.resident_has_come(pair)
 
     def _check(self, pair: WeightPair, grad: torch.Tensor) -> None:
-        if grad.device != self._engine.device:
-            where = (
-                f"`{pair.name}` got a gradient on `{grad.device}`, and the model computes on `{self._engine.device}`"
-            )
+        if grad.device != (device := self._engine.device):
+            where = f"`{pair.name}` got a gradient on `{grad.device}`, and the model computes on `{device}`"
             if id(pair.compute) in self._streamed:
                 raise UnsupportedError(
                     f"{where}: it was used outside of its unit's forward, where it is on the host. Move that use, such "
@@ -252,8 +251,9 @@ class GradientSink:
 
     def bring_home(self) -> None:
         """Let every streamed parameter show its home; between backwards, of which the last one may have failed."""
-        if self._backward is not None:
+        if self._may_run:
             wait_for_failed_backward(self._engine.device)  # else a gradient may come after its weight has left
+            self._may_run = False  # nobody waits twice
         self._bring_home()
 
     # -- what a backward tells, in this order
@@ -263,8 +263,8 @@ class GradientSink:
         self.bring_home()
         self._aside.begin(pair for pair, _ in self._watched.values() if pair.is_shared and is_sharded(pair.compute))
         if self._backward is not None:
-            self._backward = None
             self._arrived.forget()
+        self._backward, self._may_run = None, True
         self._updates.begin_backward()
 
     def recompute_begins(self) -> None:
@@ -279,7 +279,7 @@ class GradientSink:
         """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""
         backward = backward_id()
         if self._backward is None and backward is not None:
-            self._backward = backward
+            self._backward, self._may_run = backward, True
             at_end_of_backward(self.finish)
 
     def unit_is_over(self, unit: object) -> None:
@@ -293,7 +293,7 @@ class GradientSink:
         self._arrived.leave()
         if self._are_read_early or self._is_last_backward:
             self._arrived.complete()
-        self._backward = None  # not where that fails: the next backward forgets what is left then
+        self._backward, self._may_run = None, False  # not where that fails: the next backward forgets what is left
 
     # -- what a step tells
 

@@ -66,7 +66,7 @@ def open_watch(address: str) -> "Watch":
     board = _Switchboard(size) if rank == 0 else None
     host = Failure(0, socket.gethostname(), os.getpid(), Cause.GONE, _gone(None)) if board else None
     port, token, host = broadcast(None if board is None else (board.port, board.token, host))
-    return Watch(rank, (address, port), token, host)
+    return Watch(rank, (address, port), token, host, board)
 
 
 class Watch:
@@ -77,10 +77,19 @@ class Watch:
         address: where rank 0 answers: a host and a port.
         token: what rank 0 wants to hear first.
         host: what has happened where rank 0 does not answer any more.
+        board: what answers, if this process is rank 0.
     """
 
-    def __init__(self, rank: int, address: tuple[str, int], token: str, host: Failure) -> None:
+    def __init__(
+        self,
+        rank: int,
+        address: tuple[str, int],
+        token: str,
+        host: Failure,
+        board: "_Switchboard | None" = None,
+    ) -> None:
         self.rank = rank
+        self._board = board
         self.first: Failure | None = None
         """The first failure of all ranks, once it is known."""
         self._known = threading.Event()
@@ -100,7 +109,8 @@ class Watch:
                 stacklevel=2,
             )
         else:
-            threading.Thread(target=self._listen, daemon=True, name="watch-of-ranks").start()
+            self._listener = threading.Thread(target=self._listen, daemon=True, name="watch-of-ranks")
+            self._listener.start()
 
     def tell(self, error: BaseException) -> None:
         """Tell all ranks that this one fails, and note on the error which failure was first."""
@@ -118,7 +128,8 @@ class Watch:
         """End the watch: this rank has done its work, or has handled its failure. Idempotent."""
         self._over.set()
         if self._line is not None:
-            self._line.say(_BYE)
+            if self._line.say(_BYE) and self._board is not None:
+                self._board.rank_0_may_end.wait(_SETTLE)  # else its process may end before the others are told
             self._line.close()
 
     def _listen(self) -> None:
@@ -218,6 +229,8 @@ class _Switchboard:
         self._failures: list[Failure] = []
         self._decides_at: float | None = None
         self._has_decided = False
+        self._rank_0_ends = False
+        self.rank_0_may_end = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ)
         threading.Thread(target=self._run, daemon=True, name="switchboard-of-ranks").start()
@@ -231,8 +244,11 @@ class _Switchboard:
                     self._selector.register(line.socket, selectors.EVENT_READ, line)
                 else:
                     self._hear(key.data)
-            if self._decides_at is not None and time.monotonic() >= self._decides_at:
-                self._decide()
+            if self._decides_at is not None and (self._rank_0_ends or time.monotonic() >= self._decides_at):
+                self._decide()  # where rank 0 ends, nobody is left to do so later
+            if self._rank_0_ends and not self.rank_0_may_end.is_set():
+                self._tell_all(_BYE)
+                self.rank_0_may_end.set()
         self._selector.close()
         self._door.close()
 
@@ -249,10 +265,8 @@ class _Switchboard:
                 self._note(Failure.read(message["failure"]))
             else:
                 del self._callers[line]
-                if who["rank"] == 0:  # its process may end now, which is no failure
-                    if self._decides_at is not None:
-                        self._decide()  # nobody is left to do so later
-                    self._tell_all(_BYE)
+                if who["rank"] == 0:  # what arrived with its "bye" is heard first, then all learn that it may end
+                    self._rank_0_ends = True
         if messages is None and line in self._callers:
             who = self._callers.pop(line)
             self._note(Failure(who["rank"], who["machine"], who["pid"], Cause.GONE, _gone(line.error)))

@@ -167,6 +167,40 @@ def test_after_a_backward_that_failed_in_one_thread_weights_can_be_saved(tmp_pat
         assert torch.equal(saved[f"model.{name}"], value), name
 
 
+class FailsBeforeOurs(Task):
+    """Fails in the host's thread of autograd while the device's has not come to anything of ours yet."""
+
+    ended: ClassVar[list[bool]] = []
+
+    def configure_optimizers(self):
+        def on_device(grad):
+            time.sleep(0.5)
+            self.ended.append(True)
+
+        self.model.head.weight.register_hook(on_device)
+        return super().configure_optimizers()
+
+    def training_step(self, batch, batch_idx):
+        on_host = torch.ones((), requires_grad=True)
+        on_host.register_hook(self.fail)
+        return super().training_step(batch, batch_idx) + on_host.to(self.device)
+
+    @staticmethod
+    def fail(grad):
+        time.sleep(0.1)
+        raise ZeroDivisionError
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_backward_that_fails_before_anything_of_ours_is_over_too():
+    if training_device.current.type == "cpu":
+        pytest.skip("there the host's thread computes all")
+    FailsBeforeOurs.ended.clear()
+    with pytest.raises(ZeroDivisionError):
+        fit(offload(), task=FailsBeforeOurs)
+    assert FailsBeforeOurs.ended == [True]
+
+
 class FailsUnclaimed(Task):
     """Fails on the device within a unit of which gradients have come that no optimizer has."""
 

@@ -63,6 +63,7 @@ def run(loop, launcher, folder, *arguments, seconds=240):
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize(("loop", "launcher"), CASES)
@@ -80,7 +81,7 @@ FAILING = [("fabric", "itself"), ("accelerate", "torchrun"), pytest.param("train
 @pytest.mark.parametrize(("loop", "launcher"), FAILING)
 def test_a_rank_that_raises_is_shown(tmp_path, loop, launcher, rank):
     code, log, took = run(loop, launcher, tmp_path, "--fail=raise", f"--rank={rank}")
-    assert code != 0 and 0 < took < 60
+    assert code != 0 and 0 < took < 120
     assert "ValueError: this batch is bad" in log
     assert "NoneType: None" not in log, "torchrun has the traceback"
 
@@ -88,7 +89,7 @@ def test_a_rank_that_raises_is_shown(tmp_path, loop, launcher, rank):
 @pytest.mark.parametrize(("loop", "launcher"), FAILING)
 def test_a_rank_that_is_killed_ends_all(tmp_path, loop, launcher):
     code, log, took = run(loop, launcher, tmp_path, "--fail=kill")
-    assert code != 0 and 0 < took < 60
+    assert code != 0 and 0 < took < 120
     assert "it was killed" in log or "SIGKILL" in log, log[-3000:]
 
 

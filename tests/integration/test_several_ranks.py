@@ -58,7 +58,7 @@ def test_ranks_meet_share_the_data_and_agree(tmp_path, launcher):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_raises_is_shown_by_all(tmp_path, launcher):
     codes, logs, took = run(launcher, tmp_path, "--fail=raise")
-    assert 0 not in codes and took < 60
+    assert 0 not in codes and took < 120
     lines = [line.removeprefix("[rank0]: ").strip() for line in logs[0].splitlines() if line.strip("= ")]
     if launcher == "torchrun":
         assert lines[-1] == "ValueError: this batch is bad"  # the end of its summary
@@ -73,7 +73,7 @@ def test_a_rank_that_raises_is_shown_by_all(tmp_path, launcher):
 @pytest.mark.parametrize(("launcher", "rank"), [("lightning", 1), ("machines", 0), ("torchrun", 1)])
 def test_a_rank_that_is_killed_is_named(tmp_path, launcher, rank):
     codes, logs, took = run(launcher, tmp_path, "--fail=kill", f"--rank={rank}", "--workers=1")
-    assert 0 not in codes and took < 60
+    assert 0 not in codes and took < 120
     shown = logs[-1 if launcher == "machines" else 0]
     if launcher == "torchrun":
         assert "Signal 9 (SIGKILL) received" in shown

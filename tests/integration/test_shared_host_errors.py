@@ -90,4 +90,4 @@ def test_a_rank_that_is_killed_is_named_within_seconds():
     name, message = raised
     assert name == "LostRankError" and message.startswith("rank 1 (process ")
     assert "has ended" in message and "come to a gather of unit" in message
-    assert seconds < 5
+    assert seconds < 30, "no timeout is waited for"

@@ -34,8 +34,15 @@ MUTANTS = (
     Mutant(
         "a failure that is not explained yet is told before rank 0 ends",
         _WATCH,
-        "                    if self._decides_at is not None:\n                        self._decide()  # nobody",
-        "                    if False:\n                        self._decide()  # nobody",
+        "(self._rank_0_ends or time.monotonic()",
+        "(time.monotonic()",
+        (_TEST,),
+    ),
+    Mutant(
+        "rank 0 ends after all know that it does",
+        _WATCH,
+        "                self._board.rank_0_may_end.wait(_SETTLE)",
+        "                pass",
         (_TEST,),
     ),
     Mutant(
@@ -69,8 +76,8 @@ MUTANTS = (
     Mutant(
         "rank 0 may end before the others",
         _WATCH,
-        "                    self._tell_all(_BYE)\n",
-        "                    pass\n",
+        "                self._tell_all(_BYE)\n",
+        "                pass\n",
         (f"{_TEST}::test_ranks_that_are_done_are_no_failure",),
     ),
     Mutant(

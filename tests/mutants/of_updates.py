@@ -28,6 +28,13 @@ MUTANTS = (
         T_GRADS[:1],
     ),
     Mutant(
+        "a backward that failed before anything of ours was called is over in all, too",
+        _GRADS,
+        "self._backward, self._may_run = None, True",
+        "self._backward = None",
+        T_GRADS[:1],
+    ),
+    Mutant(
         "a backward that failed in one thread is over in all before its run ends",
         _RUN,
         "cleanup.callback(self._end, self._grads.bring_home)",
@@ -137,7 +144,7 @@ MUTANTS = (
     Mutant(
         "a gradient on another device is an error",
         _GRADS,
-        "        if grad.device != self._engine.device:\n",
+        "        if grad.device != (device := self._engine.device):\n",
         "        if False:\n",
         T_GRADS,
     ),
@@ -151,7 +158,7 @@ MUTANTS = (
     Mutant(
         "what a failed backward left behind is forgotten",
         _GRADS,
-        "            self._backward = None\n            self._arrived.forget()\n",
+        "            self._arrived.forget()\n",
         "            pass\n",
         T_GRADS,
     ),

@@ -46,6 +46,7 @@ def started():
     for process in processes:
         process.join(60)
         process.kill()
+        process.join()
 
 
 def answers(ends):

@@ -56,4 +56,4 @@ def test_no_thread_of_a_kernel_waits_for_the_next_call():
     deadline = time.monotonic() + 5
     while tasks() > before and time.monotonic() < deadline:
         time.sleep(0.01)  # the system takes a moment to forget a thread that has been joined
-    assert tasks() == before
+    assert tasks() <= before

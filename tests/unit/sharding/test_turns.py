@@ -130,7 +130,7 @@ def test_who_fails_in_a_gather_does_not_hold_up_the_others(memory):
 
 def test_a_process_that_has_ended_is_told_from_one_that_is_late(memory):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    (turns, _), counters = ranks_of(memory, pids=[os.getpid(), child.pid], timeout_s=0.3)
+    (turns, _), counters = ranks_of(memory, pids=[os.getpid(), child.pid], timeout_s=2.0)
     with pytest.raises(LostRankError) as late:
         turns.come(0)
     assert f"rank 1 (process {child.pid}) is alive, but did not come to a gather of unit 0" in str(late.value)
@@ -139,7 +139,7 @@ def test_a_process_that_has_ended_is_told_from_one_that_is_late(memory):
     begin = time.monotonic()
     with pytest.raises(LostRankError, match=f"process {child.pid}\\) has ended"):
         turns.come(0)
-    assert time.monotonic() - begin < 0.3
+    assert time.monotonic() - begin < 2.0, "nobody waits for a process that has ended"
     counters[1].come[0] = counters[0].come[0]
     child.communicate()
     with pytest.raises(LostRankError, match=r"has ended; .* finish reading unit 0"):

@@ -45,29 +45,34 @@ def connect(board, rank, token=None) -> Watch:
 _START_S = 300  # of processes that import torch, on a busy machine
 
 
-def until(holds, seconds=10.0):
+def until(holds, seconds=60.0):
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.01)
 
 
+def has_heard_the_end(rank) -> bool:
+    return rank.first is not None or not rank._listener.is_alive()
+
+
 def notes(error) -> str:
     return "\n".join(getattr(error, "__notes__", ()))
 
 
-def test_an_error_is_told_to_all_at_once(ranks):
+def test_an_error_is_told_to_all_at_once(ranks, monkeypatch):
+    """An error of its own needs no explanation."""
+    monkeypatch.setattr(watch, "_SETTLE", 3600.0)
     own = ValueError("this batch is bad")
-    before = time.monotonic()
     ranks[1].tell(own)
     until(lambda: all(each.first is not None for each in ranks))
-    assert time.monotonic() - before < 1.0, "an error of its own needs no explanation"
     other = RuntimeError(str(GLOO))
     ranks[2].tell(other)
     assert "rank 1" in notes(other) and notes(other).endswith("ValueError: this batch is bad") and not notes(own)
 
 
-def test_a_rank_that_dies_explains_errors_that_came_before(ranks):
+def test_a_rank_that_dies_explains_errors_that_came_before(ranks, monkeypatch):
+    monkeypatch.setattr(watch, "_SETTLE", 60.0)
     other = RuntimeError(str(GLOO))
     dies = threading.Timer(0.1, ranks[2]._line.socket.shutdown, [socket.SHUT_RDWR])  # as where a process is killed
     dies.start()
@@ -78,7 +83,7 @@ def test_a_rank_that_dies_explains_errors_that_came_before(ranks):
 
 def test_a_rank_that_dies_is_known_at_once(ranks, monkeypatch):
     """A launcher kills the others soon, and rank 0 is to show why before."""
-    monkeypatch.setattr(watch, "_SETTLE", 60.0)
+    monkeypatch.setattr(watch, "_SETTLE", 3600.0)
     ranks[2]._line.socket.shutdown(socket.SHUT_RDWR)
     until(lambda: ranks[0].first is not None)
     assert ranks[0].first.cause is Cause.GONE
@@ -99,11 +104,37 @@ def test_a_rank_that_does_not_fail_shows_where_it_is(ranks, capfd):
 def test_ranks_that_are_done_are_no_failure(board, ranks):
     ranks[1].close()
     ranks[0].close()
-    until(lambda: len(board._callers) == 1)
+    board.rank_0_may_end.wait()
     for line in list(board._callers):
         line.socket.shutdown(socket.SHUT_RDWR)  # the process of rank 0 ends first
-    time.sleep(0.5)
+    until(lambda: all(has_heard_the_end(each) for each in ranks))
     assert [each.first for each in ranks] == [None] * 3
+
+
+def test_rank_0_ends_after_all_know_that_it_does():
+    """Its process may end within the time that another thread of it needs to be heard."""
+    code = """
+        import os, sys
+        from lightning_cxl.sharding import watch
+        from lightning_cxl.sharding.failures import Cause, Failure
+        board = watch._Switchboard(2)
+        host = Failure(0, "m", 1, Cause.GONE, "gone")
+        print(board.port, board.token, flush=True)
+        own = watch.Watch(0, ("127.0.0.1", board.port), board.token, host, board)
+        input()
+        sys.setswitchinterval(1000)  # as good as never: other threads run where this one waits
+        own.close()
+        os._exit(0)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        port, token = process.stdout.readline().split()
+        rank = Watch(1, ("127.0.0.1", int(port)), token, HOST)
+        process.communicate("\n")
+    until(lambda: has_heard_the_end(rank))
+    assert rank.first is None
+    rank.close()
 
 
 def test_rank_0_that_dies_is_known(board):
@@ -134,8 +165,7 @@ def test_a_failure_is_known_that_comes_together_with_the_end_of_rank_0():
 
 
 def test_a_failure_that_is_not_explained_yet_is_told_before_rank_0_ends(board, ranks, monkeypatch):
-    monkeypatch.setattr(watch, "_SETTLE", 60.0)
-    ranks[2]._has_told = True
+    monkeypatch.setattr(watch, "_SETTLE", 3600.0)
     ranks[1]._line.say({"failure": Failure.of(RuntimeError(str(GLOO)), 1).values()})
     until(lambda: board._failures)
     ranks[0].close()
@@ -183,7 +213,7 @@ def test_a_rank_that_waits_for_ever_ends_and_says_why(board):
     process = program(board, "time.sleep(600)")
     until(lambda: len(board._callers) == 3, _START_S)
     others[1].tell(ValueError("this batch is bad"))
-    _, shown = process.communicate(timeout=30)
+    _, shown = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "on rank 1" in shown and "ValueError: this batch is bad" in shown and "Rank 2 ends itself" in shown
     for each in others:
@@ -193,13 +223,13 @@ def test_a_rank_that_waits_for_ever_ends_and_says_why(board):
 def test_a_child_does_not_hide_that_its_parent_was_killed(board):
     """Workers of a DataLoader live on for seconds."""
     others = [connect(board, rank) for rank in range(2)]
-    process = program(board, 'os.write(1, b"%d\\n" % os.fork()); time.sleep(20)')
+    process = program(board, 'os.write(1, b"%d\\n" % os.fork()); time.sleep(600)')
     children = [int(process.stdout.readline()), int(process.stdout.readline())]
     until(lambda: len(board._callers) == 3, _START_S)
     process.send_signal(signal.SIGKILL)
     process.wait()
     try:
-        until(lambda: others[0].first is not None, 5)
+        until(lambda: others[0].first is not None)
     finally:
         os.kill(max(children), signal.SIGKILL)
         process.communicate()

@@ -168,8 +168,10 @@ def test_memory_of_a_transfer_that_failed_is_let_go(engine, system, monkeypatch,
     del memory
     while not transfer.done():
         time.sleep(0.001)
-    time.sleep(0.01)  # the thread that ended it goes on to wait for the next one
-    assert alive() is None
+    deadline = time.monotonic() + 60
+    while alive() is not None:  # until the thread that ended it waits for the next one
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     with pytest.raises(StorageError, match="EIO" if code else "the file ends there"):
         transfer.wait_host()
 
