@@ -44,7 +44,10 @@ def test_a_folder_is_a_model_when_it_has_a_config(hub, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8", "./runs/export", "/no/such/folder", "a/b/c", "owner/", "../x"])
-def test_what_is_no_hub_id_is_not_asked_for(hub, name):
+def test_what_is_no_hub_id_is_not_asked_for(hub, name, tmp_path, monkeypatch):
+    here = tmp_path / "here"  # the folder of the tests may have runs/export in it, or x beside it
+    here.mkdir()
+    monkeypatch.chdir(here)
     assert "It is no folder" in refused(name)
     assert not hub["asked"]
 
