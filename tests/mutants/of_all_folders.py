@@ -13,7 +13,7 @@ T_CHECKPOINT = "tests/integration/test_checkpoint.py"
 T_STEP = ("tests/unit/planning/jobs/test_step.py",)
 T_LIMITS = ("tests/unit/machine/test_limits.py",)
 T_SSD = ("tests/unit/commands/bench/test_ssd.py",)
-T_ORDER = ("tests/unit/planning/policies/test_properties.py::test_what_rules_fix_fits_or_not_whatever_its_order",)
+_POLICIES = "tests/unit/planning/policies/test_properties.py"
 
 MUTANTS = (
     # -- kernels
@@ -128,13 +128,33 @@ MUTANTS = (
         "(tier, num_bytes * share)",
         ("tests/unit/planning/jobs/test_perf.py",),
     ),
-    Mutant("fixed classes have one order", _ROOM, "in job.in_one_order():", "in job.classes:", T_ORDER),
+    Mutant(
+        "parts of a split are whole bytes, and no byte is lost",
+        _ROOM,
+        "    for tier in by_fraction[: nbytes - sum(parts.values())]:\n        parts[tier] += 1\n",
+        "",
+        ("tests/unit/planning/policies/test_room.py",),
+    ),
+    Mutant(
+        "the largest fractions are rounded up",
+        _ROOM,
+        "parts[tier] - exact[tier]",
+        "exact[tier] - parts[tier]",
+        (f"{_POLICIES}::test_the_last_byte_is_found",),
+    ),
+    Mutant(
+        "no byte too much is placed",
+        _ROOM,
+        "if part > self._left[tier]]",
+        "if part > self._left[tier] + 1]",
+        (f"{_POLICIES}::test_what_rules_fix_is_not_rounded",),
+    ),
     Mutant(
         "what is taken is taken from all memory, too",
         _ROOM,
-        "        self.together = max(0, self.together - nbytes)\n",
+        "        self.together -= nbytes\n",
         "",
-        ("tests/unit/planning/policies/test_properties.py::test_memory_that_tiers_share_is_handed_out_once",),
+        (f"{_POLICIES}::test_memory_that_tiers_share_is_handed_out_once",),
     ),
     Mutant(
         "DRAM that is left is shared like the cards",

@@ -1,5 +1,7 @@
 """`Room`: what tiers have left while a policy hands them out."""
 
+import math
+
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.machine import Machine, MachineTier, Split
 from lightning_cxl.placement.placement import TensorRole
@@ -25,7 +27,7 @@ class Room:
         self._left = {tier.name: tier.capacity_bytes for tier in self.tiers}
         self.together = machine.memory_bytes
         """Bytes that all tiers together still have."""
-        for each in job.in_one_order():
+        for each in job.classes:
             if each.tier not in (None, SSD):
                 self.take(each.role, each.nbytes, {each.tier: 1.0})
 
@@ -37,14 +39,15 @@ class Room:
         """Use up `nbytes` of a role, by tier.
 
         Raises:
-            TierFullError: a tier has less left than its part, by more than rounding; nothing is taken then.
+            TierFullError: a tier has less left than its part; nothing is taken then.
         """
-        over = [tier for tier, share in split.items() if share * nbytes > self._left[tier] + 1]
-        if over or nbytes > self.together + len(split):
+        parts = in_whole_bytes(nbytes, split)
+        over = [tier for tier, part in parts.items() if part > self._left[tier]]
+        if over or nbytes > self.together:
             raise self.full(role, nbytes, over[0] if over else "` and `".join(split))
-        for tier, share in split.items():
-            self._left[tier] = max(0, self._left[tier] - round(share * nbytes))
-        self.together = max(0, self.together - nbytes)
+        for tier, part in parts.items():
+            self._left[tier] -= part
+        self.together -= nbytes
 
     def full(self, role: TensorRole, nbytes: int, tier: str) -> TierFullError:
         """Return the error that says what does not fit where."""
@@ -56,3 +59,13 @@ class Room:
             f"left {have}. Add memory or a tier, raise the budget in `tiers`, or use a smaller model, batch "
             f"or sequence."
         )
+
+
+def in_whole_bytes(nbytes: int, split: Split) -> dict[str, int]:
+    """Return the bytes of every tier of a split, `nbytes` in all: the largest fractions are rounded up."""
+    exact = {tier: share * nbytes for tier, share in split.items()}
+    parts = {tier: math.floor(part) for tier, part in exact.items()}
+    by_fraction = sorted(exact, key=lambda tier: parts[tier] - exact[tier])
+    for tier in by_fraction[: nbytes - sum(parts.values())]:
+        parts[tier] += 1
+    return parts

@@ -11,11 +11,11 @@ def spread(role: TensorRole, nbytes: int, tiers: Sequence[MachineTier], room: Ro
     """Return the split of `nbytes` that are interleaved by pages over all nodes of some tiers; nothing is taken.
 
     Raises:
-        TierFullError: the tiers together have less left.
+        TierFullError: the tiers have less left.
     """
     left = {tier.name: float(room.left(tier.name)) for tier in tiers}
     bytes_on, rest = fill(nbytes, {tier.name: float(tier.num_nodes) for tier in tiers}, left)
-    if nbytes and (rest > 0.5 or nbytes > room.together + 1):
+    if nbytes and rest > 0.5:
         raise room.full(role, nbytes, "` and `".join(bytes_on) or "cxl")
     total = sum(bytes_on.values())
     if not total:  # no bytes: where they would go

@@ -17,8 +17,9 @@ ROLES = [role for role in R if role is not R.STAGING]
 
 @st.composite
 def cases(draw):
+    unit = draw(st.sampled_from([1, 2**20]))  # where units are bytes, the last byte is often the one that decides
     cards = tuple(draw(st.lists(st.integers(0, 400), max_size=3)))
-    host = machine(dram=draw(st.integers(0, 400)), cards=cards, unit=2**20)
+    host = machine(dram=draw(st.integers(0, 400)), cards=cards, unit=unit)
     tiers = tuple(
         replace(
             tier,
@@ -29,10 +30,10 @@ def cases(draw):
         )
         for tier in host.tiers
     )
-    sizes = draw(st.dictionaries(st.sampled_from(ROLES), st.integers(0, 200 * 2**20), min_size=1))
+    sizes = draw(st.dictionaries(st.sampled_from(ROLES), st.integers(0, 200 * unit), min_size=1))
     fixed = draw(
         st.dictionaries(
-            st.tuples(st.sampled_from(ROLES), st.sampled_from(host.names)), st.integers(0, 50 * 2**20), max_size=3
+            st.tuples(st.sampled_from(ROLES), st.sampled_from(host.names)), st.integers(0, 50 * unit), max_size=3
         )
     )
     options = {
@@ -63,7 +64,7 @@ def test_nothing_is_lost_and_no_tier_overcommitted(name, case):
         assert sum(split.values()) == pytest.approx(1)
         assert min(split.values()) >= 0
     for tier, held in bytes_by_tier(job, decision.splits).items():
-        assert held <= host.tier(tier).capacity_bytes + len(job.classes)
+        assert held < host.tier(tier).capacity_bytes + len(job.classes)  # a split's part is rounded to whole bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,17 +104,33 @@ def test_bandwidth_is_never_slower_than_another_policy(case):
         assert predict_step(job, ours.splits, host).seconds <= limit * predict_step(job, other.splits, host).seconds
 
 
+@pytest.mark.parametrize("name", ["interleave", "bandwidth"])
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_last_byte_is_found(name, data):
+    """Parts of splits are whole bytes; what fits exactly is placed all the same, and one byte more is not."""
+    sizes = data.draw(st.dictionaries(st.sampled_from(ROLES), st.integers(1, 99), min_size=1))
+    total = sum(sizes.values())
+    dram, first = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
+    host = machine(dram=dram, cards=(first - dram, total - first), unit=1)
+    assert decide(name, job_of(sizes), host) is not None
+    assert decide(name, job_of(sizes | {next(iter(sizes)): next(iter(sizes.values())) + 1}), host) is None
+
+
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_rules_fix_fits_or_not_whatever_its_order(name):
-    """A byte of rounding is allowed, for one class: which one that is must not decide."""
+@pytest.mark.parametrize(("dram", "fits"), [(7, True), (6, False)])
+def test_what_rules_fix_is_not_rounded(name, dram, fits):
     job = job_of({}, fixed={(R.MOMENTUM, "dram0"): 6, (R.VARIANCE, "dram0"): 1})
     turned = replace(job, classes=job.classes[::-1])
-    host = machine(dram=5, unit=1)
-    assert decide(name, job, host) == decide(name, turned, host)
+    host = machine(dram=dram, unit=1)
+    assert (decide(name, job, host) is not None) == fits
+    assert (decide(name, turned, host) is not None) == fits
 
 
 @pytest.mark.parametrize("name", ["latency_first", "interleave", "bandwidth"])
 def test_memory_that_tiers_share_is_handed_out_once(name):
     host = machine(dram=100, cards=(100,), unit=1, host_bytes=120)
     assert decide(name, job_of({R.MOMENTUM: 100, R.VARIANCE: 20}), host) is not None
-    assert decide(name, job_of({R.MOMENTUM: 100, R.VARIANCE: 50}), host) is None
+    assert decide(name, job_of({R.MOMENTUM: 100, R.VARIANCE: 21}), host) is None
+    fixed = {(R.MOMENTUM, "dram0"): 100, (R.VARIANCE, "cxl0"): 21}
+    assert decide(name, job_of({}, fixed=fixed), host) is None
