@@ -131,16 +131,16 @@ MUTANTS = (
     Mutant(
         "parts of a split are whole bytes, and no byte is lost",
         _ROOM,
-        "    for tier in by_fraction[: nbytes - sum(parts.values())]:\n        parts[tier] += 1\n",
+        "    for tier in in_turn[: nbytes - sum(parts.values())]:\n        parts[tier] += 1\n",
         "",
         ("tests/unit/planning/policies/test_room.py",),
     ),
     Mutant(
-        "the largest fractions are rounded up",
+        "full tiers are not rounded up",
         _ROOM,
-        "parts[tier] - exact[tier]",
-        "exact[tier] - parts[tier]",
-        (f"{_POLICIES}::test_the_last_byte_is_found",),
+        "parts[tier] >= left[tier])",
+        "False)",
+        ("tests/unit/planning/policies/test_room.py",),
     ),
     Mutant(
         "no byte too much is placed",

@@ -1,6 +1,7 @@
 """`Room`: what tiers have left while a policy hands them out."""
 
 import math
+from collections.abc import Mapping
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.machine import Machine, MachineTier, Split
@@ -41,7 +42,7 @@ class Room:
         Raises:
             TierFullError: a tier has less left than its part; nothing is taken then.
         """
-        parts = in_whole_bytes(nbytes, split)
+        parts = in_whole_bytes(nbytes, split, self._left)
         over = [tier for tier, part in parts.items() if part > self._left[tier]]
         if over or nbytes > self.together:
             raise self.full(role, nbytes, over[0] if over else "` and `".join(split))
@@ -61,11 +62,18 @@ class Room:
         )
 
 
-def in_whole_bytes(nbytes: int, split: Split) -> dict[str, int]:
-    """Return the bytes of every tier of a split, `nbytes` in all: the largest fractions are rounded up."""
-    exact = {tier: share * nbytes for tier, share in split.items()}
-    parts = {tier: math.floor(part) for tier, part in exact.items()}
-    by_fraction = sorted(exact, key=lambda tier: parts[tier] - exact[tier])
-    for tier in by_fraction[: nbytes - sum(parts.values())]:
+def in_whole_bytes(nbytes: int, split: Split, left: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of every tier of a split, `nbytes` in all.
+
+    Fractions are cut off, and the bytes that this leaves go, one to a tier, first to those that have room.
+
+    Args:
+        nbytes: to be handed out.
+        split: over tiers.
+        left: bytes that each of these tiers still has.
+    """
+    parts = {tier: math.floor(share * nbytes) for tier, share in split.items()}
+    in_turn = sorted(parts, key=lambda tier: parts[tier] >= left[tier])
+    for tier in in_turn[: nbytes - sum(parts.values())]:
         parts[tier] += 1
     return parts

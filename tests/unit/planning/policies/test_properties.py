@@ -23,7 +23,7 @@ def cases(draw):
     tiers = tuple(
         replace(
             tier,
-            num_nodes=draw(st.integers(1, 2)),
+            num_nodes=draw(st.integers(1, 8)),
             adam_bytes_per_s=draw(st.floats(1e9, 5e11)),
             device_read_bytes_per_s=draw(st.floats(1e9, 5e11)),
             device_write_bytes_per_s=draw(st.floats(1e9, 5e11)),
