@@ -7,8 +7,8 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from lightning_cxl.sharding.error_file import record
 from lightning_cxl.sharding.watch import Watch, open_watch
 
 _programs: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Program]" = weakref.WeakKeyDictionary()
@@ -45,8 +45,7 @@ class _Program:
             self._has_failed = True
             self._watch.tell(error)
             if isinstance(error, Exception):
-                _record(error.with_traceback(trace))
-                error.with_traceback(trace)
+                record(error)
         self._show(kind, error, trace)
 
     def end(self) -> None:
@@ -56,11 +55,3 @@ class _Program:
             self._watch.tell(error)
         elif not self._has_failed and not (isinstance(error, SystemExit) and error.code):
             self._watch.close()
-
-
-def _record(error: Exception) -> None:
-    """Write an error where torchrun asks for it; torch takes the traceback of what is handled just now."""
-    try:
-        raise error
-    except Exception as handled:
-        get_error_handler().record_exception(handled)

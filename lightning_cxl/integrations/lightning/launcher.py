@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from lightning_cxl.integrations.lightning.lightning_api import ClusterEnvironment, SubprocessScriptLauncher
+from lightning_cxl.sharding.error_file import record
 from lightning_cxl.sharding.watch import Watch, open_watch
 
 
@@ -49,7 +48,7 @@ class WatchingLauncher(SubprocessScriptLauncher):
                     self._watch.tell(error)
             finally:  # a signal may have come meanwhile, whose handler raises
                 if isinstance(error, Exception):
-                    get_error_handler().record_exception(error)
+                    record(error)
             raise
         self.end_watch()
         return result
