@@ -36,7 +36,7 @@ OUTSIDE = {
     "inventory": ("torch",), "planning": ("torch",), "run": ("torch",), "sequences": ("torch", "transformers"),
     "sharding": ("torch",), "shards": ("torch",),
 }  # fmt: skip
-MAX_LINES = 350
+MAX_LINES = 1000
 
 
 def folder_of(path: Path) -> str:
