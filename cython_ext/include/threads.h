@@ -1,62 +1,172 @@
-/* Runs a function on several threads at once. They are made for the call and are gone after it, so that nothing waits in
- * a loop for the next call: the pool of an OpenMP keeps a core of every thread busy for milliseconds after each of them,
- * which those who launch kernels on a device, and whoever else is on this machine, then lack. There is nothing to be
- * found broken after a fork either, and the threads of the caller's OpenMP, such as torch's, are its own.
+/* Runs a function on several threads at once. The threads stay between calls and sleep there. A thread that waits in a
+ * loop, as OpenMP's do for milliseconds after each call, takes a core from the threads that launch kernels on a device.
+ * A new thread for each call starts later than a sleeping one wakes, most of all while OpenMP's loops occupy the cores.
  *
- * A thread begins with the CPUs and the mode of floating-point numbers of its maker.
+ * A thread runs with the CPUs and the floating-point mode that its caller has at the call. Calls from several threads at
+ * once each take threads of their own. A forked child begins without threads.
  */
 #ifndef LIGHTNING_CXL_THREADS_H
 #define LIGHTNING_CXL_THREADS_H
 
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <xmmintrin.h>
 
-enum { CXL_STACK_BYTES = 1 << 20 }; /* small enough that the C library keeps the stacks of many threads */
+enum { CXL_STACK_BYTES = 1 << 20 }; /* small enough for many threads */
 
 typedef void (*cxl_work)(void *job, int thread);
 
-struct cxl_worker {
-    pthread_t id;
+struct cxl_call {
     cxl_work work;
     void *job;
-    int thread, runs;
+    unsigned int mode; /* of floating-point numbers */
+    int running;       /* workers that have not returned; atomic, a futex */
 };
 
-static void *cxl_begin(void *argument)
+struct cxl_worker {
+    struct cxl_worker *next; /* in the list of idle ones */
+    struct cxl_call *call;
+    int wakes;               /* a futex: counts calls */
+    int thread;
+    cpu_set_t cpus, cpus_now; /* to run on, and set at present */
+};
+
+static pthread_mutex_t cxl_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct cxl_worker *cxl_idle; /* the one used last comes first */
+
+static void cxl_wait(int *address, const int value)
+{
+    syscall(SYS_futex, address, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void cxl_wake(int *address) { syscall(SYS_futex, address, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
+
+static void *cxl_serve(void *argument)
 {
     struct cxl_worker *worker = argument;
-    worker->work(worker->job, worker->thread);
+    prctl(PR_SET_NAME, "cxl-kernel"); /* for top, py-spy and the tests */
+    for (int seen = 0;; seen++) {
+        while (__atomic_load_n(&worker->wakes, __ATOMIC_ACQUIRE) == seen)
+            cxl_wait(&worker->wakes, seen);
+        struct cxl_call *call = worker->call;
+        if (!CPU_EQUAL(&worker->cpus, &worker->cpus_now) && sched_setaffinity(0, sizeof worker->cpus, &worker->cpus) == 0)
+            worker->cpus_now = worker->cpus; /* else it runs where it is: slower, not wrong */
+        _mm_setcsr(call->mode);
+        call->work(call->job, worker->thread);
+        if (__atomic_sub_fetch(&call->running, 1, __ATOMIC_RELEASE) == 0)
+            cxl_wake(&call->running); /* the call may be over by now: then no thread waits at this address */
+    }
     return NULL;
 }
 
-/* Call `work(job, thread)` for threads 0 (the caller) to `num_threads - 1` and return when all have returned.
+/* The threads are the parent's, and another of its threads may have held the lock. */
+static void cxl_after_fork(void)
+{
+    cxl_idle = NULL;
+    pthread_mutex_init(&cxl_lock, NULL);
+}
+
+static void cxl_watch_forks(void) { pthread_atfork(NULL, NULL, cxl_after_fork); }
+
+/* Return a sleeping thread, or null if the system has no more. */
+static struct cxl_worker *cxl_new_worker(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, cxl_watch_forks);
+    struct cxl_worker *worker = calloc(1, sizeof *worker);
+    pthread_attr_t attributes;
+    if (!worker || pthread_attr_init(&attributes)) {
+        free(worker);
+        return NULL;
+    }
+    pthread_t id;
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    int failed = pthread_attr_setstacksize(&attributes, CXL_STACK_BYTES) || pthread_create(&id, &attributes, cxl_serve, worker);
+    if (failed) { /* a library with much memory of its own per thread needs larger stacks */
+        pthread_attr_destroy(&attributes);
+        pthread_attr_init(&attributes);
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        failed = pthread_create(&id, &attributes, cxl_serve, worker);
+    }
+    pthread_attr_destroy(&attributes);
+    if (failed) {
+        free(worker);
+        return NULL;
+    }
+    return worker;
+}
+
+static struct cxl_worker *cxl_take_worker(void)
+{
+    pthread_mutex_lock(&cxl_lock);
+    struct cxl_worker *worker = cxl_idle;
+    if (worker)
+        cxl_idle = worker->next;
+    pthread_mutex_unlock(&cxl_lock);
+    return worker ? worker : cxl_new_worker();
+}
+
+/* Call `work(job, thread)` for threads 0 (the caller) to `num_threads - 1` and return when all have returned. With
+ * `spread`, threads may be confined to one CPU each; `work` that chooses their CPUs does not want that.
  *
  * There may be fewer threads, if the system has no more: `work` takes what is to be done from a common counter.
  */
-static void cxl_run_threads(const int num_threads, const cxl_work work, void *job)
+static void cxl_run_threads(const int num_threads, const int spread, const cxl_work work, void *job)
 {
-    struct cxl_worker *workers = num_threads > 1 ? calloc((size_t)num_threads, sizeof *workers) : NULL;
-    pthread_attr_t small;
-    const int has_small = workers && pthread_attr_init(&small) == 0;
-    if (has_small)
-        pthread_attr_setstacksize(&small, CXL_STACK_BYTES);
-    for (int i = 1; workers && i < num_threads; i++) {
-        struct cxl_worker *worker = &workers[i];
-        *worker = (struct cxl_worker){.work = work, .job = job, .thread = i};
-        /* a library with much memory of its own per thread needs larger stacks */
-        worker->runs = (has_small && pthread_create(&worker->id, &small, cxl_begin, worker) == 0) ||
-                       pthread_create(&worker->id, NULL, cxl_begin, worker) == 0;
-        if (!worker->runs)
+    struct cxl_call call = {.work = work, .job = job, .mode = _mm_getcsr()};
+    struct cxl_worker *used = NULL;
+    cpu_set_t cpus;
+    const int here = sched_getcpu();
+    /* A waking thread may be put on the CPU of its caller while OpenMP's threads wait in loops on the others. So where
+     * there is a thread for every CPU, each gets one of its own. With fewer threads the scheduler finds free CPUs. */
+    const int knows = num_threads > 1 && sched_getaffinity(0, sizeof cpus, &cpus) == 0;
+    const int each_has_one = spread && knows && here >= 0 && CPU_COUNT(&cpus) == num_threads;
+    int cpu = -1;
+    for (int i = 1; i < num_threads; i++) {
+        struct cxl_worker *worker = cxl_take_worker();
+        if (!worker)
             break;
+        worker->next = used;
+        used = worker;
+        worker->call = &call;
+        worker->thread = i;
+        if (each_has_one) {
+            do
+                cpu++;
+            while (!CPU_ISSET(cpu, &cpus) || cpu == here);
+            CPU_ZERO(&worker->cpus);
+            CPU_SET(cpu, &worker->cpus);
+        } else if (knows)
+            worker->cpus = cpus;
+        call.running++;
+    }
+    for (struct cxl_worker *worker = used; worker; worker = worker->next) {
+        __atomic_add_fetch(&worker->wakes, 1, __ATOMIC_RELEASE);
+        cxl_wake(&worker->wakes);
     }
     work(job, 0);
-    for (int i = 1; workers && i < num_threads; i++)
-        if (workers[i].runs)
-            pthread_join(workers[i].id, NULL);
-    if (has_small)
-        pthread_attr_destroy(&small);
-    free(workers);
+    for (int left; used && (left = __atomic_load_n(&call.running, __ATOMIC_ACQUIRE)) > 0;)
+        cxl_wait(&call.running, left);
+    if (!used)
+        return;
+    pthread_mutex_lock(&cxl_lock);
+    while (used) {
+        struct cxl_worker *next = used->next;
+        used->next = cxl_idle;
+        cxl_idle = used;
+        used = next;
+    }
+    pthread_mutex_unlock(&cxl_lock);
 }
 
 /* Return the number of the next thing to be done. */

@@ -38,6 +38,27 @@ MUTANTS = (
         "bits + 0x7FFF >> 16",
         ("tests/numerics/test_formats.py",),
     ),
+    Mutant(
+        "a forked child has no threads of kernels",
+        "cython_ext/include/threads.h",
+        "    cxl_idle = NULL;\n",
+        "",
+        ("tests/unit/optim/test_kernel_threads.py",),
+    ),
+    Mutant(
+        "a thread that has slept takes over the floating-point mode of its caller",
+        "cython_ext/include/threads.h",
+        "        _mm_setcsr(call->mode);\n",
+        "",
+        ("tests/numerics/test_adam_threads.py",),
+    ),
+    Mutant(
+        "a thread that has slept takes over the CPUs of its caller",
+        "cython_ext/include/threads.h",
+        "sched_setaffinity(0, sizeof worker->cpus, &worker->cpus) == 0)",
+        "0)",
+        ("tests/numerics/test_adam_threads.py",),
+    ),
     # -- machine, placement, memory
     Mutant(
         "the lower of two limits counts", _LIMITS, "min(found), max(0", "max(found), max(0", ("tests/unit/machine",)

@@ -113,7 +113,7 @@ def test_several_updates_at_once():
 
 def test_flushing_denormals_is_the_callers_choice_on_every_thread():
     results = []
-    for flush in (False, True):
+    for flush in (False, True, False):  # threads sleep between calls, and keep nothing of the call before
         case = Case.random(400_000)
         case["variance"].fill_(0)
         case["grads"].fill_(1e-20)  # its square is denormal
@@ -125,18 +125,20 @@ def test_flushing_denormals_is_the_callers_choice_on_every_thread():
         results.append(case["variance"])
     assert (results[0] > 0).all()
     assert (results[1].view(torch.int32) == 0).all()
+    assert torch.equal(results[2], results[0])
 
 
 # ---- where threads run ----
 
 
-def affinities() -> dict[int, set[int]]:
-    """Return the CPUs of every thread of this process that still runs."""
+def affinities(*, of_kernels: bool = False) -> dict[int, set[int]]:
+    """Return the CPUs of every thread of this process that still runs: the kernels' own threads, or all others."""
     result = {}
     for path in Path("/proc/self/task").iterdir():
         try:
-            result[int(path.name)] = os.sched_getaffinity(int(path.name))
-        except ProcessLookupError:
+            if ((path / "comm").read_text() == "cxl-kernel\n") == of_kernels:
+                result[int(path.name)] = os.sched_getaffinity(int(path.name))
+        except (FileNotFoundError, ProcessLookupError):
             continue
     return result
 
@@ -173,7 +175,7 @@ def watch(table: list[list[int]], cpus: list[int], wanted: set[int]) -> Counter[
     worker.start()
     try:
         while time.monotonic() < deadline and any(seen[cpu, cpu] < 30 for cpu in wanted):
-            for thread, allowed in affinities().items():
+            for thread, allowed in (affinities() | affinities(of_kernels=True)).items():
                 if len(allowed) == 1 and (cpu := running_on(thread)) is not None:
                     seen[min(allowed), cpu] += 1
     finally:
@@ -230,10 +232,11 @@ def test_threads_stay_within_the_cpus_of_whoever_calls(team_cpus):
     worker.start()
     try:
         assert ready.wait(20)
-        for _ in range(50):
-            allowed = [cpus for thread, cpus in affinities().items() if thread not in before]
-            assert allowed and all(one == mine for one in allowed)
-            time.sleep(0.005)
+        deadline, seen = time.monotonic() + 30, Counter()
+        while seen.total() < 100 and time.monotonic() < deadline:
+            seen.update(cpu for thread in affinities(of_kernels=True) if (cpu := running_on(thread)) is not None)
+        assert seen.total() >= 100
+        assert seen[CPUS[0]] >= 0.95 * seen.total()  # it wakes where it was, and moves before it works
     finally:
         finished.set()
         worker.join()
@@ -241,12 +244,11 @@ def test_threads_stay_within_the_cpus_of_whoever_calls(team_cpus):
 
 
 @pytest.mark.alone
-def test_threads_that_an_update_creates_may_run_where_the_process_may():
+def test_threads_of_an_update_may_run_afterwards_where_the_process_may():
     case = Case.random(600_000)
     before = affinities()
     update([case.span()], [scalars_at()], num_threads=7, cpus=[0, CPUS[0]])
-    created = {thread: cpus for thread, cpus in affinities().items() if thread not in before}
-    assert all(cpus == set(CPUS) for cpus in created.values())
+    assert sum(cpus == set(CPUS) for cpus in affinities(of_kernels=True).values()) >= 6
     assert_moved_back(before)
 
 

@@ -1,5 +1,7 @@
-"""How many threads kernels take, and that none of them is left behind or waits in a loop."""
+"""How many threads kernels take, and that these sleep between calls."""
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -33,8 +35,13 @@ def test_cores_are_left_to_those_who_keep_a_device_busy(cpus, options, computes_
     assert kernel_threads(OffloadConfig(**options), computes_on_host) == expected
 
 
-def tasks() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+def kernel_tasks() -> set[Path]:
+    """Return the threads of kernels: they sleep between calls."""
+    return {path for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text() == "cxl-kernel\n"}
+
+
+def seconds_on_cpu() -> float:
+    return sum(int((path / "schedstat").read_text().split()[0]) for path in kernel_tasks()) / 1e9
 
 
 def run_kernels(num_threads: int) -> None:
@@ -46,14 +53,32 @@ def run_kernels(num_threads: int) -> None:
     CPUAdam([weight], num_threads=num_threads).step()
 
 
-def test_no_thread_of_a_kernel_waits_for_the_next_call():
-    run_kernels(1)  # what torch starts, it has started
-    before = tasks()
-    runner = threading.Thread(target=run_kernels, args=(4,))  # threads of a pool would belong to this one
+def run_on_a_thread(num_threads: int) -> None:
+    runner = threading.Thread(target=run_kernels, args=(num_threads,))
     runner.start()
     runner.join()
+
+
+def test_calls_share_threads_that_sleep_between_them():
     run_kernels(4)
-    deadline = time.monotonic() + 5
-    while tasks() > before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the system takes a moment to forget a thread that has been joined
-    assert tasks() <= before
+    before = kernel_tasks()
+    assert len(before) >= 6  # three of each module
+    for _ in range(20):
+        run_on_a_thread(4)  # threads belong to no caller
+        run_kernels(3)
+    assert kernel_tasks() == before
+    used = seconds_on_cpu()
+    time.sleep(0.2)
+    assert seconds_on_cpu() - used < 0.01
+
+
+def test_kernels_run_in_a_forked_child():
+    """Its parent's threads are not there, and its parent's list of them says otherwise."""
+    run_kernels(4)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        run_kernels(4)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
