@@ -25,6 +25,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_replicated(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is cut over the processes of a machine, and each machine holds all of it (HSDP)."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory that this process holds of a tensor, as a plain tensor; the tensor itself if it is not cut.
 

@@ -16,9 +16,9 @@ class _Log:
         super().__init__(*args)
         self.log: list[tuple[str, int]] = []
 
-    def d2h(self, source, destination, *, after=None):
+    def d2h(self, source, destination, **options):
         self.log.append(("d2h", source.nbytes))
-        return super().d2h(source, destination, after=after)
+        return super().d2h(source, destination, **options)
 
     def h2d(self, source, destination, *, after=None):
         self.log.append(("h2d", source.nbytes))

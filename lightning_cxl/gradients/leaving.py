@@ -27,7 +27,7 @@ import torch
 from lightning_cxl.gradients.sums import AllocateAll, GradientSums, Landed
 from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.shards import local
+from lightning_cxl.shards import is_replicated, local
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 MAX_STAGED = 3
@@ -125,15 +125,17 @@ class LeavingGradients:
             Landed(each.pair, there, each.key, stays=index < len(staying))
             for index, (each, there) in enumerate(zip(leaving, memory, strict=True))
         ]
-        transfer = self._start([(each.grad, local(there)) for each, there in zip(leaving, memory, strict=True)])
+        copies = [(each.grad, local(there)) for each, there in zip(leaving, memory, strict=True)]
+        # FSDP2 allocates on the stream that scatters, and calls hooks on the one that reduces over machines
+        transfer = self._start(copies, from_here=not any(is_replicated(each.pair.compute) for each in leaving))
         fold = partial(self._fold, transfer, landed)
         started = _OwnFold(transfer, fold) if self._worker is None else self._worker.submit(fold)
         self._left.append(Group(frozenset(id(each.pair) for each in group), bool(staged), started))
         while self._left and self._left[0].fold.done():
             self._left.popleft().fold.result()
 
-    def _start(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        transfer = self._engine.d2h_all(copies)
+    def _start(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], from_here: bool) -> Transfer:
+        transfer = self._engine.d2h_all(copies, from_here=from_here)
         nbytes = sum(source.nbytes for source, _ in copies)
         self._on_device.append((transfer, nbytes))
         self._device_bytes += nbytes

@@ -121,13 +121,15 @@ class _NoCopies:
     def __init__(self, computes_on_host: bool) -> None:
         self.computes_on_host = computes_on_host
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
+    def d2h(
+        self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
+    ) -> Transfer:
         """Do nothing."""
         return FinishedTransfer()
 
     h2d = d2h
 
-    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
         """Do nothing."""
         return FinishedTransfer()
 

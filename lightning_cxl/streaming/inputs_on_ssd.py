@@ -117,7 +117,7 @@ class InputOnSsd:
         try:
             slot = self._inputs.hop.send(leaving, self.record.padded_nbytes)
             image = slot.tensor((lead + source.numel(),), source.dtype)
-            copy = self._inputs.engine.d2h(source, image[lead:])
+            copy = self._inputs.engine.d2h(source, image[lead:], from_here=True)
         finally:  # also where Ctrl-C comes as soon as the thread has the trip, which it could not end
             leaving.begin(copy)
         return copy

@@ -98,7 +98,8 @@ class StoredInput:
             self.transfer = self._on_ssd.store(flat, self._lead)
         else:
             self._host = allocate(self.nbytes, unit).tensor((self._numel,), tensor.dtype)
-            self.transfer = engine.d2h(flat, self._host[self._lead :])
+            # no leaf (`can_store`): an operator has computed it on the current stream
+            self.transfer = engine.d2h(flat, self._host[self._lead :], from_here=True)
         self.source = weakref.ref(tensor)
         self.version = version_of(tensor)
         self._address = tensor.data_ptr()

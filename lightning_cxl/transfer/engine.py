@@ -12,8 +12,10 @@ Two copy streams, one per direction, so that neither direction waits for the oth
   which may then read the destination. Until one of them, nobody may touch the destination or change the source.
 * Alive, on the host: a pool would hand the memory out again while the copy still uses it. So the engine holds host
   tensors until the event has passed (`_in_flight`, looked through at the next copy and by `synchronize`).
-* Alive, on the device: the engine holds the tensor until the event has passed, or until the stream that the copy was
-  started from waits for it: what that stream queues then, and whoever gets the memory from it, comes after the copy.
+* Alive, on the device: the engine holds the tensor until the event has passed. The caching allocator gives freed memory
+  to the stream that it was allocated on, and only that stream's order makes reuse right. So where the caller knows that
+  it was allocated on the current stream (`from_here`), the engine lets go of it as soon as this stream waits for the
+  copy. FSDP2 with a replicated mesh calls hooks on another stream than the one that has allocated the gradients.
   ``record_stream`` would not do. It keeps the memory, but not the tensor: autograd adds in place into storage that has
   no other owner, while it is still read. And it gives memory back only when the host sees that the copy is done,
   so that a host that runs ahead takes new memory for every unit.
@@ -67,7 +69,9 @@ class TransferEngine(Protocol):
     def computes_on_host(self) -> bool:
         """Whether the device computes on host tensors directly, so that nothing has to be copied back to it."""
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
+    def d2h(
+        self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
+    ) -> Transfer:
         """Start copying a device tensor to a host tensor of the same shape and dtype.
 
         Args:
@@ -75,16 +79,21 @@ class TransferEngine(Protocol):
             destination: its memory stays alive until the copy is done, whether or not the caller keeps it.
             after: transfers of this engine that must be done first, and nothing else; the host does not wait for them.
                 None: all device work that the calling thread has queued.
+            from_here: the source was allocated on the current stream: its memory is free as soon as that stream waits
+                for the copy, where nothing else holds it. False: when the copy is done.
 
         Raises:
             ValueError: shapes or dtypes differ, or a tensor is on the wrong side.
         """
 
-    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
         """Start several `d2h` that are waited for as one."""
 
     def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
-        """Start copying a host tensor to a device tensor; as `d2h`, with the sides exchanged."""
+        """Start copying a host tensor to a device tensor; as `d2h`, with the sides exchanged.
+
+        The destination was allocated on the current stream, or stays alive until the copy is done.
+        """
 
     def mark(self) -> Transfer:
         """Return what is done when the device work is that the calling thread has queued so far: for `after`."""
@@ -119,7 +128,9 @@ class HostEngine:
     device = torch.device("cpu")
     computes_on_host = True
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
+    def d2h(
+        self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
+    ) -> Transfer:
         """Copy now; see `TransferEngine.d2h`."""
         check_copy(source, destination, self.device, self.device)
         for transfer in after or ():
@@ -128,7 +139,7 @@ class HostEngine:
             destination.copy_(source)
         return FinishedTransfer()
 
-    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
         """Copy now; see `TransferEngine.d2h`."""
         for source, destination in copies:
             self.d2h(source, destination, after=after)
@@ -158,9 +169,10 @@ class DeviceTransfer:
         origin: the stream from which they were started.
         on_device: their tensors on the device.
         on_host: their tensors on the host.
+        from_here: `origin` is the stream that the tensors on the device were allocated on.
     """
 
-    __slots__ = ("_on_device", "_on_host", "_origin", "event")
+    __slots__ = ("_from_here", "_on_device", "_on_host", "_origin", "event")
 
     def __init__(
         self,
@@ -168,9 +180,11 @@ class DeviceTransfer:
         origin: torch.Stream,
         on_device: Sequence[torch.Tensor] = (),
         on_host: Sequence[torch.Tensor] = (),
+        from_here: bool = False,
     ) -> None:
         self.event = event
         self._origin = origin
+        self._from_here = from_here
         self._on_device = on_device
         self._on_host = on_host
 
@@ -178,7 +192,7 @@ class DeviceTransfer:
         """Make the current stream wait for the copies."""
         stream = torch.accelerator.current_stream(self._origin.device)
         stream.wait_event(self.event)
-        if stream == self._origin:
+        if self._from_here and stream == self._origin:
             self._on_device = ()  # see [Note: Copies and streams], alive on the device
 
     def wait_host(self) -> None:
@@ -217,21 +231,23 @@ class DeviceEngine:
         self._in_flight: deque[DeviceTransfer] = deque()
         self._lock = threading.Lock()
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
+    def d2h(
+        self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
+    ) -> Transfer:
         """Start copying to the host; see `TransferEngine.d2h`."""
-        return self.d2h_all([(source, destination)], after=after)
+        return self.d2h_all([(source, destination)], after=after, from_here=from_here)
 
-    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
         """Start copying to the host, with one event behind all copies; see `TransferEngine.d2h_all`."""
         for source, destination in copies:
             check_copy(source, destination, self.device, torch.device("cpu"))
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
-        return self._start(self._d2h_stream, copies, sources, destinations, after)
+        return self._start(self._d2h_stream, copies, sources, destinations, after, from_here)
 
     def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Start copying to the device; see `TransferEngine.h2d`."""
         check_copy(source, destination, torch.device("cpu"), self.device)
-        return self._start(self._h2d_stream, [(source, destination)], [destination], [source], after)
+        return self._start(self._h2d_stream, [(source, destination)], [destination], [source], after, from_here=True)
 
     def mark(self) -> Transfer:
         """Record an event on the current stream."""
@@ -252,6 +268,7 @@ class DeviceEngine:
         on_device: Sequence[torch.Tensor],
         on_host: Sequence[torch.Tensor],
         after: After,
+        from_here: bool,
     ) -> Transfer:
         self._retire()
         origin = self._current_stream()
@@ -270,7 +287,7 @@ class DeviceEngine:
                 for source, destination in copies:
                     destination.copy_(source, non_blocking=True)
         finally:  # also for copies that have been started before one that fails
-            transfer = DeviceTransfer(stream.record_event(), origin, on_device, on_host)
+            transfer = DeviceTransfer(stream.record_event(), origin, on_device, on_host, from_here)
             with self._lock:
                 self._in_flight.append(transfer)
         return transfer

@@ -43,6 +43,15 @@ MUTANTS = {
     "a stream does not wait for an event": Mutant(
         "runtime/events.cpp", "{ record->wait(); });", "{});", "test_streams.py"
     ),
+    "an order of streams through another one is not known": Mutant(
+        "runtime/events.cpp", "auto after = queue.order();", "Queue::Order after;", "test_violations.py"
+    ),
+    "the owner of given-back memory is not asked whether it waits": Mutant(
+        "runtime/allocator.cpp",
+        "taken_on(queue_of(d, stream), ",
+        "if (false) taken_on(queue_of(d, stream), ",
+        "test_violations.py",
+    ),
     "devices do not wait for each other": Mutant(
         "operators/copies.cpp", "if (s != d) wait_on(other, record_on(queue));", "", "test_streams.py"
     ),

@@ -165,3 +165,34 @@ def test_other_bytes_of_the_same_memory_are_free(there, side):
         host[N:] = 3
     side.synchronize()
     assert host.tolist() == [1] * N + [3] * N
+
+
+def test_memory_of_a_third_stream_is_given_back_while_it_is_copied(there, side):
+    """The stream that started the copy waits for it, and the stream whose memory it is does not."""
+    starter = torch.Stream(device="apart")
+    host = torch.zeros(N, pin_memory=True)
+    with apart.paused(side):
+        with side:
+            host.copy_(there, non_blocking=True)
+        starter.wait_stream(side)
+        there.set_()
+        other = torch.full((N,), 7.0, device="apart")
+    torch.accelerator.synchronize()
+    (seen,) = [each for each in apart.clear_violations() if "was given to" in each]
+    assert f"stream {side.stream_id} of device 0" in seen
+    assert other.shape == (N,)
+
+
+@pytest.mark.parametrize("through", [False, True], ids=["directly", "through another stream"])
+def test_memory_is_given_back_behind_the_copy_is_none(there, side, through):
+    between = torch.Stream(device="apart")
+    host = torch.zeros(N, pin_memory=True)
+    with apart.paused(side):
+        with side:
+            host.copy_(there, non_blocking=True)
+        between.wait_stream(side)
+        torch.accelerator.current_stream().wait_stream(between if through else side)
+        there.set_()
+        other = torch.full((N,), 7.0, device="apart")
+    torch.accelerator.synchronize()
+    assert host.eq(1).all() and other.eq(7).all()

@@ -66,9 +66,23 @@ MUTANTS = (
     Mutant(
         "only the stream that started a copy lets its memory go",
         _ENGINE,
-        "        if stream == self._origin:",
-        "        if True:",
+        "        if self._from_here and stream == self._origin:",
+        "        if self._from_here:",
         T_ENGINE,
+    ),
+    Mutant(
+        "memory of another stream is held until its copy is done",
+        _ENGINE,
+        "        if self._from_here and stream == self._origin:",
+        "        if stream == self._origin:",
+        T_ENGINE,
+    ),
+    Mutant(
+        "gradients that machines reduce are not taken for memory of the current stream",
+        "lightning_cxl/gradients/leaving.py",
+        "from_here=not any(is_replicated(each.pair.compute) for each in leaving)",
+        "from_here=True",
+        ("tests/unit/gradients/test_leaving_streams.py",),
     ),
     Mutant(
         "the engine holds copies that are under way",

@@ -126,11 +126,13 @@ class SimulatedEngine:
         self._workers: dict[Direction, _Worker] = {}
         self._latest: dict[Direction, SimulatedTransfer] = {}
 
-    def d2h(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
+    def d2h(
+        self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
+    ) -> Transfer:
         """Start copying to the host; see `TransferEngine.d2h`."""
         return self._start("d2h", source, destination, destination, after)
 
-    def d2h_all(self, copies: Sequence[Copy], *, after: After = None) -> Transfer:
+    def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
         """Start copying to the host; see `TransferEngine.d2h_all`. One direction is in order: the last ends all."""
         transfer: Transfer = FinishedTransfer()
         for source, destination in copies:

@@ -189,5 +189,9 @@ def _parts_of_rank(inventory: Inventory) -> dict[str, int]:
         "activations, logits and loss at their peak": inventory.measured.run.device_peak_bytes,
         "gradients that are reduced and leave": sum(reduced[:2]),
         "gradients that wait for the last micro-batch": sum(reduced) if kept else 0,
+        # FSDP2 keeps the shards that machines have reduced, of every unit, until the backward ends
+        "gradients that machines have reduced": (
+            -(-sum(reduced) // workload.mesh.num_shards) if workload.mesh.num_replicas > 1 else 0
+        ),
     }
     return {name: nbytes for name, nbytes in parts.items() if nbytes}

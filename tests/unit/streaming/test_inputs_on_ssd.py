@@ -331,7 +331,7 @@ def test_an_image_that_nobody_holds_any_more_is_not_written(on_host, monkeypatch
         def wait_host(self):
             assert goes_on.wait(20)
 
-    def late(engine, source, destination, *, after=None):
+    def late(engine, source, destination, *, after=None, from_here=False):
         d2h(engine, source, destination, after=after)
         return Late()
 
@@ -344,7 +344,7 @@ def test_an_image_that_nobody_holds_any_more_is_not_written(on_host, monkeypatch
     assert on_host.store.stats()["num_writes"] == 0
 
 
-def fail(*_args):
+def fail(*_args, **_options):
     raise ArithmeticError("inside")
 
 

@@ -59,17 +59,38 @@ def test_autograd_does_not_add_into_a_gradient_that_is_being_copied(engine):
     assert torch.equal(landed, torch.full((NUMEL,), 2.0))
 
 
-def test_the_memory_of_a_dropped_source_is_free_once_the_device_has_waited(engine):
+def test_the_memory_of_a_dropped_source_of_this_stream_is_free_once_the_device_has_waited(engine):
     with paused_copies(engine):
-        transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host())
+        transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host(), from_here=True)
         held = torch.accelerator.memory_allocated(engine.device)
         transfer.wait()
         assert torch.accelerator.memory_allocated(engine.device) < held
 
 
+@pytest.mark.usefixtures("needs_apart")
+def test_a_source_of_another_stream_keeps_its_memory_until_the_copy_is_done(engine):
+    """FSDP2 with a replicated mesh: the hook's stream starts the copy and waits, and the allocating one goes on."""
+    landed, maker, hook = on_host(), torch.Stream(engine.device), torch.Stream(engine.device)
+    with maker:
+        gradient = torch.full((NUMEL,), 1.0, device=engine.device)
+    hook.wait_stream(maker)
+    with paused_copies(engine), hook:
+        transfer = engine.d2h(gradient, landed)
+        del gradient
+        transfer.wait()
+        with maker:
+            following = torch.full((NUMEL,), 7.0, device=engine.device)
+        maker.synchronize()
+    transfer.wait_host()
+    assert landed.eq(1).all() and following.eq(7).all()
+    engine.synchronize()
+    with maker:
+        assert torch.accelerator.memory_allocated(engine.device) == following.nbytes  # it is free now
+
+
 def test_it_is_not_free_while_only_another_stream_has_waited(engine):
     with paused_copies(engine):
-        transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host())
+        transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host(), from_here=True)
         held = torch.accelerator.memory_allocated(engine.device)
         with torch.Stream(engine.device):
             transfer.wait()
@@ -102,7 +123,7 @@ def test_reserved_memory_does_not_grow_however_far_the_host_runs_ahead(engine):
         torch.accelerator.empty_cache()
         for _ in range(steps):
             made = torch.ones(NUMEL, device=engine.device)
-            engine.d2h(made, on_host()).wait()
+            engine.d2h(made, on_host(), from_here=True).wait()
             del made
         found = torch.accelerator.memory_reserved(engine.device)
         engine.synchronize()

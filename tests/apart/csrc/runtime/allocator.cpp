@@ -2,6 +2,7 @@
 
 #include "runtime/arena.h"
 #include "runtime/events.h"
+#include "runtime/transfers.h"
 
 #include <atomic>
 #include <algorithm>
@@ -161,6 +162,7 @@ class Allocator final : public c10::DeviceAllocator {
       }
       offset = pool.take_fresh(d, size);
     }
+    taken_on(queue_of(d, stream), Arena::get().back(d, offset), size);
     auto* b = new Block{d, offset, size, stream, {}};
     pool.count(*b, true);
     return {Arena::get().front(d, offset), b, &free_block, Device(kType, d)};

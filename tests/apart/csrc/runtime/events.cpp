@@ -27,12 +27,15 @@ double Record::time() {
 }
 
 std::shared_ptr<Record> record_on(Queue& queue) {
-  auto record = std::make_shared<Record>();
+  auto after = queue.order();
+  after[&queue] = queue.submitted();
+  auto record = std::make_shared<Record>(std::move(after));
   queue.push_internal([record] { record->set(); });
   return record;
 }
 
 void wait_on(Queue& queue, std::shared_ptr<Record> record) {
+  queue.run_after(record->after);
   queue.push_internal([record = std::move(record)] { record->wait(); });
 }
 

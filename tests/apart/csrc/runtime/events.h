@@ -9,6 +9,10 @@ namespace apart {
 
 class Record {
  public:
+  explicit Record(Queue::Order after) : after(std::move(after)) {}
+
+  const Queue::Order after;  // what is done when this is reached
+
   void set();
   void wait();
   bool is_done();

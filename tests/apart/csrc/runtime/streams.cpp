@@ -125,6 +125,21 @@ bool Queue::idle() {
   return done_ == submitted_;
 }
 
+Queue::Order Queue::order() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return order_;
+}
+
+uint64_t Queue::submitted() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return submitted_;
+}
+
+void Queue::run_after(const Order& order) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [queue, ticket] : order) order_[queue] = std::max(order_[queue], ticket);
+}
+
 void Queue::pause(Pause where) {
   std::lock_guard<std::mutex> lock(mutex_);
   pause_ = where;

@@ -9,6 +9,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <string>
 
@@ -33,7 +34,7 @@ class Queue {
 
   // Returns a ticket to wait for.
   uint64_t push(Task task);
-  void push_internal(std::function<void()> run) { push({Kind::kInternal, "", 0, std::move(run), {}}); }
+  uint64_t push_internal(std::function<void()> run) { return push({Kind::kInternal, "", 0, std::move(run), {}}); }
 
   // Blocks until the ticket's task is done (without one: until all are), and throws what a task has thrown.
   void wait(uint64_t ticket = ~uint64_t(0));
@@ -41,6 +42,12 @@ class Queue {
   void pause(Pause where);
   void wait_halfway();  // until a task has stopped there
   std::string name() const;  // for messages
+
+  // Tasks of other streams that this one's next task runs after: by stream, the ticket of the last of them.
+  using Order = std::map<const Queue*, uint64_t>;
+  Order order();
+  uint64_t submitted();  // the ticket of its own last task
+  void run_after(const Order& order);
 
  private:
   void work();
@@ -53,6 +60,7 @@ class Queue {
   std::condition_variable wake_, finished_;
   std::deque<std::pair<Task, double>> tasks_;  // with the time they were queued
   uint64_t submitted_ = 0, done_ = 0;
+  Order order_;
   Pause pause_ = Pause::kNever;
   bool halfway_ = false;
   std::exception_ptr error_;

@@ -17,6 +17,8 @@ namespace {
 struct Watched {
   Transfer transfer;
   std::string where;
+  Queue* queue;
+  uint64_t ticket = 0;
   std::optional<uint64_t> source_at_call;
   uint64_t source = 0, destination = 0;
 
@@ -65,25 +67,40 @@ void queue_watched(Queue& queue, Transfer t) {
   auto watched = std::make_shared<Watched>();
   watched->transfer = t;
   watched->where = queue.name();
-  {
-    std::lock_guard<std::mutex> lock(under_way_mutex);
-    auto writes = [](const Transfer& other) { return !other.to_device; };
-    auto any = [](const Transfer&) { return true; };
-    if (t.to_device && !find_under_way(t.host, t.bytes, writes)) watched->source_at_call = checksum(t.host, t.bytes);
-    if (!t.to_device && poisoning() && !find_under_way(t.host, t.bytes, any)) std::memset(t.host, 0xff, t.bytes);
-    under_way.push_back(watched);
-  }
+  watched->queue = &queue;
   auto run = [watched] {
     watched->copy();
     std::lock_guard<std::mutex> lock(under_way_mutex);
     under_way.remove(watched);
   };
-  queue.push({kind_of(t), "copy_", t.bytes, run, [watched] { watched->its_turn(); }});
+  std::lock_guard<std::mutex> lock(under_way_mutex);
+  auto writes = [](const Transfer& other) { return !other.to_device; };
+  auto any = [](const Transfer&) { return true; };
+  if (t.to_device && !find_under_way(t.host, t.bytes, writes)) watched->source_at_call = checksum(t.host, t.bytes);
+  if (!t.to_device && poisoning() && !find_under_way(t.host, t.bytes, any)) std::memset(t.host, 0xff, t.bytes);
+  under_way.push_back(watched);
+  watched->ticket = queue.push({kind_of(t), "copy_", t.bytes, run, [watched] { watched->its_turn(); }});
 }
 
 uint64_t queue_plain(Queue& queue, Transfer t, std::shared_ptr<void> held) {
   auto run = [t, held = std::move(held)] { t.to_device ? std::memcpy(t.device, t.host, t.bytes) : std::memcpy(t.host, t.device, t.bytes); };
   return queue.push({kind_of(t), "copy_", t.bytes, std::move(run), {}});
+}
+
+void taken_on(Queue& stream, const char* device, size_t bytes) {
+  std::string text;
+  {
+    auto order = stream.order();
+    std::lock_guard<std::mutex> lock(under_way_mutex);
+    for (auto& watched : under_way) {
+      auto& t = watched->transfer;
+      bool meet = t.device < device + bytes && device < t.device + t.bytes;
+      if (!meet || watched->queue == &stream || order[watched->queue] >= watched->ticket) continue;
+      text = c10::str(watched->name(), ": its device memory was given to ", stream.name(), ", which does not wait for the copy");
+      break;
+    }
+  }
+  if (!text.empty()) violate(std::move(text));
 }
 
 void leave_alone(const void* host, size_t bytes, const char* event, bool owner_waits) {

@@ -7,6 +7,7 @@
 //   its stream before it is done) until it has run. The delay of copies lies in between, so it widens the window.
 // * h2d: the destination likewise; the source must not change from the call on, unless a d2h into it is still under way at
 //   the call, for then the order of the streams decides.
+// * the device's end must not be given to a stream, as memory that was free, before that stream waits for the copy.
 // * host memory must not be unregistered or given back while a copy uses it. A copy through a tensor of pinned memory of
 //   torch is known to its allocator, which waits for it; then all is well.
 // With poison, the destination of an asynchronous d2h holds NaN from the call until the copy has run: who reads early, sees it.
@@ -35,5 +36,8 @@ uint64_t queue_plain(Queue& queue, Transfer transfer, std::shared_ptr<void> held
 // Records a violation if a copy is using the range. `event`: what happens to it. `owner_waits`: copies that the owner
 // knows of are none, for it waits for them.
 void leave_alone(const void* host, size_t bytes, const char* event, bool owner_waits);
+
+// Records a violation if a copy that `stream` does not wait for is using the range, which the allocator gives to it.
+void taken_on(Queue& stream, const char* device, size_t bytes);
 
 }  // namespace apart

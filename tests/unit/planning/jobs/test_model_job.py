@@ -278,3 +278,17 @@ def test_one_layer_without_units_is_planned_too():
     job = job_of("layer", model, OffloadConfig(), Workload(batch=8, sequence=1), lambda: model(x).sum())
     assert job.num_units == 1
     assert TensorRole.ACTIVATIONS not in job.bytes_of()
+
+
+@pytest.mark.parametrize("replicates", [True, False])
+def test_shards_that_machines_have_reduced_are_on_the_device_until_the_backward_ends(replicates):
+    mesh = Mesh(num_devices=4, num_machines=2, replicates=replicates)
+    load = Workload(batch=BATCH, sequence=128, mesh=mesh)
+    model = llama(8).to("meta", torch.bfloat16)
+    ids = torch.zeros(BATCH, 128, dtype=torch.long, device="meta")
+    seen = measure(model, OffloadConfig(), load, lambda: model(input_ids=ids, labels=ids).loss)
+    parts = model_job("llama", list_tensors(model, None, OffloadConfig(), load, measured=seen)).device_parts
+    every_shard = sum(p.nbytes for p in model.parameters()) / 4
+    assert parts.get("gradients that machines have reduced", 0) == pytest.approx(
+        every_shard if replicates else 0, rel=0.01
+    )
