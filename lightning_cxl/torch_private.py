@@ -12,7 +12,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -184,10 +184,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 # --- trees of arguments and results
 
-tree_flatten: Callable[[Any], tuple[list[Any], Any]] = find(
-    "torch.utils._pytree", "tree_flatten", "find inputs of units"
-)
-tree_unflatten: Callable[[Iterable[Any], Any], Any] = find("torch.utils._pytree", "tree_unflatten", "replace inputs")
+PYTREE_NODES: dict[type, Any] = find("torch.utils._pytree", "SUPPORTED_NODES", "find and replace inputs of units")
 tree_leaves: Callable[[Any], list[Any]] = find(
     "torch.utils._pytree", "tree_leaves", "find tensors in what a unit returns"
 )
