@@ -220,6 +220,23 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in _BACKWARD_HOOKS) or any(_hooks_of_all_backwards)
 
 
+_set = find("torch.nn.utils.parametrize", "_maybe_set", "see whether a parametrization writes to a weight")
+
+
+def let_parametrizations_write_nothing() -> None:
+    """Let a parametrization without an inverse leave its weight as it is, from now on.
+
+    torch sets the weight to itself, which counts as a write: a unit whose forward registers one, as peft's adapters of
+    experts do, would look like a unit that writes to its weights, and slots like old ones.
+    """
+
+    def set_to_another(weight: Tensor, value: Tensor) -> None:
+        if weight is not value:
+            _set(weight, value)
+
+    sys.modules["torch.nn.utils.parametrize"].__dict__["_maybe_set"] = set_to_another
+
+
 # --- optimizers, their schedulers and loss scalers
 
 _hooks_of_all = tuple(

@@ -53,7 +53,7 @@ from lightning_cxl.streaming.saved_inputs import (
     can_store,
 )
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
-from lightning_cxl.torch_private import compiled_module
+from lightning_cxl.torch_private import compiled_module, let_parametrizations_write_nothing
 from lightning_cxl.transfer.engine import TransferEngine
 
 DEFAULT_MIN_BYTES = 1 << 16
@@ -115,6 +115,7 @@ class ActivationOffload:
             if isinstance(module.__dict__.get("forward"), UnitForward) or id(module) in seen:
                 raise ConfigError(f"unit `{name}` ({type(module).__name__}) is attached already: detach it first")
             seen.add(id(module))
+        let_parametrizations_write_nothing()
         for name, module in new:
             self._attached.append(UnitForward(self, name, module))
         self.own_checkpointing.switch_off(_around_and_inside([module for _, module in new], model))

@@ -53,6 +53,7 @@ class ModuleState:
 
     def __init__(self, unit: nn.Module, arguments: Iterable[Any] = ()) -> None:
         self._unit = unit
+        self._default_dtype = torch.get_default_dtype()  # Lightning's "bf16-true" sets it in a step, not in backward
         kept: dict[int, _Kept] = {}
         found = [(module, _attributes(module)) for module in unit.modules()]
         self._before = [(module, _keep(attributes, kept), _keep(module._buffers, kept)) for module, attributes in found]
@@ -92,17 +93,20 @@ class ModuleState:
         fresh: dict[int, Any] = {}
         past = [(_fresh(attributes, fresh), _fresh(buffers, fresh)) for _, attributes, buffers in self._before]
         present = [(module, _attributes(module), dict(module._buffers)) for module, _, _ in self._before]
+        default_dtype = torch.get_default_dtype()
         toggled = [(each, then) for each, _, then in self._parameters if each.requires_grad != then]
         try:
             for (module, _, _), (attributes, buffers) in zip(self._before, past, strict=True):
                 _bind(module, attributes, buffers)
             for parameter, then in toggled:
                 parameter.requires_grad_(then)
+            torch.set_default_dtype(self._default_dtype)
             with ExitStack() as generators:
                 for draws in self._draws:
                     generators.enter_context(draws.replay())
                 yield
         finally:
+            torch.set_default_dtype(default_dtype)
             for parameter, then in toggled:
                 parameter.requires_grad_(not then)
             for module, attributes, buffers in present:

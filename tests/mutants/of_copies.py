@@ -484,6 +484,20 @@ MUTANTS = (
         T_CALLS,
     ),
     Mutant(
+        "a recompute has the default dtype of its forward",
+        _STATE,
+        "            torch.set_default_dtype(self._default_dtype)\n",
+        "",
+        T_CALLS,
+    ),
+    Mutant(
+        "a parametrization that is the identity is no write",
+        _PRIVATE,
+        "        if weight is not value:\n",
+        "        if True:\n",
+        T_CALLS,
+    ),
+    Mutant(
         "a parameter that has changed is an error",
         _STATE,
         "            if version_of(parameter) != version:\n",

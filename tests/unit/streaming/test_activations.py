@@ -1,6 +1,7 @@
 """Offloaded units compute what plain units compute, bit for bit."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import random
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.streaming.units import find_units
@@ -730,6 +732,61 @@ def test_counters_lists_and_other_state_of_modules(offload):
         return total.detach(), state
 
     compare(Stack(Stateful), offload, step)
+
+
+def test_a_parametrization_that_comes_and_goes_in_every_forward(offload):
+    """It sets the weight to itself, which is no write: two forwards come before a backward."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.delta = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            parametrize.register_parametrization(self.linear, "weight", Plus(self.delta.weight))
+            try:
+                return self.linear(x)
+            finally:
+                parametrize.remove_parametrizations(self.linear, "weight", leave_parametrized=False)
+
+    class Plus(nn.Module):
+        def __init__(self, delta):
+            super().__init__()
+            self.delta = [delta]
+
+        def forward(self, weight):
+            return weight + self.delta[0].sin()
+
+    def step(model):
+        outputs = [model(torch.randn(4, 8)) for _ in range(2)]
+        sum(output.square().mean() for output in outputs).backward()
+
+    compare(Stack(Adapted), offload, step)
+
+
+def test_the_default_dtype_of_the_forward_holds_in_its_recompute(offload):
+    """Lightning sets it in a step and not in its backward, where precision is "bf16-true"."""
+
+    class Limits(nn.Linear):
+        def forward(self, x):
+            return torch.max(super().forward(x), torch.full((), -1.0, device=x.device)).sin()
+
+    def step(model):
+        with sets_default_dtype(torch.bfloat16):
+            loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        assert torch.get_default_dtype() == torch.float32
+
+    compare(Stack(lambda: Limits(8, 8)).bfloat16(), offload, step)
+
+
+@contextlib.contextmanager
+def sets_default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_spectral_norm(offload):
