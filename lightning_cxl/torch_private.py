@@ -12,7 +12,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -184,10 +184,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 # --- trees of arguments and results
 
-tree_flatten: Callable[[Any], tuple[list[Any], Any]] = find(
-    "torch.utils._pytree", "tree_flatten", "find inputs of units"
-)
-tree_unflatten: Callable[[Iterable[Any], Any], Any] = find("torch.utils._pytree", "tree_unflatten", "replace inputs")
+PYTREE_NODES: dict[type, Any] = find("torch.utils._pytree", "SUPPORTED_NODES", "find and replace inputs of units")
 tree_leaves: Callable[[Any], list[Any]] = find(
     "torch.utils._pytree", "tree_leaves", "find tensors in what a unit returns"
 )
@@ -221,6 +218,23 @@ def wrapper_tensor(cls: type[_T], shape: tuple[int, ...], dtype: torch.dtype, de
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether somebody looks at gradients that pass through the module."""
     return any(getattr(module, name) for name in _BACKWARD_HOOKS) or any(_hooks_of_all_backwards)
+
+
+_set = find("torch.nn.utils.parametrize", "_maybe_set", "see whether a parametrization writes to a weight")
+
+
+def let_parametrizations_write_nothing() -> None:
+    """Let a parametrization without an inverse leave its weight as it is, from now on.
+
+    torch sets the weight to itself, which counts as a write: a unit whose forward registers one, as peft's adapters of
+    experts do, would look like a unit that writes to its weights, and slots like old ones.
+    """
+
+    def set_to_another(weight: Tensor, value: Tensor) -> None:
+        if weight is not value:
+            _set(weight, value)
+
+    sys.modules["torch.nn.utils.parametrize"].__dict__["_maybe_set"] = set_to_another
 
 
 # --- optimizers, their schedulers and loss scalers

@@ -4,11 +4,9 @@
 `torch.utils.checkpoint` does what it is good at: RNG state, autocast, the determinism check, early stop, several
 backwards, nesting. It would keep a unit's inputs on the device, so it is given none of them: its function is a
 `_UnitCall`, which runs the unit's forward on the caller's own arguments when it is called first, and at every later
-call (a recompute, inside backward) rebuilds the arguments from the saved inputs. The recompute yields values only; the
-gradient flows through the graph that the first call made. checkpoint() gets one empty tensor on the device as argument,
-so that it knows whose RNG state to keep.
-
-Arguments are taken apart with pytree. What it does not know (a dataclass, say) is given to the recompute as it is then.
+call (a recompute, inside backward) rebuilds the arguments from the saved inputs, see
+[Note: Containers among the arguments]. The recompute yields values only; the gradient flows through the graph that the
+first call made. checkpoint() gets one empty tensor on the device as argument, so that it knows whose RNG state to keep.
 
 Who holds what: graph -> saved-tensor hooks -> checkpoint frame -> `_UnitCall` -> saved inputs and module state. A graph
 that is dropped, used up by a backward, or never finished because of an exception frees all of it by reference count.
@@ -29,8 +27,17 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.host_tensors import has_own_memory
+from lightning_cxl.streaming.arguments import (
+    KeptCache,
+    cached_tensors,
+    can_replace,
+    grows_by_replacing,
+    is_cache,
+    leaves_of,
+    rebuilt,
+    replaced,
+)
 from lightning_cxl.streaming.awaited import peek
-from lightning_cxl.streaming.caches import KeptCache, cached_tensors, can_replace, is_cache, replaced
 from lightning_cxl.streaming.comparisons import Comparisons
 from lightning_cxl.streaming.in_place import History, InPlaceInput, KeepInPlace, input_bytes
 from lightning_cxl.streaming.module_state import ModuleState
@@ -46,7 +53,7 @@ from lightning_cxl.streaming.saved_inputs import (
     can_store,
 )
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
-from lightning_cxl.torch_private import compiled_module, tree_flatten, tree_leaves, tree_unflatten
+from lightning_cxl.torch_private import compiled_module, let_parametrizations_write_nothing
 from lightning_cxl.transfer.engine import TransferEngine
 
 DEFAULT_MIN_BYTES = 1 << 16
@@ -108,6 +115,7 @@ class ActivationOffload:
             if isinstance(module.__dict__.get("forward"), UnitForward) or id(module) in seen:
                 raise ConfigError(f"unit `{name}` ({type(module).__name__}) is attached already: detach it first")
             seen.add(id(module))
+        let_parametrizations_write_nothing()
         for name, module in new:
             self._attached.append(UnitForward(self, name, module))
         self.own_checkpointing.switch_off(_around_and_inside([module for _, module in new], model))
@@ -202,25 +210,31 @@ class UnitForward(StandIn):
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the unit so that backward recomputes it; as it is where no gradient is asked for."""
-        if not torch.is_grad_enabled() or not self._carries_gradient(args, kwargs):
+        if not torch.is_grad_enabled():
             return call_under(compiler, self.original, args, kwargs)
-        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-        if caches and not (self.module.training and all(map(can_replace, caches))):
-            return call_under(compiler, self.original, args, kwargs)  # See [Note: Key/value caches]
+        leaves = leaves_of((args, kwargs))
+        if not self._carries_gradient(leaves) or not self._can_repeat_caches(leaves, (*args, *kwargs.values())):
+            return call_under(compiler, self.original, args, kwargs)
         self.offload.own_checkpointing.switch_off([compiled_module(self.module)])  # it may be on since the last call
         self.offload.own_checkpointing.look_around(self.name)
         args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
-        call = _UnitCall(self, compiler, args, kwargs)
+        call = _UnitCall(self, compiler, args, kwargs, leaves)
         output = checkpoint(call, self.offload.placeholder, use_reentrant=False)
         if call.errors:
             raise call.errors.pop()
         return output
 
-    def _carries_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        leaves = tree_leaves((args, kwargs))
+    def _carries_gradient(self, leaves: list[Any]) -> bool:
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         cached = [tensor for leaf in leaves for tensor in cached_tensors(leaf)]
         return any(tensor.requires_grad for tensor in (*inputs, *cached, *peek(self.module)))
+
+    def _can_repeat_caches(self, leaves: list[Any], arguments: tuple[Any, ...]) -> bool:
+        """See [Note: Key/value caches]."""
+        own = {id(each) for each in arguments}
+        caches = [leaf for leaf in leaves if is_cache(leaf)]
+        can_repeat = all((can_replace if id(each) in own else grows_by_replacing)(each) for each in caches)
+        return not caches or (self.module.training and can_repeat)
 
     def keep(self, tensor: torch.Tensor, position: int) -> UnitInput:
         """Keep a tensor that a call is given; `position` counts the different tensors of the call."""
@@ -249,24 +263,32 @@ class UnitForward(StandIn):
 class _UnitCall:
     """One call of a unit's forward, and what its recomputes need. Called by checkpoint()."""
 
-    def __init__(self, unit: UnitForward, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        unit: UnitForward,
+        compiler: Compiler,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+    ) -> None:
         self._unit = unit
         self._compiler = compiler  # See [Note: Compiled units]
         unit.offload.end_watches()  # before memory for this call's inputs is taken
-        leaves, self._structure = tree_flatten((args, kwargs))
-        self._arguments: list[Any] | None = leaves  # gone when the forward starts
-        by_tensor: dict[int, UnitInput] = {}  # one that appears twice is one tensor in the recompute as well
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in by_tensor:
-                by_tensor[id(leaf)] = unit.keep(leaf, len(by_tensor))
-        self._inputs = list(by_tensor.values())
-        self._leaves = [by_tensor[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._state = ModuleState(unit.module)
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = args, kwargs  # gone when the forward starts
+        self._inputs: list[UnitInput] = []
+        self._kept: tuple[tuple[Any, ...], dict[str, Any]] = rebuilt((args, kwargs), self._keep)
+        self._state = ModuleState(unit.module, leaves)
         self.errors: list[BaseException] = []  # that the forward has raised
         self._before = unit.offload.follow(self)
         before = self._before()
         if before is not None:
             before.let_go()
+
+    def _keep(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            self._inputs.append(self._unit.keep(leaf, len(self._inputs)))
+            return self._inputs[-1]
+        return KeptCache(leaf) if is_cache(leaf) else leaf
 
     def __call__(self, _placeholder: torch.Tensor) -> Any:
         if self._arguments is None:
@@ -279,7 +301,7 @@ class _UnitCall:
 
     def _run_forward(self) -> Any:
         assert self._arguments is not None
-        (args, kwargs), self._arguments = self._unflatten(self._arguments), None
+        (args, kwargs), self._arguments = self._arguments, None
         with self._unit.offload.running("forward"):
             output = call_under(self._compiler, self._unit.original, args, kwargs)
         self._settle()
@@ -306,19 +328,17 @@ class _UnitCall:
             has_lasted = each.has_lasted()
             if has_lasted is not None:
                 self._unit.learn(position, has_lasted)
-        tensors = {each: each.load(engine) for each in self._inputs}
+        tensors = {id(each): each.load(engine) for each in self._inputs}
         before = self._before()
         if before is not None:
             before.prefetch()
-        leaves = [tensors[leaf] if isinstance(leaf, UnitInput) else leaf for leaf in self._leaves]
-        args, kwargs = self._unflatten(leaves)
+
+        def value_of(leaf: Any) -> Any:
+            return leaf.fresh() if isinstance(leaf, KeptCache) else tensors.get(id(leaf), leaf)
+
+        args, kwargs = rebuilt(self._kept, value_of)
         with self._state.replay(), self._unit.offload.running("recompute"):
             return call_under(self._compiler, self._unit.original, args, kwargs)
-
-    def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = [leaf.fresh() if isinstance(leaf, KeptCache) else leaf for leaf in leaves]
-        arguments: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(own, self._structure)
-        return arguments
 
     def let_go(self) -> None:
         """Drop the device copies of the inputs: another unit runs."""

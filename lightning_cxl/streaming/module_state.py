@@ -14,12 +14,21 @@ go when it is known that they are equal, which on a device is a little later (`C
 Parameters are not copied: one that was changed in place between forward and recompute is an error, as in autograd;
 their `requires_grad` is shown as it was, since it decides what a forward saves.
 Not seen: state outside the unit's modules, in objects behind an attribute, or in containers inside containers.
+
+[Note: Random numbers of a recompute]
+checkpoint() repeats what a unit draws from torch's default generators. Here the same is done for Python's and numpy's
+global ones, and for generators of torch, numpy and Python among the unit's arguments and the attributes of its modules,
+and in containers there. A state is kept only if the forward has moved it, so a generator that a unit does not use is
+never touched. The recompute starts from that state, and afterwards the generator is where it was before.
 """
 
 import collections
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,14 +48,16 @@ class ModuleState:
 
     Args:
         unit: its forward is about to run; `settle` must be called when it has returned.
+        arguments: of the call, without containers.
     """
 
-    def __init__(self, unit: nn.Module) -> None:
+    def __init__(self, unit: nn.Module, arguments: Iterable[Any] = ()) -> None:
         self._unit = unit
+        self._default_dtype = torch.get_default_dtype()  # Lightning's "bf16-true" sets it in a step, not in backward
         kept: dict[int, _Kept] = {}
-        self._before = [
-            (module, _keep(_attributes(module), kept), _keep(module._buffers, kept)) for module in unit.modules()
-        ]
+        found = [(module, _attributes(module)) for module in unit.modules()]
+        self._before = [(module, _keep(attributes, kept), _keep(module._buffers, kept)) for module, attributes in found]
+        self._draws = list(map(_Draws, _generators([arguments, *[attributes for _, attributes in found]])))
         self._unsettled = list(kept.values())
         self._compared: list[_Kept] = []  # in the order in which they were asked for
         self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
@@ -58,6 +69,7 @@ class ModuleState:
             comparisons: finds out.
             name: of the unit.
         """
+        self._draws = [each for each in self._draws if each.has_moved()]
         self._compared = [kept for kept in self._unsettled if kept.settle()]
         self._unsettled = []
         if self._compared:
@@ -81,14 +93,20 @@ class ModuleState:
         fresh: dict[int, Any] = {}
         past = [(_fresh(attributes, fresh), _fresh(buffers, fresh)) for _, attributes, buffers in self._before]
         present = [(module, _attributes(module), dict(module._buffers)) for module, _, _ in self._before]
+        default_dtype = torch.get_default_dtype()
         toggled = [(each, then) for each, _, then in self._parameters if each.requires_grad != then]
         try:
             for (module, _, _), (attributes, buffers) in zip(self._before, past, strict=True):
                 _bind(module, attributes, buffers)
             for parameter, then in toggled:
                 parameter.requires_grad_(then)
-            yield
+            torch.set_default_dtype(self._default_dtype)
+            with ExitStack() as generators:
+                for draws in self._draws:
+                    generators.enter_context(draws.replay())
+                yield
         finally:
+            torch.set_default_dtype(default_dtype)
             for parameter, then in toggled:
                 parameter.requires_grad_(not then)
             for module, attributes, buffers in present:
@@ -141,6 +159,65 @@ class _Kept:
             what = f"a buffer of shape {tuple(self._original.shape)} and {self._original.dtype}"
             raise stale_error(what, version_of(self._original), self._version)
         return self._original
+
+
+class _Draws:
+    """A generator and its state at the start of a call. See [Note: Random numbers of a recompute]."""
+
+    def __init__(self, generator: Any) -> None:
+        self._state, self._set = _access(generator)
+        self._start = self._state()
+
+    def has_moved(self) -> bool:
+        """Return whether the state is another one now."""
+        state = self._state()
+        return not (torch.equal(state, self._start) if isinstance(state, torch.Tensor) else state == self._start)
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Start again from the start, and go on afterwards as if nothing had been drawn."""
+        now = self._state()
+        self._set(self._start)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return what gets the state of a generator, a tensor or what `==` compares, and what sets it."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if hasattr(generator, "getstate"):  # `random`, and what is in it
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "get_state"):  # numpy, likewise
+        return (
+            lambda: pickle.dumps(generator.get_state(legacy=False)),
+            lambda state: generator.set_state(pickle.loads(state)),
+        )
+    bits = generator.bit_generator
+    return lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state))
+
+
+def _generators(values: Any) -> list[Any]:
+    """Return the global generators besides torch's, and those in `values` and in containers there."""
+    numpy_random = sys.modules.get("numpy.random")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    found: dict[int, Any] = {id(random): random}
+    if numpy_random is not None:
+        kinds += (numpy_random.Generator, numpy_random.RandomState)
+        found[id(numpy_random)] = numpy_random
+    searched: set[int] = set()
+    to_search = [values]
+    while to_search:
+        container = to_search.pop()
+        searched.add(id(container))
+        for each in container.values() if isinstance(container, dict) else container:
+            if isinstance(each, kinds):
+                found[id(each)] = each
+            elif type(each) in (*_CONTAINERS, tuple) and id(each) not in searched:
+                to_search.append(each)
+    return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
 
 
 def _keep(values: Mapping[str, Any], kept: dict[int, _Kept]) -> dict[str, Any]:

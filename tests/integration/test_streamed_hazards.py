@@ -16,7 +16,7 @@ from lightning_cxl.streaming import params
 from lightning_cxl.updates import unit_updates as updates
 from tests import training_device
 from tests.integration.training import EXACT, make_trainer, offload
-from tests.models import Task, TinyTransformer, token_data
+from tests.models import Block, Task, TinyTransformer, token_data
 
 IGNORE = {"on_overflow": "ignore"}
 STAYS = {"stream_weights": False, "overlap_step": False}
@@ -229,6 +229,47 @@ def test_the_real_error_of_a_gradient_is_raised(monkeypatch):
     monkeypatch.setattr(GradientSums, "fold", fails)
     with pytest.raises(RuntimeError, match="the real reason"):
         fit(IGNORE)
+
+
+class Appends(Block):
+    def __init__(self, there):
+        super().__init__(32, 0.1)
+        self.router, self.there = nn.Linear(32, 4), there
+
+    def forward(self, x, collected):
+        shares = self.router(x).softmax(-1)
+        collected["losses"].append(shares.square().mean().to(self.there))
+        collected["states"].append(super().forward(x) * shares[..., :1])
+        return collected["states"][-1]
+
+
+class Collects(TinyTransformer):
+    """Every block appends a loss and its result to lists that the model reads: more blocks than slots."""
+
+    def __init__(self, there):
+        super().__init__(depth=0)
+        self.blocks = nn.ModuleList(Appends(there) for _ in range(6))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        collected = {"losses": [], "states": [x]}
+        for block in self.blocks:
+            x = block(x, collected)
+        assert len(collected["losses"]) == 6 and len(collected["states"]) == 7
+        self.losses = collected["losses"]
+        return self.head(self.norm(sum(collected["states"])))
+
+
+class AddsLosses(Task):
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss + sum(self.model.losses).to(loss.device)
+
+
+@pytest.mark.parametrize("late", ["copies", "kernels"], indirect=True)
+@pytest.mark.parametrize("there", [None, "cpu"])
+def test_losses_that_blocks_append_to_a_list_of_the_model(late, there):
+    assert_as_plain(make_model=lambda: Collects(there), task=AddsLosses, steps=3)
 
 
 # -- other optimizers --------------------------------------------------------------------------------------------------

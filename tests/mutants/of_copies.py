@@ -10,6 +10,7 @@ _AWAITED = "lightning_cxl/streaming/awaited.py"
 _INPUTS = "lightning_cxl/streaming/saved_inputs.py"
 _HOST_TENSORS = "lightning_cxl/memory/host_tensors.py"
 _IN_PLACE = "lightning_cxl/streaming/in_place.py"
+_ARGUMENTS = "lightning_cxl/streaming/arguments.py"
 _CALLS = "lightning_cxl/streaming/activations.py"
 _PRIVATE = "lightning_cxl/torch_private.py"
 _STATE = "lightning_cxl/streaming/module_state.py"
@@ -453,6 +454,62 @@ MUTANTS = (
         "keep_in_place if engine.computes_on_host else None",
         "keep_in_place",
         T_IN_PLACE,
+    ),
+    Mutant(
+        "a list that a call is given twice is one list in its recompute",
+        _ARGUMENTS,
+        "    if id(value) in done:",
+        "    if False:",
+        T_CALLS,
+    ),
+    Mutant(
+        "a recompute gets lists as they were",
+        _ARGUMENTS,
+        "        twin = copy.copy(value)\n",
+        "        twin = value\n",
+        T_CALLS,
+    ),
+    Mutant(
+        "a recompute gets a cache in a dict as it was",
+        _CALLS,
+        "        return KeptCache(leaf) if is_cache(leaf) else leaf",
+        "        return leaf",
+        T_CALLS,
+    ),
+    Mutant(
+        "a recompute draws the numbers of its forward",
+        _STATE,
+        "        self._set(self._start)\n",
+        "        pass\n",
+        T_CALLS,
+    ),
+    Mutant(
+        "after a recompute a generator is where it was",
+        _STATE,
+        "            self._set(now)\n",
+        "            pass\n",
+        T_CALLS,
+    ),
+    Mutant(
+        "a recompute draws what generators in containers of the module gave",
+        _STATE,
+        "            elif type(each) in (*_CONTAINERS, tuple)",
+        "            elif False",
+        T_CALLS,
+    ),
+    Mutant(
+        "a recompute has the default dtype of its forward",
+        _STATE,
+        "            torch.set_default_dtype(self._default_dtype)\n",
+        "",
+        T_CALLS,
+    ),
+    Mutant(
+        "a parametrization that is the identity is no write",
+        _PRIVATE,
+        "        if weight is not value:\n",
+        "        if True:\n",
+        T_CALLS,
     ),
     Mutant(
         "a parameter that has changed is an error",

@@ -1,12 +1,18 @@
 """Offloaded units compute what plain units compute, bit for bit."""
 
+import collections
+import contextlib
 import copy
+import dataclasses
+import random
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.streaming.units import find_units
@@ -99,6 +105,50 @@ def test_residual_blocks(offload):
 
 def test_dropout_draws_the_same_numbers(offload):
     compare(Stack(lambda: Residual(p=0.5)), offload, train)
+
+
+class Draws(nn.Module):
+    """Multiplies by numbers that do not come from torch's default generators, and leaves one part out by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.rng, self.layers[0].rng = random.Random(3), np.random.default_rng(3)
+        self.others = {"torch": [torch.Generator().manual_seed(3)], "numpy": (np.random.RandomState(3),)}
+
+    def forward(self, x, given):
+        for layer in self.layers:
+            if random.random() < 0.5:
+                x = x + torch.tanh(layer(x) * np.random.rand() * self.layers[0].rng.random())
+        drawn = torch.rand(8, generator=self.others["torch"][0], device="cpu") + self.others["numpy"][0].normal()
+        x = x + torch.sin(x * self.rng.random() * drawn.to(x.device))
+        return x * torch.sigmoid(x * torch.rand(8, generator=given["torch"], device=x.device))
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_numbers_of_other_generators_are_drawn_again_and_go_on(offload, num_micro_batches):
+    def step(model):
+        random.seed(1)
+        np.random.seed(1)
+        generator = torch.Generator(model.stem.weight.device).manual_seed(1)
+        for block in model.blocks:
+            block.others["torch"][0].manual_seed(4)  # a copy of a model shares it
+        outputs = []
+        for _ in range(num_micro_batches):
+            x = model.stem(torch.randn(4, 8))
+            for block in model.blocks:
+                x = block(x, {"torch": generator, "without a state": random.SystemRandom()})
+            outputs.append(x)
+        for output in outputs:
+            output.square().mean().backward()
+        block = model.blocks[-1]
+        return [
+            random.random(), np.random.rand(), block.rng.random(), block.layers[0].rng.random(),
+            block.others["numpy"][0].normal(), torch.rand(1, generator=generator, device=generator.device),
+            torch.rand(1, generator=block.others["torch"][0], device="cpu"),
+        ]  # fmt: skip
+
+    compare(Stack(Draws, num_blocks=6), offload, step)
 
 
 def test_batch_norm_statistics_are_updated_once(offload):
@@ -212,6 +262,119 @@ def test_nested_inputs_and_outputs(offload):
             return pair.left + pair.right + extra["more"][0]
 
     compare(Net(Block), offload, train)
+
+
+Record = namedtuple("Record", ["states", "aux"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    aux: list
+    seen: dict
+
+
+class Registered:
+    """Refuses to hold what is no tensor, as types that pytree knows may."""
+
+    def __init__(self, x, aux):
+        self.x, self.aux = x.contiguous(), aux
+
+
+torch.utils._pytree.register_pytree_node(
+    Registered, lambda each: ([each.x, each.aux], None), lambda parts, _: Registered(*parts)
+)
+
+
+class Collecting(nn.Module):
+    """Writes to what it is given, and computes with what it finds there."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.linear = nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x, found):
+        aux = found["aux"]
+        number = len(aux)
+        shares = self.router(x).softmax(-1)
+        aux.append(shares.square().mean() * (number + 1))
+        assert found["record"].aux is found["notes"].aux is found["registered"].aux is aux
+        y = x + self.linear(x) * shares[:, :1] / (number + 1)
+        if number:
+            y = y + aux[number - 1] * found["states"][-1].sin()  # an earlier block's
+        found["states"].append(y.clone())
+        found["notes"].seen[number] = x
+        found["by name"]["losses"].append(y.mean())
+        found["window"].append(y)
+        found["set"].add(number)
+        return y + sum(found["window"]) + len(found["set"]) + len(found["by name"]["losses"])
+
+
+def collect(model):
+    aux, states, x = [], collections.deque(), model.stem(torch.randn(4, 8))
+    found = collections.OrderedDict(
+        aux=aux, states=states, record=Record(states, aux), notes=Notes(aux, {}), registered=Registered(x, aux)
+    )
+    found["by name"] = collections.defaultdict(list)
+    found["window"], found["set"] = collections.deque(maxlen=2), set()
+    for block in model.blocks:
+        x = block(x, found)
+    assert list(found["notes"].seen) == list(range(len(model.blocks))) == sorted(found["set"])
+    losses = [*aux, *found["by name"]["losses"], *[state.square().mean() for state in states]]
+    (x.square().mean() + sum(losses)).backward()
+    return [[each.detach() for each in losses], len(aux)]
+
+
+def test_what_a_unit_puts_into_containers_is_the_callers(offload):
+    compare(Stack(Collecting, num_blocks=6), offload, collect)
+
+
+def test_losses_that_a_unit_appends_have_a_backward_of_their_own(offload):
+    def step(model):
+        aux, x = [], model.stem(torch.randn(4, 8))
+        for block in model.blocks:
+            x = block(
+                x,
+                collections.defaultdict(
+                    list,
+                    aux=aux,
+                    record=Record([], aux),
+                    notes=Notes(aux, {}),
+                    registered=Registered(x, aux),
+                    states=[x],
+                    window=[],
+                    set=set(),
+                    **{"by name": collections.defaultdict(list)},
+                ),
+            )
+        for each in aux:
+            each.backward(retain_graph=True)
+        x.square().mean().backward()
+
+    compare(Stack(Collecting, num_blocks=6), offload, step)
+
+
+def test_a_cache_in_a_container_grows_once(offload):
+    transformers = pytest.importorskip("transformers")
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, memory):
+            keys, values = memory["cache"].update(self.key(x)[None, None], self.value(x)[None, None], 0)
+            return F.scaled_dot_product_attention(x[None, None], keys, values)[0, 0]
+
+    def step(model):
+        memory = {"cache": transformers.DynamicCache()}
+        x = model.stem(torch.randn(4, 8))
+        for block in model.blocks:
+            x = block(x, memory)
+        x.square().mean().backward()
+        assert memory["cache"].get_seq_length() == 4 * len(model.blocks)
+        return memory["cache"].layers[0].keys.detach()
+
+    compare(Stack(Attends), offload, step)
 
 
 def test_llama(offload):
@@ -569,6 +732,61 @@ def test_counters_lists_and_other_state_of_modules(offload):
         return total.detach(), state
 
     compare(Stack(Stateful), offload, step)
+
+
+def test_a_parametrization_that_comes_and_goes_in_every_forward(offload):
+    """It sets the weight to itself, which is no write: two forwards come before a backward."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.delta = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            parametrize.register_parametrization(self.linear, "weight", Plus(self.delta.weight))
+            try:
+                return self.linear(x)
+            finally:
+                parametrize.remove_parametrizations(self.linear, "weight", leave_parametrized=False)
+
+    class Plus(nn.Module):
+        def __init__(self, delta):
+            super().__init__()
+            self.delta = [delta]
+
+        def forward(self, weight):
+            return weight + self.delta[0].sin()
+
+    def step(model):
+        outputs = [model(torch.randn(4, 8)) for _ in range(2)]
+        sum(output.square().mean() for output in outputs).backward()
+
+    compare(Stack(Adapted), offload, step)
+
+
+def test_the_default_dtype_of_the_forward_holds_in_its_recompute(offload):
+    """Lightning sets it in a step and not in its backward, where precision is "bf16-true"."""
+
+    class Limits(nn.Linear):
+        def forward(self, x):
+            return torch.max(super().forward(x), torch.full((), -1.0, device=x.device)).sin()
+
+    def step(model):
+        with sets_default_dtype(torch.bfloat16):
+            loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        assert torch.get_default_dtype() == torch.float32
+
+    compare(Stack(lambda: Limits(8, 8)).bfloat16(), offload, step)
+
+
+@contextlib.contextmanager
+def sets_default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_spectral_norm(offload):
