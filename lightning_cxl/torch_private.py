@@ -151,6 +151,14 @@ def hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], 
     return {} if hooks is None else hooks
 
 
+# --- `.grad` and `.data` of a parameter whose class says something else
+
+plain_grad: Callable[[Tensor], Tensor | None] = find("torch", "Tensor.grad.__get__", "see what autograd has made")
+set_plain_grad: Callable[[Tensor, Tensor | None], None] = find("torch", "Tensor.grad.__set__", "take gradients away")
+plain_data: Callable[[Tensor], Tensor] = find("torch", "Tensor.data.__get__", "look at weights without autograd")
+set_plain_data: Callable[[Tensor, Tensor], None] = find("torch", "Tensor.data.__set__", "let weights visit a device")
+
+
 # --- operators
 
 if TYPE_CHECKING:

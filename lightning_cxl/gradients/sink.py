@@ -42,9 +42,9 @@ Details:
   are, other optimizers get float32.
 * Complete: at the end of a backward, which autograd tells us, if it is the last of a step or somebody may read
   gradients between micro-batches (`are_read_early`). Else they may be on their way until the step, or until somebody
-  looks at parameters (`someone_looks`): through a module, or through an optimizer's groups, as ``zero_grad`` does. Who
-  keeps a parameter of his own finds None. A backward that fails does not come to its end: what it has left behind is
-  dropped when the next one starts.
+  looks at parameters (`someone_looks`): through a module, or through an optimizer's groups, as ``zero_grad`` does, or at
+  ``.grad`` where the master is separate. A parameter that streams, and is reached in neither way, has None. A backward
+  that fails does not come to its end: what it has left behind is dropped when the next one starts.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
   and ``zero_grad`` gives the bytes back. What is ours is known by the tensor itself: memory that was given back may be
   anybody's.
@@ -67,7 +67,7 @@ from lightning_cxl.gradients.sums import GradientSums
 from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.shards import is_sharded, local
-from lightning_cxl.torch_private import at_end_of_backward, backward_id
+from lightning_cxl.torch_private import at_end_of_backward, backward_id, plain_grad, set_plain_grad
 from lightning_cxl.transfer.engine import TransferEngine
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -154,6 +154,7 @@ class GradientSink:
                 hooks = GradientHooks(pair.compute, partial(self._receive_shared, pair), taking, stays=True)
             else:
                 hooks = GradientHooks(pair.compute, partial(self._receive_separate, pair), stays=False)
+            pair.put_front(self.someone_looks)
             self._watched[id(pair.compute)] = (pair, hooks)
             self._units.setdefault(id(self._unit_of(pair)), []).append(pair)
         del reserved  # back to the pool, which keeps the pages for the first backward
@@ -303,7 +304,17 @@ class GradientSink:
         self._arrived.step_is_over()  # the one before: its closure may have failed
 
     def end_step(self) -> None:
-        """Learn that no backward of the step comes any more; return when gradients are where the optimizer reads."""
+        """Learn that no backward of the step comes any more; return when gradients are where the optimizer reads.
+
+        Raises:
+            UnsupportedError: the user has assigned the gradient of a shard whose master is separate.
+        """
+        for pair, _ in self._watched.values():
+            if not pair.is_shared and plain_grad(pair.compute) is not None:
+                raise UnsupportedError(
+                    f"`{pair.name}` was assigned a gradient (`p.grad = ...`) on the model. With several processes its "
+                    "master weights are separate: assign it to the parameter in `optimizer.param_groups`"
+                )
         self._is_last_backward = False
         self._arrived.step_is_over()
         self._bring_home()
@@ -320,18 +331,19 @@ class GradientSink:
             self._arrived.complete()
 
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forget the gradients of separate masters, as `zero_grad` on a module does for shared ones."""
+        """Complete gradients, which may then be dropped, and forget those of shards, where ``.grad`` is not shown."""
         self._bring_home()
         self._arrived.complete()
         for parameter in parameters:
             pair, _ = self._watched.get(id(parameter), (None, None))
-            if pair is not None and not pair.is_shared:
+            if pair is not None and not pair.is_shared and is_sharded(pair.compute):
                 pair.master.grad = None
 
     def close(self) -> None:
         """Stop receiving and drop the gradients that live in our memory."""
         for pair, hooks in self._watched.values():
             hooks.remove()
+            pair.remove_front()
             grad = pair.master.grad
             is_part = pair in self._aside or pair in self._arrived  # the rest of a backward that failed
             if grad is not None and (is_part or self._sums.is_ours(pair, grad)):
@@ -346,5 +358,6 @@ class GradientSink:
 
 def _taken_from(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that a parameter has, dense; it has none then."""
-    grad, parameter.grad = parameter.grad, None
+    grad = plain_grad(parameter)
+    set_plain_grad(parameter, None)
     return None if grad is None else (grad if grad.layout is torch.strided else grad.to_dense()).detach()

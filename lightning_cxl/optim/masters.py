@@ -9,19 +9,29 @@ weights, and the lower half belongs to the optimizer's state. Otherwise the mast
 float32 or, split, a bfloat16 copy. With several devices it is in the very memory of a shard that lies on the host and
 says that it is on the device (`sharding/host_shard.py`), where types allow that. Gradients arrive in ``master.grad``
 (see `gradients/sink.py`), everything that reads gradients through the optimizer (clipping, the loss scaler,
-``on_before_optimizer_step``) finds them there, ``compute.grad`` is None after backward, and every step ends by writing
-the new values back to the compute parameter.
+``on_before_optimizer_step``) finds them there, and every step ends by writing the new values back to the compute
+parameter.
+
+What loops over the model do counts, too: a separate master's compute parameter becomes a `_Front` in its run. Its
+``.grad`` is that of the master, on the host, also where the weights are on a device; what is assigned goes to the
+master. Writes through ``.data``, which torch does not count, are noticed because someone has asked for ``.data``: the
+next step compares then. Autograd, which reads and writes ``.grad`` past Python, and our own code use `torch_private`.
+Shards keep torch's ``.grad`` and ``.data``: DTensors have no subclasses, and FSDP2 sets their ``.grad`` itself.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import Parameter
 
+from lightning_cxl import torch_private
+
 from lightning_cxl.optim.number_formats import MasterForm
 from lightning_cxl.optim.tensor_checks import is_flat_like
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.shards import local, settle, sharded_like
+from lightning_cxl.shards import is_sharded, local, settle, sharded_like
 from lightning_cxl.transfer.engine import HostEngine, Transfer, TransferEngine
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
@@ -38,7 +48,7 @@ class WeightPair:
         grad_dtype: in which the first gradient of a step is kept.
     """
 
-    __slots__ = ("compute", "grad_dtype", "master", "name", "version")
+    __slots__ = ("__weakref__", "_aliases", "_plain_type", "compute", "grad_dtype", "look", "master", "name", "version")
 
     def __init__(self, name: str, compute: Parameter, master: Parameter, grad_dtype: torch.dtype) -> None:
         self.name = name
@@ -46,6 +56,9 @@ class WeightPair:
         self.master = master
         self.grad_dtype = grad_dtype
         self.version = compute._version  # of the compute weights when they last agreed with the master
+        self._aliases: list[weakref.ref[torch.Tensor]] = []  # what ``compute.data`` has given out
+        self._plain_type: type[Parameter] | None = None  # of the compute parameter, while it is a `_Front`
+        self.look: Callable[[], None] = _nothing  # completes gradients that are on their way, where that is possible
 
     @property
     def is_shared(self) -> bool:
@@ -56,6 +69,93 @@ class WeightPair:
     def is_same_memory(self) -> bool:
         """Whether the master's memory is that of the compute weights, also where these say that they are elsewhere."""
         return self.is_shared or (local(self.compute).is_cpu and self.master.dtype is self.compute.dtype)
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether somebody but us may have written to the compute weights since they agreed with the master."""
+        return self.version != self.compute._version or any(alias() is not None for alias in self._aliases)
+
+    def gives_out(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the memory of the compute weights, to which somebody may write as long as it lives."""
+        self.version = -1
+        self._aliases = [*(alias for alias in self._aliases if alias() is not None), weakref.ref(data)]
+        return data
+
+    def put_front(self, look: Callable[[], None]) -> None:
+        """Let the compute parameter show the master's gradient, and notice ``.data``, until `remove_front`.
+
+        Args:
+            look: completes gradients that are on their way, where that is possible now.
+        """
+        if self.is_shared or is_sharded(self.compute):
+            return
+        own, self.look = type(self.compute), look
+        self._plain_type = own
+        # compilers keep classes, which must not keep a run
+        self.compute.__class__ = type(own.__name__, (_Front, own), {"_pair_of_run": weakref.ref(self)})
+
+    def remove_front(self) -> None:
+        """Give the compute parameter its own class back."""
+        if self._plain_type is not None:
+            self.compute.__class__, self._plain_type, self.look = self._plain_type, None, _nothing
+
+
+def _nothing() -> None:
+    """No gradients are on their way."""
+
+
+class _Front:
+    """A compute parameter whose master is separate. See [Note: Compute and master weights]."""
+
+    __slots__ = ()
+    _pair_of_run: ClassVar[weakref.ref[WeightPair]]
+
+    def _pair(self) -> WeightPair | None:
+        pair = self._pair_of_run()
+        return pair if pair is not None and pair.compute is self else None  # else a new object of this class
+
+    @property
+    def grad(self: Any) -> torch.Tensor | None:
+        """The gradient of the master; autograd's own while it is being delivered."""
+        own, pair = torch_private.plain_grad(self), self._pair()
+        if own is not None or pair is None or torch.compiler.is_compiling():
+            return own  # a compiler would fail where it is not beside its weight
+        pair.look()
+        grad: torch.Tensor | None = pair.master.grad
+        return grad
+
+    @grad.setter
+    def grad(self: Any, value: torch.Tensor | None) -> None:
+        pair = self._pair()
+        if pair is None or torch_private.plain_grad(self) is not None:
+            torch_private.set_plain_grad(self, value)
+            return
+        pair.look()  # what is on its way is of the gradient that is replaced
+        if value is not None and value.dtype is not torch.float32:
+            value = value.to(pair.master.device, pair.grad_dtype)
+        pair.master.grad = None if value is None else value.to(pair.master.device)
+
+    @grad.deleter
+    def grad(self: Any) -> None:
+        self.grad = None
+
+    @property
+    def data(self: Any) -> torch.Tensor:
+        """The weights, to which someone may write."""
+        data, pair = torch_private.plain_data(self), self._pair()
+        return data if pair is None else pair.gives_out(data)
+
+    @data.setter
+    def data(self: Any, value: torch.Tensor) -> None:
+        torch_private.set_plain_data(self, value)
+        if (pair := self._pair()) is not None:
+            pair.gives_out(value)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """Copy as a plain parameter: the copy belongs to no run."""
+        copied = super().__deepcopy__(memo)  # type: ignore[misc]
+        copied.__class__ = type(self).__mro__[2]
+        return copied
 
 
 class MasterWeights:
@@ -106,7 +206,7 @@ class MasterWeights:
             self._by_id[id(parameter)] = self._by_id[id(pair.master)] = pair
             flat = not pair.is_shared and is_flat_like(local(parameter.detach()), local(pair.master))
             if flat and parameter.dtype != dtype:
-                self.kernel_weights[pair.master] = parameter.detach()
+                self.kernel_weights[pair.master] = parameter
         return pair
 
     def _make_master(self, compute: Parameter, dtype: torch.dtype) -> Parameter:
@@ -124,11 +224,10 @@ class MasterWeights:
     def absorb_changes(self) -> None:
         """Carry over what others wrote into compute weights since the last step: a loaded checkpoint, weight clipping.
 
-        Elements that still equal the rounded master keep the master's precision. Writes through ``.data`` leave no
-        trace in torch's version counter and are not seen.
+        Elements that still equal the rounded master keep the master's precision.
         """
         for pair in self:
-            if pair.is_shared or pair.version == pair.compute._version:
+            if pair.is_shared or not pair.may_be_written:
                 continue
             master = local(pair.master)
             compute = local(pair.compute.detach()).to(master.device)

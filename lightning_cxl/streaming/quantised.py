@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.torch_private import set_plain_data
 
 _MAY_REPACK = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers
 _MOST_STEPS = 3  # from the output of a layer back to its product: a change of type, and one to spare
@@ -67,7 +68,7 @@ def tensors_of(module: nn.Module, parameter: nn.Parameter) -> dict[str, torch.Te
 
 def show(module: nn.Module, parameter: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
     """Let a parameter of `module` and its companions hold these tensors."""
-    parameter.data = tensors[DATA]
+    set_plain_data(parameter, tensors[DATA])
     for each in companions(module, parameter):
         if each.get() is not None:
             setattr(each.holder, each.attribute, tensors[each.key])

@@ -15,6 +15,7 @@ from lightning_cxl.streaming.awaited import guard, unguard
 from lightning_cxl.streaming.homes import Home, InMemory
 from lightning_cxl.streaming.listener import Nobody, UnitListener
 from lightning_cxl.streaming.quantised import DATA, companions, show, tensors_of
+from lightning_cxl.torch_private import is_only_holder, plain_data, plain_grad, set_plain_data, set_plain_grad
 from lightning_cxl.transfer.engine import Transfer
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -111,7 +112,10 @@ class UnitWeights:
                 each = Placed(module_of[id(parameter)], parameter, {}, {})
                 for key, tensor in tensors_of(each.module, parameter).items():
                     new, each.homes[key] = (
-                        laid_out_as(place.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype), tensor)
+                        # no view, whose base would hold the memory, too: see `take_in`
+                        laid_out_as(
+                            place.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype), tensor
+                        ).data
                         for place in (memory, home.buffer)
                     )
                     new.copy_(tensor.detach())
@@ -221,10 +225,11 @@ class UnitWeights:
         """Take over what someone has put in the place of a parameter's data since it was home.
 
         Raises:
-            UnsupportedError: something of another shape, type or device.
+            UnsupportedError: something of another shape, type or device; or someone holds the memory of before, which
+                would get the new values.
         """
         for parameter, _, home in self.places:
-            data = parameter.data
+            data = plain_data(parameter)
             if data.data_ptr() == home.data_ptr() and (data.shape, data.stride()) == (home.shape, home.stride()):
                 continue
             if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
@@ -234,9 +239,16 @@ class UnitWeights:
                     "before the run, or set `stream_weights=False`. A model that something else is to train must be "
                     "let go of before (`trainer.end()`, `accelerator.free_memory()`)"
                 )
+            home.untyped_storage()  # the first look, which counts from then on
+            if not is_only_holder(home):
+                raise UnsupportedError(
+                    f"the data of a parameter of unit `{self.name}` was replaced (`p.data = ...`) while your code holds "
+                    "the `p.data` of before, as averages do that are swapped in. Where weights stream, both are the "
+                    "same memory: keep `p.data.clone()`, and write with `p.data.copy_(...)`"
+                )
             self.wait_for_readers()  # one may have been fetched ahead, which is old now
             self.settle()
-            parameter.data = home
+            set_plain_data(parameter, home)
             parameter.copy_(data)
 
     def enter(self, slot: torch.Tensor) -> None:
@@ -246,7 +258,7 @@ class UnitWeights:
             slot: uint8, at least `nbytes`, aligned as the piece is.
         """
         for parameter, offset, home in self.places:
-            parameter.data = _in_slot(slot, offset, home)
+            set_plain_data(parameter, _in_slot(slot, offset, home))
         for each in self._quantised:
             views = {key: _in_slot(slot, each.offsets[key], home) for key, home in each.homes.items()}
             show(each.module, each.parameter, views)
@@ -255,19 +267,21 @@ class UnitWeights:
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """Meanwhile show no gradients. They stay on the host: a compiler fails beside weights on the device."""
-        aside = [(place, place.parameter.grad) for place in self.places if place.parameter.grad is not None]
+        grads = [(place, plain_grad(place.parameter)) for place in self.places]
+        aside = [(place, grad) for place, grad in grads if grad is not None]
         for place, _ in aside:
-            place.parameter.grad = None
+            set_plain_grad(place.parameter, None)
         try:
             yield
         finally:
             for (parameter, _, home), grad in aside:
                 if grad.device == home.device:
-                    shown, parameter.data = parameter.data, home  # torch takes a gradient beside its weight only
-                    parameter.grad = grad
-                    parameter.data = shown
+                    shown = plain_data(parameter)
+                    set_plain_data(parameter, home)  # torch takes a gradient beside its weight only
+                    set_plain_grad(parameter, grad)
+                    set_plain_data(parameter, shown)
                 else:  # it came before its unit was entered
-                    parameter.grad = grad  # for `leave`, which refuses it
+                    set_plain_grad(parameter, grad)  # for `leave`, which refuses it
 
     def leave(self) -> None:
         """Let the parameters show the piece on the host again.
@@ -287,9 +301,9 @@ class UnitWeights:
         ]
         unclaimed = []
         for parameter, _, home in self.places:
-            parameter.data = home
-            if parameter.grad is not None and parameter.grad.device != home.device:
-                parameter.grad = None
+            set_plain_data(parameter, home)
+            if (grad := plain_grad(parameter)) is not None and grad.device != home.device:
+                set_plain_grad(parameter, None)
                 unclaimed.append(parameter)
         for each in self._quantised:
             show(each.module, each.parameter, each.homes)

@@ -128,7 +128,7 @@ class UnitUpdates(WholeUpdates):
 
         They get the new values at the end of the step: a recompute may read them until then.
         """
-        if self._optimizer is None or not self._is_last_backward or pair.version != pair.compute._version:
+        if self._optimizer is None or not self._is_last_backward or pair.may_be_written:
             return
         self._arrived.hand_over([pair])  # a gradient that has landed was computed with what the master was copied to
         update: Future[None] = Future()

@@ -126,6 +126,86 @@ class Generator(nn.Module):
         return x
 
 
+OWN_GRADIENTS = [{}, {"stream_weights": False}, {"cpu_adam": True}]
+
+
+@pytest.mark.parametrize("options", OWN_GRADIENTS, ids=str)
+def test_a_loop_that_works_on_the_models_own_gradients(options):
+    """Norms, clipping by torch's function, adversarial weights for one backward, noise, and gradients put together."""
+
+    def run(accelerator):
+        model, optimizer = made(lambda: TinyTransformer(depth=5, dropout=0.0))
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(6))
+        kept, losses = list(model.parameters()), []
+        for step, batch in enumerate(data):
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            losses.append(torch.stack([p.grad.norm().cpu() for p in kept if p.grad is not None]).norm().item())
+            weight = model.embed.weight
+            before = weight.data.clone()
+            weight.data.add_(0.1 * weight.grad.to(weight.device) / weight.grad.norm().to(weight.device))
+            accelerator.backward(loss_of(model, batch))
+            weight.data = before
+            losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            for p in kept:
+                if p.grad is not None:
+                    p.grad = p.grad + 0.01 * step
+            optimizer.step()
+            for p in kept if step % 2 else ():
+                p.grad = None
+            if step % 2 == 0:
+                model.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+        return losses, weights_of(accelerator, model)
+
+    plain = run(make_accelerator())
+    accelerator = make_accelerator({**STREAMED, **options})
+    ours = run(accelerator)
+    accelerator.free_memory()
+    (losses, weights), (own_losses, own_weights) = plain, ours
+    assert own_losses == pytest.approx(losses, rel=1e-4)
+    for name, value in weights.items():
+        assert torch.allclose(own_weights[name].cpu(), value.cpu(), atol=2e-4), name
+
+
+@pytest.mark.parametrize("keeps", ["clone", "alias"])
+@pytest.mark.parametrize("options", OWN_GRADIENTS[:2], ids=str)
+def test_averaged_weights_take_turns_with_those_that_train(options, keeps):
+    """An average is put in the place of ``p.data`` for an evaluation, and the tensors of before are put back."""
+
+    def run(accelerator):
+        model, optimizer = made(lambda: TinyTransformer(depth=5, dropout=0.0))
+        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(4))
+        average, losses = {name: p.data.clone() for name, p in model.named_parameters()}, []
+        for batch in data:
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, p in model.named_parameters():
+                average[name] = (0.5 * p.data + 0.5 * average[name]).clone()
+            backup = {}
+            for name, p in model.named_parameters():
+                backup[name], p.data = p.data if keeps == "alias" else p.data.clone(), average[name]
+            with torch.no_grad():
+                losses += [loss.item(), loss_of(model, batch).item()]
+            for name, p in model.named_parameters():
+                p.data = backup[name]
+        return losses, weights_of(accelerator, model)
+
+    plain = run(make_accelerator())
+    accelerator = make_accelerator({**STREAMED, **options})
+    if keeps == "alias" and not options:
+        with pytest.raises(UnsupportedError, match="while your code holds"):
+            run(accelerator)
+        accelerator.free_memory()
+    else:
+        ours = run(accelerator)
+        accelerator.free_memory()
+        assert_close(plain, ours)
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_a_generator_against_a_discriminator(together):
     def run(accelerator):

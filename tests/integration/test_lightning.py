@@ -55,17 +55,16 @@ def test_bf16_true_has_float32_masters(accumulate, optimizer, options):
                 # CPUAdam rounds ties away from zero, torch to even
                 rounded = split(masters[name])[0] if "master" in options else masters[name].bfloat16()
                 assert p.dtype == torch.bfloat16 and torch.equal(rounded, p), name
-                assert p.grad is None
+                assert (p.grad is None) == ("unused" in name)
 
         def on_before_optimizer_step(self, optimizer):
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             keeps_half = accumulate == 1 and isinstance(optimizer, lightning_cxl.CPUAdam)
             assert grads and {g.dtype for g in grads} == {torch.bfloat16 if keeps_half else torch.float32}
 
-    with pytest.warns(lightning_cxl.LightningCXLWarning, match="Check overrides on_before_optimizer_step"):
-        ours = train(
-            lambda: TinyTransformer(dropout=0.0), offload(**options), task=Check, trainer_args=true, **arguments
-        )[0]
+    ours = train(lambda: TinyTransformer(dropout=0.0), offload(**options), task=Check, trainer_args=true, **arguments)[
+        0
+    ]
     assert ours == pytest.approx(float32, rel=0.02)
 
 

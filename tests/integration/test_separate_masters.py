@@ -148,6 +148,139 @@ def test_changes_to_weights_between_steps_reach_the_masters(tmp_path, options):
     assert saved["lightning_cxl"]["master_weights"]["model.head.weight"].abs().max() <= 0.0101
 
 
+class Reads(Task):
+    """Notes the norm of each of the model's own gradients wherever the loop may read them."""
+
+    def __init__(self):
+        super().__init__(TinyTransformer(depth=5, dropout=0.0), "sgd", scheduler=False, lr=0.01)
+        self.norms = []
+
+    def read(self):
+        self.norms.append([0.0 if p.grad is None else p.grad.float().norm().item() for p in self.parameters()])
+
+    def on_after_backward(self):
+        self.read()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.read()
+
+    def on_before_zero_grad(self, optimizer):
+        self.read()
+
+
+OPTIONS = [{}, {"stream_weights": False}, *SEPARATE]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_models_own_gradients_are_there_to_read(accumulate, precision, options):
+    ours, plain = (
+        run(Reads, strategy, precision=precision, accumulate_grad_batches=accumulate)[0]
+        for strategy in (offload(**options), "auto")
+    )
+    assert len(ours.norms) == len(plain.norms)
+    for own, theirs in zip(ours.norms, plain.norms, strict=True):
+        assert own == pytest.approx(theirs, rel=0.05 if precision == "bf16-true" else 1e-4, abs=1e-5)
+    assert all(max(norms) > 0 for norms in ours.norms[1:]) == all(max(norms) > 0 for norms in plain.norms[1:])
+    assert min(map(max, ours.norms[1:])) > 0
+
+
+class ReadsInStep(Task):
+    """Reads gradients between the micro-batches of a step, where nothing says so before, and is compiled then."""
+
+    def __init__(self):
+        super().__init__(TinyTransformer(depth=5, dropout=0.0), "sgd", scheduler=False, lr=0.01)
+        self.norms, self.kept = [], [self.model.embed.weight, self.model.norm.bias]
+
+    def training_step(self, batch, batch_idx):
+        self.norms.append([0.0 if p.grad is None else p.grad.float().norm().item() for p in self.kept])
+        torch.compiler.reset()
+        self.model.head.compile(backend="aot_eager")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("late_copies")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, of the compiler
+@pytest.mark.parametrize("options", [{"stream_weights": False}, *SEPARATE], ids=str)
+def test_gradients_are_there_between_micro_batches_whoever_reads_them(options):
+    ours, plain = (
+        run(ReadsInStep, strategy, precision="bf16-true", accumulate_grad_batches=2)[0]
+        for strategy in (offload(**options), "auto")
+    )
+    assert ours.norms == [pytest.approx(norms, rel=0.05) for norms in plain.norms]
+    assert [min(norms) > 0 for norms in ours.norms] == [False] + [True] * 7
+
+
+class Surgery(Task):
+    """Adds up gradients by hand, as gradient surgery does, and edits some where they are."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__(TinyTransformer(depth=5, dropout=0.0), "sgd", scheduler=False, lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        optimizer, total = self.optimizers(), {}
+        for part in range(2):
+            optimizer.zero_grad()
+            loss = self.loss([t[part : part + 1] for t in batch])
+            self.record(loss)
+            self.manual_backward(loss)
+            for name, p in self.named_parameters():
+                if p.grad is not None:
+                    total[name] = total.get(name, 0) + p.grad.clone().mul_(1 + part)
+        self.zero_grad()
+        assert all(p.grad is None for p in self.parameters())
+        for name, p in self.named_parameters():
+            p.grad = total.get(name)
+        self.model.head.weight.grad.data.clamp_(-0.05, 0.05)
+        self.model.embed.weight.grad *= 0.5
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_assigned_gradients_are_those_that_count(precision, options):
+    ours, plain = run(Surgery, offload(**options), precision=precision)[0], run(Surgery, "auto", precision="32-true")[0]
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5 if precision == "32-true" else 0.03)
+    assert len(set(ours.losses)) == len(ours.losses)
+
+
+class ClampAll(Task):
+    """Writes to all weights past torch's version counter, and in tensors that it has kept."""
+
+    def __init__(self):
+        super().__init__(TinyTransformer(depth=5, dropout=0.0), "adamw", scheduler=False, lr=3e-3)
+
+    def on_train_batch_end(self, *_):
+        parameters = list(self.parameters())  # waits for updates, which tensors that are kept do not
+        if self.global_step == 2:
+            self.kept = [p.data for p in parameters]
+        elif self.global_step == 4:
+            for data in self.kept:
+                data.mul_(0.9)
+            del self.kept, data
+        for p in parameters:
+            if self.global_step < 6:
+                p.data.clamp_(-0.1, 0.1)
+            else:
+                p.data = p.data * 0.95
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_writes_through_data_count_for_all_parameters(precision, options):
+    ours, plain = (
+        run(ClampAll, strategy, steps=8, precision=own)[0]
+        for strategy, own in ((offload(**options), precision), ("auto", "32-true"))
+    )
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5 if precision == "32-true" else 0.03)
+    for own, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own.float().cpu(), theirs.cpu(), atol=2e-4 if precision == "32-true" else 5e-2)
+    assert all(type(p) is nn.Parameter for p in ours.parameters())
+
+
 @pytest.mark.parametrize("options", [{}, *SEPARATE], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_users_own_reference_steps_the_same_optimizer(precision, options):

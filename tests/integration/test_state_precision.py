@@ -120,7 +120,6 @@ def test_formats_and_keys(state):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"accumulate": "bf16"}, {"master": "fp32"}], ids=str)
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.filterwarnings("ignore:Ordered overrides on_before_optimizer_step")
 def test_memory_is_what_the_formula_says_and_what_was_planned(state, options, micro_batches):
     module, _ = fit(state, 3, micro_batches=micro_batches, **options)
     expected = dict.fromkeys(["compute_weights", "master_weights", "gradients", "momentum", "variance"], 0)
@@ -212,7 +211,6 @@ def test_results_do_not_depend_on_the_number_of_threads(state):
 
 @pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
 @pytest.mark.parametrize("target", ["torch", "plain"])
-@pytest.mark.filterwarnings("ignore:Ordered overrides on_before_optimizer_step")
 def test_torchs_optimizer_goes_on_from_8_bit_state(tmp_path, target, precision):
     """By itself under our strategy, in plain Lightning after a conversion."""
     module, trainer = fit("8bit", 6, save=tmp_path / "six.ckpt", precision=precision)

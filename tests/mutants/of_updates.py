@@ -18,7 +18,67 @@ T_BITSANDBYTES = (
 )
 T_ERRORS = ("tests/integration/test_streamed_hazards.py::test_the_real_error_of_a_gradient_is_raised",)
 
+T_SEPARATE = ("tests/integration/test_separate_masters.py",)
+T_LOOPS = ("tests/integration/test_accelerate_loops.py",)
+
 MUTANTS = (
+    # -- what loops over the model do
+    Mutant(
+        "the model's own parameter shows the gradient of a separate master",
+        _GRADS,
+        "            pair.put_front(self.someone_looks)\n",
+        "",
+        T_SEPARATE,
+    ),
+    Mutant(
+        "gradients on their way are complete when a model's own parameter is asked",
+        _MASTERS,
+        "        pair.look()\n        grad: torch",
+        "        grad: torch",
+        T_SEPARATE,
+    ),
+    Mutant(
+        "a compiler sees no gradient that is not beside its weight",
+        _MASTERS,
+        " or torch.compiler.is_compiling()",
+        "",
+        T_SEPARATE,
+    ),
+    Mutant(
+        "a gradient that is assigned takes the place of the one before",
+        _MASTERS,
+        "        pair.master.grad = None if value is None else value.to(pair.master.device)\n",
+        "        torch_private.set_plain_grad(self, value)\n",
+        T_SEPARATE,
+    ),
+    Mutant(
+        "who asks for `.data` may write to it",
+        _MASTERS,
+        "        self.version = -1\n",
+        "",
+        T_SEPARATE,
+    ),
+    Mutant(
+        "who still has a `.data` may write to it again",
+        _MASTERS,
+        " or any(alias() is not None for alias in self._aliases)",
+        "",
+        T_SEPARATE,
+    ),
+    Mutant(
+        "kernels write the memory that somebody has put in the place of `.data`",
+        _MASTERS,
+        "self.kernel_weights[pair.master] = parameter\n",
+        "self.kernel_weights[pair.master] = parameter.detach()\n",
+        T_SEPARATE,
+    ),
+    Mutant(
+        "memory of a streamed weight that somebody holds is not overwritten",
+        "lightning_cxl/streaming/unit_weights.py",
+        "            if not is_only_holder(home):",
+        "            if False:",
+        T_LOOPS,
+    ),
     # -- gradients
     Mutant(
         "a backward that failed in one thread is over in all before its weights are read",

@@ -86,7 +86,7 @@ def why_not_in_backward(trainer: Trainer, use: GradientUse, on_overflow: str) ->
 
 
 def check_masters_are_found(trainer: Trainer) -> None:
-    """Refuse callbacks that would not find master weights, and warn where the module looks for their gradients.
+    """Refuse callbacks that would not find master weights, and warn where the module does not find their gradients.
 
     Raises:
         UnsupportedError: a finetuning callback of Lightning's.
@@ -100,7 +100,7 @@ def check_masters_are_found(trainer: Trainer) -> None:
             )
     module = trainer.lightning_module
     own = own_methods(module, "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-    if own:
+    if own and trainer.world_size > 1:  # shards do not show them
         warnings.warn(
             f"{type(module).__name__} overrides {', '.join(sorted(own))}: gradients are on the parameters in "
             "`optimizer.param_groups`, on the host; `p.grad` of the model's own parameters is None there.",
