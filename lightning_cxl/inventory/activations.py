@@ -87,11 +87,9 @@ def _active_numel(model: nn.Module) -> float:
     if not experts:
         return total
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    configs += [vars(config)["ffn_config"] for config in configs if "ffn_config" in getattr(config, "__dict__", {})]
+    configs += [config.ffn_config for config in configs if hasattr(config, "ffn_config")]
     for config in configs:
-        chosen, of = (
-            next((getattr(config, name, 0) for name in each if getattr(config, name, 0)), 0) for each in _ROUTER
-        )
+        chosen, of = (max(getattr(config, name, None) or 0 for name in names) for names in _ROUTER)
         if chosen and of:
             return total - experts * (1 - min(chosen, of) / of)
     return total
