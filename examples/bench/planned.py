@@ -12,8 +12,7 @@ steps on the CPU; every job in a process of its own. Three comparisons:
   grow by 16 and 32 MiB), holes in the C library's heap, buffers inside of kernels, Python objects. A second process,
   in which glibc gives every block of 128 KiB back at once, shows how much is the heap's.
 
-The model is made before the Trainer has it. Made in `configure_model`, on its tier from the first byte, tied weights
-are there twice until they are tied, which is before the run.
+The model is made before the Trainer has it.
 
     python examples/bench/planned.py [--only NAME ...] [--json FILE]
 """

@@ -14,6 +14,12 @@ from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES
 from lightning_cxl.streaming.quantised import numel
 from lightning_cxl.streaming.units import NamedUnits, find_units
 
+_ROUTER = (
+    ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "moe_k"),
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+)
+"""Names in configs of transformers: how many experts compute a token, and of how many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -64,13 +70,29 @@ def estimate(model: nn.Module, config: OffloadConfig, workload: Workload, why: s
     width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
     itemsize = 4 if workload.mixed else next((p.element_size() for p in known_parameters(model)), 4)
     nbytes = tokens * width * itemsize
-    forward = 2.0 * tokens * sum(numel(p) for p in known_parameters(model))
+    forward = 2.0 * tokens * _active_numel(model)
     note = (
-        f"{why}: activations are estimated as batch x sequence x {width} per unit, flops as 2 per parameter and token, "
-        f"and memory on the device is not known"
+        f"{why}: activations are estimated as batch x sequence x {width} per unit, flops as 2 per token and "
+        f"parameter that it meets, and memory on the device is not known"
     )
     stored = {name: nbytes for name, _ in units_of(model, config)} if nbytes else {}
     return Measured(DryRun(stored, 0, forward, 3 * forward), note)
+
+
+def _active_numel(model: nn.Module) -> float:
+    """Return how many numbers of parameters a token meets: of experts, its router's choice."""
+    total = sum(numel(p) for p in known_parameters(model))
+    names = ((name.split("."), p) for name, p in model.named_parameters() if not is_lazy(p))
+    experts = sum(numel(p) for name, p in names if "experts" in name)
+    if not experts:
+        return total
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    configs += [config.ffn_config for config in configs if hasattr(config, "ffn_config")]
+    for config in configs:
+        chosen, of = (max(getattr(config, name, None) or 0 for name in names) for names in _ROUTER)
+        if chosen and of:
+            return total - experts * (1 - min(chosen, of) / of)
+    return total
 
 
 def units_of(model: nn.Module, config: OffloadConfig) -> NamedUnits:

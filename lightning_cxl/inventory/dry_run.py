@@ -8,7 +8,8 @@ until torch drops the storage, which gives the peak on the device, and its float
 
 * Attention counts as a flash kernel does it: it keeps its inputs, its output and one number per row, no score matrix.
 * Mixed precision is imitated, as torch has no autocast for this device: matrix products, convolutions and attention
-  get 16-bit copies of their inputs; a weight's copy is kept until the forward ends, as autocast's cache does.
+  get 16-bit copies of their inputs; a weight's copy is kept until the forward ends, as autocast's cache does. Where the
+  model itself switches autocast on or off, that of the CPU stands in, which does nothing to tensors on this device.
 * A parameter's gradient is gone as soon as it is complete: the engine takes it away then.
 
 Not seen: working memory inside of kernels, fragmentation of the device's allocator, what a compiler fuses, memory that
@@ -96,7 +97,8 @@ def dry_run(
         stack.callback(offload.detach)
         stack.enter_context(_gradients_leave(model))
         meter = stack.enter_context(_Meter())
-        function = stack.enter_context(_Functions(mixed, meter))
+        stack.enter_context(_autocast_of_cpu(mixed))
+        function = stack.enter_context(_Functions(meter))
         loss = compute_loss()
         function.forget_copies()
         forward_flops, meter.flops = meter.flops, 0.0
@@ -162,6 +164,23 @@ def _drop_grad(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
+@contextmanager
+def _autocast_of_cpu(mixed: bool) -> Iterator[None]:
+    """Let the CPU's autocast, on if `mixed`, stand in for the one that torch has not for the meta device."""
+    autocast: Any = torch.autocast
+    own = autocast.__init__
+
+    def of_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        own(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    autocast.__init__ = of_cpu
+    try:
+        with autocast("cpu", torch.bfloat16, enabled=mixed):
+            yield
+    finally:
+        autocast.__init__ = own
+
+
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts living bytes of tensors that operations make, and floating-point operations."""
 
@@ -204,9 +223,8 @@ def _key(tensor: torch.Tensor) -> int:
 class _Functions(TorchFunctionMode):
     """Puts flash attention, and under mixed precision 16-bit inputs, in the place of what torch does on this device."""
 
-    def __init__(self, mixed: bool, meter: _Meter) -> None:
+    def __init__(self, meter: _Meter) -> None:
         super().__init__()
-        self._mixed = mixed
         self._meter = meter
         self._copies: dict[int, torch.Tensor] = {}
         self._keeps_copies = True
@@ -224,13 +242,15 @@ class _Functions(TorchFunctionMode):
             attend: Any = _FlashAttention.apply
             causal = bool(given.get("is_causal"))
             return attend(query, key, value, causal, self._meter)
-        if self._mixed and func in _PRODUCTS:
+        if func in _PRODUCTS and torch.is_autocast_enabled("cpu"):
             args = tuple(self._narrow(each) for each in args)
             kwargs = {name: self._narrow(each) for name, each in kwargs.items()}
         return func(*args, **kwargs)
 
     def _narrow(self, value: Any) -> Any:
-        if not self._mixed or not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+        if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+            return value
+        if not torch.is_autocast_enabled("cpu"):
             return value
         if not (value.is_leaf and value.requires_grad and self._keeps_copies):
             return value.to(torch.bfloat16)

@@ -134,6 +134,13 @@ class Ledger:
             count = self._tiers.get(tier, _Count())
             return count.live_bytes, count.peak_bytes
 
+    def begin(self) -> None:
+        """Let the peaks of roles begin anew, with what lives now."""
+        with self._lock:
+            self._settle()
+            for count in self._roles.values():
+                count.peak_bytes = count.live_bytes
+
     def role_bytes(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
         """Return the bytes per role and tier, now and at their peaks; roles and tiers never used are left out."""
         with self._lock:

@@ -169,8 +169,8 @@ class HostMemory:
         """Return the accounts, JSON-able.
 
         ``tiers``: per tier ``capacity_bytes``, ``budget_bytes``, ``used_bytes`` (living buffers), ``peak_bytes`` (of
-        those) and ``held_bytes`` (from the OS). ``roles`` and ``peak_roles``: bytes per role and tier, now and at most;
-        with those of `count_in_place`.
+        those) and ``held_bytes`` (from the OS). ``roles`` and ``peak_roles``: bytes per role and tier, now and at most
+        since `begin`; with those of `count_in_place`.
         """
         tiers = {}
         for name, pages in self._all_pages().items():
@@ -184,6 +184,10 @@ class HostMemory:
             }
         live, peaks = self._ledger.role_bytes()
         return {"tiers": tiers, "roles": live, "peak_roles": peaks}
+
+    def begin(self) -> None:
+        """Let ``peak_roles`` begin anew, with what lives now."""
+        self._ledger.begin()
 
     def tier_at(self, address: int) -> Tier | None:
         """Return the tier of the byte at `address`, None when the memory is not ours."""

@@ -30,7 +30,7 @@ from lightning_cxl.sharding.exchange_memory import pooled_exchanges
 from lightning_cxl.sharding.fsdp import place_shards
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.quantised import has_quantised, numel, prepare_layers
+from lightning_cxl.streaming.quantised import has_quantised, numel, prepare_layers, warn_of_wide_experts
 from lightning_cxl.streaming.shards_on_ssd import ShardsOnSsd
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer.engine import TransferEngine
@@ -67,6 +67,7 @@ class Residence:
         self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
         """Ids of the parameters that stream."""
         on_host = engine.device.type == "cpu"
+        warn_of_wide_experts(model)
         self.unplaced: tuple[str, ...] = ()
         """Names of parameters that stay in ordinary host memory."""
         self._streamer: ParamStreamer | None = None

@@ -106,6 +106,8 @@ class Session:
         if optimizers:
             self._finished = None  # its masters are of other optimizers; they make room
         inventory = self.host.inventory(model, optimizers, loop)
+        if not self.runs:  # plans are of runs: while a model is made, tied weights are there twice until they are tied
+            self.host.memory.begin()
         run = Run(self.host, inventory, self.host.decide(inventory), loop)
         self.runs.append(run)
         self.active.enter_context(run.activate())

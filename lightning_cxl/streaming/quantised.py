@@ -22,6 +22,7 @@ Three things that layers of bitsandbytes do would go wrong in a run, which there
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from math import prod
 from typing import Any, NamedTuple
@@ -29,8 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.torch_private import set_plain_data
+from lightning_cxl.units import format_bytes
 
 _MAY_REPACK = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers
 _MOST_STEPS = 3  # from the output of a layer back to its product: a change of type, and one to spare
@@ -127,6 +129,32 @@ def prepare_layers(model: nn.Module, streamed: Collection[int]) -> Callable[[], 
 def has_quantised(model: nn.Module) -> bool:
     """Return whether a model has quantised parameters."""
     return any(map(_is_quantised, model.parameters()))
+
+
+def wide_experts(model: nn.Module) -> str:
+    """Return a sentence about the fused experts that a quantised model has in full precision; "" if there are none."""
+    names: set[str] = set()
+    nbytes = 0
+    for module in model.modules() if has_quantised(model) else ():
+        for parameter in module.parameters(recurse=False):
+            # a convolution's weight has three dimensions, too, but is small
+            if parameter.dim() == 3 and parameter.is_floating_point() and not hasattr(module, "kernel_size"):
+                names.add(type(module).__name__)
+                nbytes += parameter.nbytes
+    if not nbytes:
+        return ""
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    return (
+        f"{format_bytes(nbytes)} of {format_bytes(whole)} of weights are not quantised: bitsandbytes quantises linear "
+        f"layers alone, and the experts of {', '.join(sorted(names))} are parameters of three dimensions. They stay as "
+        "wide as they are: count on these bytes, or take a model without experts"
+    )
+
+
+def warn_of_wide_experts(model: nn.Module) -> None:
+    """Warn of fused experts that a quantised model has in full precision, with their bytes."""
+    if said := wide_experts(model):
+        warnings.warn(said, LightningCXLWarning, stacklevel=1)  # one place: who loads and trains is told once
 
 
 def kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:

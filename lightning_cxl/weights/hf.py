@@ -19,6 +19,7 @@ from torch import nn
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.memory.new_weight import new_weight
+from lightning_cxl.streaming.quantised import warn_of_wide_experts
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.folder import open_weights
 from lightning_cxl.weights.hf_quantizer import Quantizer
@@ -105,6 +106,7 @@ def _load(
     if quantizer is not None:
         quantizer.replace_layers(model)
     _keep_wide(model)
+    warn_of_wide_experts(model)
     names = FileNames(model)
     translate = names if quantizer is None else quantizer.translate(model, names)
     report = load_translated(model, path, translate, strict=strict, mapped=mapped)

@@ -83,6 +83,8 @@ def with_adapters(model: nn.Module, options: Mapping[str, Any]) -> Any:
             # what peft 0.21 makes transformers 5 warn of: not for our user to act on
             deprecated = ".is_gradient_checkpointing. is deprecated"
             warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
+            if options.keys().isdisjoint({"rank_pattern", "alpha_pattern"}):  # those that peft itself has of experts
+                warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern", category=RuntimeWarning)
             return get_peft_model(model, LoraConfig(**fields), low_cpu_mem_usage=is_empty)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"peft does not take the options lora={dict(options)}: {error}") from error

@@ -2,17 +2,23 @@
 
 import pytest
 import torch
+import transformers as tf
+from lightning.fabric import Fabric
 from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
+from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.commands.plan.meta_model import loss_on_meta, model_on_meta, with_lora
 from lightning_cxl.commands.plan.planned_model import PlannedModel
 from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.inventory.dry_run import dry_run
 from lightning_cxl.machine.speeds import machine_without_speeds
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.streaming.units import find_units
+from lightning_cxl.units import format_bytes
+from lightning_cxl.weights.qlora import with_adapters
 from tests.integration.llama import tiny_llama
 from tests.integration.training import make_trainer, offload
 
@@ -72,6 +78,43 @@ def test_planned_bytes_of_every_role_are_what_a_run_holds(folder, quantize, prec
     assert planned == pytest.approx(held, rel=0.03)
     full = sum(p.numel() for p in tiny_llama(4, **SHAPE).parameters()) * (4 if precision == "32-true" else 2)
     assert (planned["compute_weights"] < 0.7 * full) == (quantize is not None)
+
+
+@pytest.mark.on_cpu
+def test_experts_are_run_without_values_and_stay_wide_with_a_word(tmp_path):
+    shape = {**SHAPE, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tf.MixtralForCausalLM(tf.MixtralConfig(**shape, num_local_experts=8))
+    model.bfloat16().save_pretrained(tmp_path)
+    machine = machine_without_speeds(Topology.detect(), "cpu")
+
+    def planned(**options):
+        settings = Settings(batch=ROWS, sequence=TOKENS, **options)
+        return PlannedModel(str(tmp_path)).job(settings, machine)
+
+    full, adapters, quantised = planned(), planned(lora=RANK), planned(lora=RANK, quantize="4bit")
+    assert not full.notes and not adapters.notes  # which say what could not be run without values
+    # peft multiplies the adapters of all experts, of gate and up with twice the rank; torch tries it once more first
+    width, hidden = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    products = 4 * 8 * 2 * (width * 2 * hidden * 2 * RANK + width * hidden * RANK)
+    assert adapters.job.forward_flops - full.job.forward_flops == pytest.approx(2 * products, rel=0.05)
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    (note,) = quantised.notes
+    assert note.startswith(f"{format_bytes(experts)} of ") and "MixtralExperts" in note and "not quantised" in note
+    with pytest.warns(LightningCXLWarning, match=f"{format_bytes(experts)} of .* are not quantised"):
+        module = Batches(str(tmp_path), lora={"r": RANK, "target_modules": ["q_proj"]}, quantization="4bit")
+        make_trainer(offload(), max_steps=1, precision="bf16-true").fit(module)
+
+
+@pytest.mark.on_cpu
+def test_a_run_warns_of_experts_that_transformers_has_loaded_wide(tmp_path):
+    shape = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tf.MixtralForCausalLM(tf.MixtralConfig(**shape, num_local_experts=4)).bfloat16().save_pretrained(tmp_path)
+    four_bit = tf.BitsAndBytesConfig(load_in_4bit=True)
+    base = tf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit, device_map={"": "cpu"})
+    adapted = with_adapters(base, {"r": RANK, "target_modules": ["q_proj"]})
+    fabric = Fabric(accelerator="cpu", strategy=CXLFabricStrategy())
+    with pytest.warns(LightningCXLWarning, match="MixtralExperts are parameters of three dimensions"):
+        fabric.setup(adapted, torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad]))
 
 
 def planned_flops_and_peak(folder, quantize):

@@ -14,6 +14,7 @@ peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.* of weights are not quantised"),
     pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
 ]
 SIZES = {

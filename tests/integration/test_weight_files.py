@@ -62,6 +62,15 @@ def ours(folder):
     return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder)
 
 
+def test_tied_weights_that_are_there_twice_until_they_are_tied_are_no_part_of_the_peak():
+    config = tf.LlamaConfig(**TINY_LLAMA, tie_word_embeddings=True)
+    module = fit(lambda: tf.AutoModelForCausalLM.from_config(config), offload(activation_offload=False))
+    assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
+    weights, buffers = (sum(t.nbytes for t in each) for each in (module.model.parameters(), module.model.buffers()))
+    assert module.report["planned_roles"]["compute_weights"] == {"dram": weights}
+    assert module.report["peak_roles"]["compute_weights"]["dram"] <= weights + buffers
+
+
 def test_a_pretrained_model_is_where_it_belongs_at_once_and_trains_as_any_other(folder):
     module = fit(lambda: ours(folder), offload(activation_offload=False))
     weights = sum(p.nbytes for p in module.model.parameters())

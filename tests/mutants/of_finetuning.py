@@ -164,6 +164,13 @@ MUTANTS = (
         ("tests/integration/test_main_job.py::test_exports_of_a_run_are_the_adapter_and_the_merged_model",),
     ),
     Mutant(
+        "experts that stay wide beside quantised weights are told of",
+        "lightning_cxl/streaming/quantised.py",
+        "if said := wide_experts(model):",
+        "if False:",
+        ("tests/integration/test_planned_lora.py::test_a_run_warns_of_experts_that_transformers_has_loaded_wide",),
+    ),
+    Mutant(
         "adapters are planned in the type that they train in",
         "lightning_cxl/commands/plan/meta_model.py",
         "parameter.data.to(model.dtype)",

@@ -1,17 +1,19 @@
 """`PlannedModel`: the jobs of one model under different settings."""
 
+from dataclasses import replace
 from typing import Any
 
 from lightning_cxl.commands.plan.meta_model import loss_on_meta, model_on_meta, set_precision, with_lora
 from lightning_cxl.commands.plan.settings import Settings
 from lightning_cxl.inventory.activations import Measured, measure
-from lightning_cxl.inventory.inventory import list_tensors
+from lightning_cxl.inventory.inventory import Inventory, list_tensors
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.planning.compare import with_working_memory
 from lightning_cxl.planning.free_memory import FreeMemory
 from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
 from lightning_cxl.planning.settle_state import settle_state
 from lightning_cxl.planning.ssd_room import MEMORY_LEFT_FREE, SsdRoom
+from lightning_cxl.streaming.quantised import wide_experts
 
 
 class PlannedModel:
@@ -49,13 +51,17 @@ class PlannedModel:
             compute_loss = loss_on_meta(model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(model, config, load, compute_loss)
         inventory = list_tensors(model, None, config, load, measured=self._measured[key])
-        planned = model_job(self.name, inventory)
+        planned = self._job(inventory)
         if machine.ssd is None:
             return planned
         room = with_working_memory(planned.job, machine)
         free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes)
         ssd = SsdRoom(machine.ssd.capacity_bytes, machine.ssd.versions, machine.ssd.num_drives, MEMORY_LEFT_FREE)
-        return model_job(self.name, settle_state(inventory, free.usable_bytes, ssd, "spill"))
+        return self._job(settle_state(inventory, free.usable_bytes, ssd, "spill"))
+
+    def _job(self, inventory: Inventory) -> ModelJob:
+        planned, note = model_job(self.name, inventory), wide_experts(inventory.model)
+        return replace(planned, notes=(*planned.notes, note)) if note else planned
 
     def _model_of(self, settings: Settings) -> Any:
         """Return the model in the types of some settings, with adapters where they have them."""

@@ -4,6 +4,7 @@ import itertools
 import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.inventory.activations import estimate
 from lightning_cxl.inventory.dry_run import dry_run
+from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.transfer.engine import HostEngine
@@ -191,6 +195,39 @@ def test_mixed_precision_computes_in_half_the_bytes_but_keeps_float32_inputs():
     assert mixed.stored_bytes == plain.stored_bytes
     assert mixed.forward_flops == plain.forward_flops
     assert mixed.device_peak_bytes < plain.device_peak_bytes
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_autocast_that_the_model_switches_itself(own):
+    class Switches(nn.Linear):
+        def forward(self, x):
+            with torch.autocast(device_type=x.device.type, enabled=own, dtype=torch.bfloat16):
+                return super().forward(x)
+
+    layer = Switches(256, 128, bias=False, device="meta")
+    x = torch.empty(64, 256, device="meta")
+    types = []
+    layer.register_forward_hook(lambda *values: types.append(values[-1].dtype))
+    for mixed in (False, True):
+        assert dry_run(layer, [], lambda: layer(x).float().sum(), min_bytes=MIN_BYTES, mixed=mixed).forward_flops
+    assert types == [torch.bfloat16 if own else torch.float32] * 2
+    with pytest.raises(RuntimeError):  # torch has it no longer when the dry run is over
+        layer(x)
+
+
+@pytest.mark.parametrize(("chosen", "of"), [("num_experts_per_tok", "num_experts"), ("moe_topk", "n_routed_experts")])
+def test_an_estimate_counts_the_experts_that_a_router_chooses(chosen, of):
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = SimpleNamespace(**{chosen: 2, of: 8})
+            self.embedding = nn.Embedding(16, 4, device="meta")
+            self.experts = nn.ParameterDict({"up_proj": nn.Parameter(torch.empty(8, 4, 32, device="meta"))})
+
+    load = Workload(batch=3, sequence=5)
+    model = nn.ModuleDict({"model": Routed()})
+    run = estimate(model, OffloadConfig(), load, "for a test").run
+    assert run.forward_flops == 2 * 15 * (16 * 4 + 2 * 4 * 32)
 
 
 def test_leaves_the_model_as_it_was():

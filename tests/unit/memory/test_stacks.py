@@ -71,6 +71,12 @@ def test_accounts_go_up_and_down_and_remember_the_peak(memory) -> None:
     assert after["roles"] == {"variance": {"cxl": 0, "dram": 0}, "activations": {"cxl": 0}}
     assert after["peak_roles"] == before["roles"]
     assert [after["tiers"]["cxl"][key] for key in ("used_bytes", "peak_bytes", "held_bytes")] == [0, 8 * MIB, 0]
+    kept = memory.allocate(1000, DRAM, TensorRole.VARIANCE)
+    memory.begin()
+    begun = memory.stats()
+    assert begun["peak_roles"] == begun["roles"] and begun["roles"]["variance"] == {"cxl": 0, "dram": 1000}
+    assert begun["tiers"]["cxl"]["peak_bytes"] == 8 * MIB
+    del kept
 
 
 def test_one_budget_counts_pools_and_arena_together(memory) -> None:
