@@ -37,7 +37,6 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "env": Command("what this machine has, and what to change about it", "lightning_cxl.commands.env"),
     "calibrate": Command("measure memory, devices and disks, for `plan`", "lightning_cxl.commands.calibrate.command"),
-    "bench": Command("measure the Adam kernels and the SSD tier", "lightning_cxl.commands.bench.command"),
 }
 
 
@@ -71,6 +70,8 @@ def answer_at_once(arguments: Sequence[str]) -> None:
     if name in ("-h", "--help"):
         print(overview())
         sys.exit(0)
+    if name == "bench":
+        sys.exit("`bench` is no command any more: its benchmarks are adam.py, ssd.py and pools.py in examples/bench")
     if name not in COMMANDS and not name.startswith("-"):
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         sys.exit(_usage_error(f"no command {name!r}" + (f": did you mean `{near[0]}`?" if near else "")))

@@ -11,7 +11,7 @@ from lightning_cxl.__main__ import main
 from lightning_cxl.commands import overview
 from lightning_cxl.commands.overview import COMMANDS, answer_at_once, answer_before_imports
 
-NAMES = ["fit", "validate", "test", "predict", "export", "plan", "env", "calibrate", "bench"]
+NAMES = ["fit", "validate", "test", "predict", "export", "plan", "env", "calibrate"]
 
 
 def run(*arguments, **options):
@@ -53,6 +53,11 @@ def test_no_or_a_wrong_command_is_answered_with_the_table(arguments, message, ca
     assert caught.value.code == 2
     shown = capsys.readouterr()
     assert shown.err.endswith(f"error: {message}\n") and "calibrate" in shown.err and not shown.out
+
+
+def test_bench_says_where_it_is_now():
+    with pytest.raises(SystemExit, match=r"^`bench` is no command any more: .* in examples/bench$"):
+        answer_at_once(["bench", "adam"])
 
 
 @pytest.mark.parametrize("name", [*NAMES, "--config", "-c", "--print_config"])
