@@ -38,7 +38,6 @@ from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint, optimizer_tensors
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.run.ssd_checkpoint import unseen
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
@@ -239,6 +238,8 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
             self._saves.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         if "://" not in str(checkpoint_path) and is_sharded_checkpoint(Path(checkpoint_path)):
+            from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+
             folder = ShardedCheckpoint(Path(checkpoint_path))
             return ckpt.LoadedCheckpoint(folder.rest(weights_only=weights_only), folder)
         return ckpt.LoadedCheckpoint(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
