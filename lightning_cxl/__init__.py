@@ -107,3 +107,8 @@ __all__ = [
 
 CXLOffloadStrategy.register_strategies(StrategyRegistry)
 CXLFabricStrategy.register_strategies(STRATEGY_REGISTRY)
+
+
+def __dir__() -> list[str]:
+    """Return what is public."""
+    return [*__all__, "__version__"]

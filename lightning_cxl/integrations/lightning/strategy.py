@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cxl.config import with_option_fields
+from lightning_cxl.config import show_options
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
@@ -52,8 +52,7 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         checkpoint_io: how checkpoints are written; ours (direct, atomic, memory-mapped) when None.
         precision_plugin: filled in by the Trainer from ``precision=``.
         timeout: for which a rank waits for the others in a collective, where there are several; None is torch's own.
-        **options: the fields of `OffloadConfig`, e.g. ``tier_rules``, ``tiers``, ``activation_offload``, ``units``.
-            ``policy`` may also be an object with the method of `PlacementPolicy` or of `PlanningPolicy`.
+        **options: the fields of `OffloadConfig`.
 
     Raises:
         ConfigError: an option with an impossible value.
@@ -307,4 +306,4 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
             )
 
 
-CXLOffloadStrategy.__init__.__signature__ = with_option_fields(CXLOffloadStrategy.__init__)  # type: ignore[attr-defined]
+show_options(CXLOffloadStrategy)
