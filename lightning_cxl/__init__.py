@@ -3,7 +3,7 @@
 Importing this package registers ``Trainer(strategy="cxl_offload")`` and ``Fabric(strategy="cxl_offload")``.
 """
 
-from lightning_cxl.commands.overview import answer_before_imports
+from lightning_cxl.commands.overview import VERSION, answer_before_imports
 
 answer_before_imports()  # `python -m lightning_cxl --help` comes through here, and need not wait for torch
 
@@ -48,7 +48,7 @@ from lightning_cxl.weights.hf import from_pretrained, save_pretrained
 from lightning_cxl.weights.load import LoadReport, load_weights
 from lightning_cxl.weights.save import save_weights
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CPUAdam",
@@ -107,3 +107,8 @@ __all__ = [
 
 CXLOffloadStrategy.register_strategies(StrategyRegistry)
 CXLFabricStrategy.register_strategies(STRATEGY_REGISTRY)
+
+
+def __dir__() -> list[str]:
+    """Return what is public."""
+    return [*__all__, "__version__"]

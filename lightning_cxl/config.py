@@ -1,10 +1,13 @@
 """What a user can choose about offloading: `OffloadConfig`, and where each value came from."""
 
+import difflib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature, signature
+from reprlib import repr as short
 from typing import Any, Literal, get_type_hints
 
 from lightning_cxl.errors import ConfigError
@@ -15,6 +18,7 @@ Origin = Literal["argument", "environment", "default"]
 OnTierFull = Literal["spill", "error"]
 _BINDINGS = ("auto", False, "node", "socket", "exclusive", "core-complex")
 _PREFIX = "LIGHTNING_CXL_"
+_OTHER_VARIABLES = ("isa", "cache")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -22,87 +26,100 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 class OffloadConfig:
     """How training state is spread over the host's memory tiers.
 
-    Every field can also be given as environment variable ``LIGHTNING_CXL_<FIELD>``, see `resolve`.
+    Every field can also be given as environment variable ``LIGHTNING_CXL_<FIELD>``, see `resolve`. The
+    strategies show this list as their own arguments.
+
+    Args:
+        tiers: Byte budget per tier: ``{"cxl": "64GiB"}`` or ``{"cxl": {"budget": "64GiB"}}``. A tier that is not named
+            is limited by its free memory alone. The tier ``ssd`` is there only where it is named, with the folder of
+            its files, or several on several drives: ``{"ssd": {"path": "/nvme/run", "budget": "1TiB", "checkpoint":
+            "copy"}}``. With ``"key": "$NAME"`` (an environment variable) or ``"key": "/path"`` (a file) everything
+            there is encrypted.
+        tier_rules: Module name pattern -> tier, or -> ``{"weights" | "gradients" | "optimizer_state" | "activations":
+            tier}``. The last matching rule wins; a pattern also matches what the named module contains.
+        policy: Who places what no rule or decorator does: ``"dram_only"``, ``"interleave"``, ``"latency_first"`` or
+            ``"bandwidth"``, or the import path of a class of your own; the strategies also take an object with the
+            method of `PlacementPolicy` or of `PlanningPolicy`. ``"auto"`` is ``"bandwidth"`` where there is
+            more than one kind of memory and speeds are known; elsewhere ``"by_role"``: every kind of tensor has its
+            home tier.
+        machine: YAML file with speeds of this machine's tiers, which win over its calibration and the firmware's
+            ratings.
+        batch_tokens: Tokens of one micro-batch, sequences times their length: lets policies that plan keep room for
+            activations and weigh copies against compute. None: both are left out until the first batch.
+        activation_offload: Keep only each unit's input, on its activation tier, and compute the unit again in the
+            backward pass.
+        units: The modules that are offloaded as one: ``"auto"`` (the model's repeated blocks), or module name patterns
+            or class names.
+        stream_weights: Keep the weights of units in host memory and bring each unit to the device when it computes;
+            needs `activation_offload`. ``"auto"`` does so when the device is apart from the host.
+        overlap_step: Run `CPUAdam` on streamed units behind the next forward, and behind the backward where nothing can
+            call the step off: ``on_overflow="ignore"``, no clipping, no loss scaling, no hook that looks at gradients.
+            ``"auto"`` does so when the device is apart from the host. Losses are the same.
+        cpu_adam: Replace ``torch.optim.Adam`` and ``AdamW`` by the compiled `CPUAdam`.
+        state: How `CPUAdam` keeps momentum and variance: 8, 4 or about 2 bytes per parameter. ``"8bit"`` leaves
+            embeddings and norms in float32; all but ``"fp32"`` do so with parameters under 4,096 elements.
+        master: How `CPUAdam` keeps the master weights of bfloat16 weights: as their lower 16 bits (2 bytes per
+            parameter), or as float32 copies (4). Both train the same, bit for bit.
+        accumulate: In which precision bfloat16 gradients of several micro-batches are added up for `CPUAdam`;
+            ``"bf16"`` rounds stochastically and saves 2 bytes per parameter.
+        on_overflow: When a gradient is infinite or not a number: leave the step out and warn, refuse, or do not look.
+        max_overflows: Steps left out in a row after which the run stops. A loss scaler needs up to about 16 at the
+            start.
+        num_threads: Threads of the optimizer's kernels. None: every CPU that this process may use; two fewer, at least
+            one, where they run behind what a device does, for the threads that keep it busy.
+        numa_binding: Where a process that shares its machine with others runs and allocates: on the CPUs of its
+            device's NUMA node or socket, with memory near these first. ``"exclusive"``: each on cores of its own of
+            that node; ``"core-complex"``: on cores that share a cache. ``"auto"``: each on cores of its own of that
+            socket, where there are several processes and several sockets. A process that its launcher has bound keeps
+            its CPUs. False: wherever the system puts it.
+        on_missing_tier: Without CXL memory in the machine: back tier ``cxl`` by DRAM, with one warning, when something
+            asks for it by name; or refuse to start.
+        on_tier_full: When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse.
+        pin_memory: Page-lock host memory that a device copies to or from; ``"auto"``: where the device has memory of
+            its own.
+        share_weights: With several processes on a machine: they keep their shards in memory that all of them read, and
+            send each other no weights. ``"auto"`` measures both ways when a run begins, and takes the faster one.
+            Losses are the same.
+        replicate_machines: With several machines: every machine holds all of the training state, sharded over its
+            ranks, so weights are gathered inside it and only gradients cross between machines. False: the state is
+            sharded over all ranks.
     """
 
     tiers: Mapping[str, Mapping[str, int | str | Sequence[str]] | int | str] = field(default_factory=dict)
-    """Byte budget per tier: ``{"cxl": "64GiB"}`` or ``{"cxl": {"budget": "64GiB"}}``. A tier that is not named is
-    limited by its free memory alone. The tier ``ssd`` is there only where it is named, with the folder of its files, or
-    several on several drives: ``{"ssd": {"path": "/nvme/run", "budget": "1TiB", "checkpoint": "copy"}}``. With
-    ``"key": "$NAME"`` (an environment variable) or ``"key": "/path"`` (a file) everything there is encrypted."""
     tier_rules: Mapping[str, Mapping[str, str] | str] = field(default_factory=dict)
-    """Module name pattern -> tier, or -> ``{"weights" | "gradients" | "optimizer_state" | "activations": tier}``.
-    The last matching rule wins; a pattern also matches what the named module contains."""
     policy: str = "auto"
-    """Who places what no rule or decorator does: ``"dram_only"``, ``"interleave"``, ``"latency_first"`` or
-    ``"bandwidth"``, or the import path of a class of your own. ``"auto"`` is ``"bandwidth"`` where there is more than
-    one kind of memory and speeds are known; elsewhere ``"by_role"``: every kind of tensor has its home tier."""
     machine: str | None = None
-    """YAML file with speeds of this machine's tiers, which win over its calibration and the firmware's ratings."""
     batch_tokens: int | None = None
-    """Tokens of one micro-batch, sequences times their length: lets policies that plan keep room for activations and
-    weigh copies against compute. None: both are left out until the first batch."""
     activation_offload: bool = True
-    """Keep only each unit's input, on its activation tier, and compute the unit again in the backward pass."""
     units: str | Sequence[str] = "auto"
-    """The modules that are offloaded as one: ``"auto"`` (the model's repeated blocks), or module name patterns or
-    class names."""
     stream_weights: bool | Literal["auto"] = "auto"
-    """Keep the weights of units in host memory and bring each unit to the device when it computes; needs
-    `activation_offload`. ``"auto"`` does so when the device is apart from the host."""
     overlap_step: bool | Literal["auto"] = "auto"
-    """Run `CPUAdam` on streamed units behind the next forward, and behind the backward where nothing can call the step
-    off: ``on_overflow="ignore"``, no clipping, no loss scaling, no hook that looks at gradients. ``"auto"`` does so
-    when the device is apart from the host. Losses are the same."""
     cpu_adam: bool = True
-    """Replace ``torch.optim.Adam`` and ``AdamW`` by the compiled `CPUAdam`."""
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """How `CPUAdam` keeps momentum and variance: 8, 4 or about 2 bytes per parameter. ``"8bit"`` leaves embeddings and
-    norms in float32; all but ``"fp32"`` do so with parameters under 4,096 elements."""
     master: Literal["split", "fp32"] = "split"
-    """How `CPUAdam` keeps the master weights of bfloat16 weights: as their lower 16 bits (2 bytes per parameter), or as
-    float32 copies (4). Both train the same, bit for bit."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
-    """In which precision bfloat16 gradients of several micro-batches are added up for `CPUAdam`; ``"bf16"`` rounds
-    stochastically and saves 2 bytes per parameter."""
     on_overflow: Literal["skip", "error", "ignore"] = "skip"
-    """When a gradient is infinite or not a number: leave the step out and warn, refuse, or do not look."""
     max_overflows: int = 20
-    """Steps left out in a row after which the run stops. A loss scaler needs up to about 16 at the start."""
     num_threads: int | None = None
-    """Threads of the optimizer's kernels. None: every CPU that this process may use; two fewer, at least one, where
-    they run behind what a device does, for the threads that keep it busy."""
     numa_binding: Literal["auto", False, "node", "socket", "exclusive", "core-complex"] = "auto"
-    """Where a process that shares its machine with others runs and allocates: on the CPUs of its device's NUMA node or
-    socket, with memory near these first. ``"exclusive"``: each on cores of its own of that node; ``"core-complex"``:
-    on cores that share a cache. ``"auto"``: each on cores of its own of that socket, where there are several processes
-    and several sockets. A process that its launcher has bound keeps its CPUs. False: wherever the system puts it."""
     on_missing_tier: Literal["fallback", "error"] = "fallback"
-    """Without CXL memory in the machine: back tier ``cxl`` by DRAM, with one warning, when something asks for it by
-    name; or refuse to start."""
     on_tier_full: OnTierFull = "spill"
-    """When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse."""
     pin_memory: bool | Literal["auto"] = "auto"
-    """Page-lock host memory that a device copies to or from; ``"auto"``: where the device has memory of its own."""
     share_weights: bool | Literal["auto"] = False
-    """With several processes on a machine: they keep their shards in memory that all of them read, and send each other
-    no weights. ``"auto"`` measures both ways when a run begins, and takes the faster one. Losses are the same."""
     replicate_machines: bool = False
-    """With several machines: every machine holds all of the training state, sharded over its ranks, so weights are
-    gathered inside it and only gradients cross between machines. False: the state is sharded over all ranks."""
 
     def __post_init__(self) -> None:
         """Refuse values that no machine could honour."""
         self.budgets()
         self.ssd()
         if not isinstance(self.tier_rules, Mapping):
-            raise ConfigError(f"tier_rules must map module name patterns to tiers, got {self.tier_rules!r}")
+            raise ConfigError(f"tier_rules must map module name patterns to tiers, got {short(self.tier_rules)}")
         for pattern, wanted in self.tier_rules.items():
             _check_rule(pattern, wanted)
         if not isinstance(self.policy, str) or not self.policy:
-            raise ConfigError(f"policy must be a policy's name or the import path of a class, got {self.policy!r}")
+            raise ConfigError(f"policy must be a policy's name or the import path of a class, got {short(self.policy)}")
         if self.machine is not None and not isinstance(self.machine, str):
-            raise ConfigError(f"machine must be the path of a YAML file or None, got {self.machine!r}")
+            raise ConfigError(f"machine must be the path of a YAML file or None, got {short(self.machine)}")
         for name in ("activation_offload", "cpu_adam", "replicate_machines"):
             _check_choice(name, getattr(self, name), (True, False))
         _check_choice("stream_weights", self.stream_weights, (True, False, "auto"))
@@ -138,13 +155,15 @@ class OffloadConfig:
         names = [self.units] if isinstance(self.units, str) else self.units
         if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) and n for n in names):
             raise ConfigError(
-                f'units must be "auto", a module name pattern or class name, or several, got {self.units!r}'
+                f'units must be "auto", a module name pattern or class name, or several, got {short(self.units)}'
             )
 
     def budgets(self) -> dict[str, int]:
         """Return the byte budget of every tier of memory that has one."""
         if not isinstance(self.tiers, Mapping):
-            raise ConfigError(f'tiers must map tier names to budgets, such as {{"cxl": "64GiB"}}, got {self.tiers!r}')
+            raise ConfigError(
+                f'tiers must map tier names to budgets, such as {{"cxl": "64GiB"}}, got {short(self.tiers)}'
+            )
         return {name: _budget(name, value) for name, value in self.tiers.items() if name != SSD}
 
     def ssd(self) -> SsdOptions | None:
@@ -188,7 +207,14 @@ class OffloadConfig:
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(explicit) - set(names))
         if unknown:
-            raise ConfigError(f"unknown option {', '.join(map(repr, unknown))}; the options are: {', '.join(names)}")
+            near = _nearest(unknown[0], names)
+            asked = f": did you mean {near}?" if near else f"; the options are: {', '.join(names)}"
+            raise ConfigError(f"unknown option {', '.join(map(repr, unknown))}{asked}")
+        variables = [name.upper() for name in (*names, *_OTHER_VARIABLES)]
+        for variable in os.environ:
+            name = variable.removeprefix(_PREFIX)
+            if name not in (variable, *variables) and (near := _nearest(name, variables)):
+                raise ConfigError(f"environment variable {variable} is no option: did you mean {_PREFIX}{near}?")
         default = cls()
         values: dict[str, Any] = {}
         origins: dict[str, Origin] = {}
@@ -202,18 +228,25 @@ class OffloadConfig:
         return cls(**values), origins
 
 
-def with_option_fields(init: Any) -> Signature:
-    """Return the signature of a constructor, the fields of `OffloadConfig` in place of ``**options``.
+def show_options(kind: type) -> None:
+    """Put the fields of `OffloadConfig` in place of ``**options``: in the signature of a class, and in its docstring.
 
-    LightningCLI, `help` and notebooks read it; so the fields, their types and defaults are written down only once.
+    LightningCLI, `help` and notebooks read them; so names, types, defaults and texts are written down only once.
     """
+    arguments = (OffloadConfig.__doc__ or "").partition("    Args:\n")[2].rstrip()
+    kind.__doc__ = re.sub(r"^ +\*\*options: .*\n", lambda _: f"{arguments}\n", kind.__doc__ or "", flags=re.MULTILINE)
+    init: Any = kind.__init__  # type: ignore[misc]
     types, defaults = get_type_hints(OffloadConfig), OffloadConfig()
     options = [
         Parameter(f.name, Parameter.KEYWORD_ONLY, default=getattr(defaults, f.name), annotation=types[f.name])
         for f in fields(OffloadConfig)
     ]
     own = [p for p in signature(init, eval_str=True).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    return Signature([*own, *options])
+    init.__signature__ = Signature([*own, *options])
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.75)), "")
 
 
 def _budget(name: object, value: object) -> int:
@@ -227,7 +260,7 @@ def _budget(name: object, value: object) -> int:
             )
         value = value["budget"]
     if not isinstance(value, (int, float, str)):
-        raise ConfigError(f'tiers: the budget of {name!r} must be bytes or a size such as "64GiB", got {value!r}')
+        raise ConfigError(f'tiers: the budget of {name!r} must be bytes or a size such as "64GiB", got {short(value)}')
     try:
         return parse_bytes(value)
     except ValueError as error:
@@ -238,15 +271,15 @@ def _check_rule(pattern: object, wanted: object) -> None:
     tiers = list(wanted.values()) if isinstance(wanted, Mapping) else [wanted]
     if not isinstance(pattern, str) or not tiers or not all(isinstance(tier, str) and tier for tier in tiers):
         raise ConfigError(
-            f"tier_rules: {pattern!r}: {wanted!r} must be a tier name or map weights, gradients, optimizer_state or "
-            f"activations to tier names"
+            f"tier_rules: {pattern!r}: {short(wanted)} must be a tier name or map weights, gradients, optimizer_state "
+            "or activations to tier names"
         )
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     # compares types too: 1 == True
     if not any(value == choice and type(value) is type(choice) for choice in choices):
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {short(value)}")
 
 
 def _is_count(value: object) -> bool:

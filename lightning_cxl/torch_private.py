@@ -322,9 +322,6 @@ def own_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offsets)
 
 
-# --- kernels over lists of tensors, which `bench` compares with
-
-
 # --- the compiler
 
 set_compiler: Callable[[Any], Any] = find(

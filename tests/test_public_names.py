@@ -82,7 +82,7 @@ ARGUMENTS = {
         "mapped": None,
         "lora": None,
         "quantization": None,
-        "lr": 0.001,
+        "lr": None,
         "weight_decay": 0.1,
         "warmup_steps": 10,
     },

@@ -2,8 +2,11 @@
 
     python examples/bench/ssd.py --folder FOLDER [--sizes 64KiB 16MiB ...] [--rounds 9] [--json FILE]
 
-The same as `python -m lightning_cxl bench ssd`, with one contender more: DeepSpeed's `aio_handle` with which
-ZeRO-Infinity swaps tensors, where it is installed. DeepSpeed compiles it when it is first used, and needs libaio.
+fio (io_uring and libaio, the fastest of several settings) and DeepSpeed's `aio_handle`, with which ZeRO-Infinity swaps
+tensors, take part where they are installed; DeepSpeed compiles its own when it is first used, and needs libaio. All go
+over the same bytes of one file, past the page cache, tensor after tensor; a write counts when it is on the disk.
+Contenders take turns in random order; tables show medians, the spread of all rounds, and the median of the rounds'
+ratios. The file is gone afterwards.
 """
 
 import importlib
@@ -11,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from ssd_bench.contenders import DiskContender, Job, clocked, fastest
+from ssd_bench.turns import make_parser, run
 
-from lightning_cxl.commands.bench.ssd import make_parser, run
-from lightning_cxl.commands.bench.ssd_contenders import DiskContender, Job, clocked, fastest
 from lightning_cxl.commands.measuring.timing import reason
 
 NAME = "DeepSpeed aio"
@@ -78,9 +81,7 @@ def peers(swapper: Swapper, job: Job, *, writes: bool) -> list[DiskContender]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser(
-        "python examples/bench/ssd.py", __doc__, "python examples/bench/ssd.py --folder /nvme --sizes 64KiB"
-    )
+    parser = make_parser(__doc__)
     args = parser.parse_args(arguments)
     try:
         swapper = Swapper()

@@ -1,6 +1,5 @@
 """``python -m lightning_cxl env``: the machine as this package sees it, and what to change about it."""
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_cxl.commands import parsers
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.machine.calibration import load_calibration
 from lightning_cxl.machine.limits import cgroup_limits
@@ -24,11 +24,7 @@ _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
 
 def main(arguments: Sequence[str]) -> None:
     """Print what this machine has."""
-    argparse.ArgumentParser(
-        "python -m lightning_cxl env",
-        description="Show this machine's memory, limits and devices as this package sees them, and what to change.",
-        epilog="example: python -m lightning_cxl env",
-    ).parse_args(arguments)
+    parsers.env().parse_args(arguments)
     print(format_environment(environment_report()))
 
 

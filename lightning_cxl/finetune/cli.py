@@ -1,7 +1,9 @@
 """The command line of the main job: LightningCLI over `CausalLM` and `TextData`."""
 
 import difflib
+import logging
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -14,6 +16,10 @@ from lightning_cxl.finetune.parser import ShortErrors
 from lightning_cxl.finetune.summary import FitSummary
 from lightning_cxl.integrations.lightning.lightning_api import LightningCLI, StrategyRegistry
 from lightning_cxl.weights.model_names import require_model
+
+_NO_MODEL = """a model is needed: a hub id or a folder, or a file with options. For example:
+  {program} --model.name_or_path Qwen/Qwen2.5-0.5B --data.text_files chats.jsonl
+  {program} --config examples/configs/finetune_stdlib.yaml"""
 
 
 def _help(name: str) -> str:
@@ -32,7 +38,7 @@ class FinetuneCLI(LightningCLI):
             TextData,
             parser_class=ShortErrors,
             seed_everything_default=42,
-            trainer_defaults={"num_sanity_val_steps": -1, "callbacks": [self.summary]},
+            trainer_defaults={"strategy": "cxl_offload", "num_sanity_val_steps": -1, "callbacks": [self.summary]},
             parser_kwargs={
                 "prog": PROGRAM,
                 "description": "Train a causal language model on text or conversations, and see how well it does.",
@@ -50,11 +56,11 @@ class FinetuneCLI(LightningCLI):
         parser.link_arguments("data.vocab_size", "model.vocab_size")
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what Lightning trips over, and names of nothing, before anything is read.
+        """Refuse what Lightning trips over, and names of nothing, before anything is read; fill in what a run needs.
 
         Raises:
-            ConfigError: a number of the Trainer that must not be 0; no such strategy or model, or the hub cannot be
-                asked for it.
+            ConfigError: no model was chosen; a number of the Trainer that must not be 0; no such strategy or model, or
+                the hub cannot be asked for it.
         """
         config = self.config[self.subcommand]
         for name in ("accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"):
@@ -62,8 +68,13 @@ class FinetuneCLI(LightningCLI):
                 raise ConfigError(f"trainer.{name} must be larger than 0")
         _check_strategy(config.trainer.strategy)
         name = config.model.name_or_path
+        if name is None and not any(each.startswith(("--config", "-c", "--model")) for each in sys.argv):
+            raise ConfigError(_NO_MODEL.format(program=f"{PROGRAM} {self.subcommand}"))
         if name is not None:
             require_model(name, weights_for=self.subcommand or "")
+            config.trainer.precision = config.trainer.precision or "bf16-true"
+        if (config.trainer.max_epochs, config.trainer.max_steps, config.trainer.max_time) == (None, -1, None):
+            config.trainer.max_epochs = 1
 
     def after_fit(self) -> None:
         """Print the summary (Lightning calls this after ``fit``)."""
@@ -85,5 +96,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run the command line of `sys.argv`, where LightningCLI finds its subcommand and `arguments`."""
     # raised by Lightning's own use of torch.utils._pytree (lightning 2.6 with torch 2.13): not for our user to act on
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)
+    # advertisements, which no run needs
+    told = logging.getLogger(LightningCLI.__module__.replace(".cli", ".utilities.rank_zero"))
+    told.addFilter(lambda record: "seamless cloud" not in record.getMessage())
     with option_errors():
         FinetuneCLI()

@@ -48,7 +48,7 @@ class CausalLM(LightningModule):
         mapped: bool | None = None,
         lora: dict[str, Any] | None = None,
         quantization: Literal["4bit", "8bit"] | dict[str, Any] | None = None,
-        lr: float = 1e-3,
+        lr: float | None = None,
         weight_decay: float = 0.1,
         warmup_steps: int = 10,
     ) -> None:
@@ -68,7 +68,8 @@ class CausalLM(LightningModule):
                 "target_modules": "all-linear"}``. Checkpoints hold the adapters alone.
             quantization: Quantise the weights of `name_or_path` while they are read: "4bit" (NF4), "8bit", or fields of
                 ``BitsAndBytesConfig``. Training needs `lora` then.
-            lr: Highest learning rate, reached after the warm-up.
+            lr: Highest learning rate, reached after the warm-up. None: 1e-3 for a new Llama, 1e-5 for the weights of
+                `name_or_path`, 2e-4 for adapters.
             weight_decay: AdamW's, for matrices alone (not for norms and biases).
             warmup_steps: Optimizer steps of linear warm-up, before a cosine to a tenth of `lr`.
 
@@ -90,6 +91,8 @@ class CausalLM(LightningModule):
                     f"quantization needs a local folder with safetensors files as name_or_path, got {name_or_path!r}: "
                     "download a model first (hf download NAME --local-dir FOLDER)"
                 )
+        if lr is None:
+            lr = 2e-4 if lora is not None else 1e-3 if name_or_path is None else 1e-5
         counts = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,

@@ -1,6 +1,8 @@
-"""What a run ends with: validation loss before and after, a generated sample, the memory report."""
+"""What a run ends with: losses, a sample and the memory report; predictions; what is saved where it was interrupted."""
 
 import resource
+import shlex
+import sys
 from typing import Any
 
 from lightning_cxl.errors import ConfigError
@@ -8,6 +10,8 @@ from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.integrations.lightning.lightning_api import Callback, LightningModule, Trainer
 from lightning_cxl.units import format_bytes
+
+_SHOWN_ROWS, _SHOWN_TOKENS = 3, 48
 
 
 class FitSummary(Callback):
@@ -59,6 +63,43 @@ class FitSummary(Callback):
             else:
                 prompt = "def " if self.prompt is None else self.prompt
                 self.sample = pl_module.generate_text(prompt, max_new_tokens=self.max_new_tokens)
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Print the first rows as they are, and what the model takes for most likely behind each of their tokens."""
+        tokenizer = getattr(pl_module, "tokenizer", None)
+        if tokenizer is None or batch_idx > 0 or not trainer.is_global_zero:
+            return
+        for number, (ids, predicted) in enumerate(zip(batch["input_ids"], outputs, strict=True), 1):
+            if number > _SHOWN_ROWS:
+                break
+            shown = slice(1, _SHOWN_TOKENS + 1), slice(0, _SHOWN_TOKENS)
+            print(f"row {number}, text:      {tokenizer.decode(ids[shown[0]])!r}")
+            print(f"row {number}, predicted: {tokenizer.decode(predicted[shown[1]])!r}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Say after Ctrl-C what is saved, and how to go on."""
+        if not isinstance(exception, KeyboardInterrupt) or trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        callback = trainer.checkpoint_callback
+        saved = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+        print(f"\ninterrupted after step {trainer.global_step}", file=sys.stderr)
+        if saved:
+            arguments = [each for each in sys.argv[1:] if not each.startswith("--ckpt_path=")]
+            if "--ckpt_path" in arguments:
+                place = arguments.index("--ckpt_path")
+                del arguments[place : place + 2]
+            again = shlex.join(["python", "-m", "lightning_cxl", *arguments, "--ckpt_path", saved])
+            print(f"saved: {saved}\ngo on from there: {again}", file=sys.stderr)
+        else:
+            print("no checkpoint was saved yet: lower ModelCheckpoint's every_n_train_steps", file=sys.stderr)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run cannot measure again."""

@@ -9,7 +9,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -22,10 +22,12 @@ from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
 from lightning_cxl.run import ssd_checkpoint
 from lightning_cxl.run.saved_generation import KEY, SSD
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.run.straight_copy import copying_from
 from lightning_cxl.shards import local, shard_of, sharded_like
+
+if TYPE_CHECKING:  # it imports torch's checkpoints, which one device does without
+    from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class LoadedCheckpoint(dict[str, Any]):
         folder: where tensors are read from when their memory is there; None where `loaded` has them.
     """
 
-    def __init__(self, loaded: Mapping[str, Any], folder: ShardedCheckpoint | None = None) -> None:
+    def __init__(self, loaded: Mapping[str, Any], folder: "ShardedCheckpoint | None" = None) -> None:
         super().__init__(loaded)
         self.own: dict[str, Any] = self.pop(KEY, None) or {}
         self.folder = folder
@@ -153,7 +155,7 @@ def load_optimizers(
 
 
 def load_folder(
-    folder: ShardedCheckpoint,
+    folder: "ShardedCheckpoint",
     own: Mapping[str, Any],
     optimizers: Sequence[Optimizer],
     masters: MasterWeights | None,

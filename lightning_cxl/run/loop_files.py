@@ -11,7 +11,6 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.run import sharded_checkpoint
 from lightning_cxl.run.checkpoint import entry_of, restore_masters
 from lightning_cxl.run.saved_generation import KEY
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.run.state_on_ssd import check_together
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.agreement import on_all_ranks
@@ -59,6 +58,8 @@ def save(
 
 def read_rest(path: Path, *, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what of a checkpoint is no tensor, and our entry."""
+    from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+
     rest = ShardedCheckpoint(path).rest(weights_only=weights_only)
     return rest, rest.pop(KEY, None) or {}
 
@@ -88,6 +89,8 @@ def load(
         CheckpointError: it is of another model or of other optimizers, or damaged.
         ConfigError: an optimizer was not prepared.
     """
+    from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+
     folder = ShardedCheckpoint(path)
     own = folder.rest(weights_only=weights_only).get(KEY) or {}
     if any(index >= folder.num_optimizers for index in optimizers):

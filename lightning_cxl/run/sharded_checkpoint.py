@@ -26,8 +26,6 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_together
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
@@ -70,6 +68,10 @@ def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO
         write_rest: writes what is no tensor to a file; called on the first process.
         group: through which the processes agree: all of them, with gloo. None is the default one.
     """
+    # torch's module takes as long to import as a quarter of this package, and one device needs none of it
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save as save_together
+
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     with ExitStack() as cleanup:
 
@@ -94,6 +96,8 @@ def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO
 
 def first_failure(error: BaseException) -> BaseException:
     """Return the error of one process where torch has collected those of all."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 

@@ -12,7 +12,7 @@ T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 T_CHECKPOINT = "tests/integration/test_checkpoint.py"
 T_STEP = ("tests/unit/planning/jobs/test_step.py",)
 T_LIMITS = ("tests/unit/machine/test_limits.py",)
-T_SSD = ("tests/unit/commands/bench/test_ssd.py",)
+T_SSD = ("tests/unit/lab/test_ssd.py",)
 _POLICIES = "tests/unit/planning/policies/test_properties.py"
 
 MUTANTS = (
@@ -315,31 +315,31 @@ MUTANTS = (
     ),
     Mutant(
         "a measured write counts when it is on the disk",
-        "lightning_cxl/commands/bench/ssd_contenders.py",
+        "examples/bench/ssd_bench/contenders.py",
         "        os.fsync(job.area.fd)\n",
         "        pass\n",
         T_SSD,
     ),
     Mutant(
         "fio's time is for all bytes, also where it did fewer",
-        "lightning_cxl/commands/bench/fio.py",
+        "examples/bench/ssd_bench/fio.py",
         ' * nbytes / job[direction]["io_bytes"]',
         "",
         T_SSD,
     ),
     Mutant(
         "the measured file has no name",
-        "lightning_cxl/commands/bench/disk_area.py",
+        "examples/bench/ssd_bench/disk_area.py",
         "            os.unlink(name)\n",
         "",
         T_SSD,
     ),
     Mutant(
         "a tied weight is in a pool once",
-        "lightning_cxl/commands/bench/pools.py",
+        "examples/bench/pools.py",
         "for parameter in model.parameters() if",
         "for _, parameter in model.named_parameters(remove_duplicate=False) if",
-        ("tests/unit/commands/bench/test_pools.py",),
+        ("tests/unit/lab/test_pools.py",),
     ),
     Mutant(
         "a loader's order depends on its seed",

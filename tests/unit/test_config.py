@@ -2,12 +2,16 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 
+import lightning_cxl
+from lightning_cxl import CXLFabricStrategy, CXLOffloadStrategy
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.integrations.options_file import read_options
 from lightning_cxl.ssd_options import SsdOptions
 
 NAMES = [field.name for field in dataclasses.fields(OffloadConfig)]
@@ -167,6 +171,43 @@ def test_describe_tells_where_values_come_from():
 def test_resolve_refuses_unknown_options():
     with pytest.raises(ConfigError, match=r"unknown option 'budget'; the options are: tiers, tier_rules"):
         OffloadConfig.resolve(budget="1GiB")
+
+
+def test_a_misspelled_option_or_variable_gets_the_nearest_name(monkeypatch):
+    with pytest.raises(ConfigError, match=r"unknown option 'stream_weight': did you mean stream_weights\?"):
+        OffloadConfig.resolve(stream_weight=True)
+    monkeypatch.setenv("LIGHTNING_CXL_CACHE", "folder")
+    monkeypatch.setenv("LIGHTNING_CXL_MY_OWN", "1")
+    OffloadConfig.resolve()
+    monkeypatch.setenv("LIGHTNING_CXL_STATES", "bf16")
+    with pytest.raises(ConfigError, match=r"LIGHTNING_CXL_STATES is no option: did you mean LIGHTNING_CXL_STATE\?"):
+        OffloadConfig.resolve()
+
+
+@pytest.mark.parametrize("name", ["state", "policy", "tiers", "tier_rules", "units", "machine"])
+def test_a_large_value_is_not_printed_whole(name):
+    with pytest.raises(ConfigError, match=name) as caught:
+        OffloadConfig(**{name: [0] * 10_000})
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("kind", [CXLOffloadStrategy, CXLFabricStrategy])
+def test_help_has_every_option_as_the_config_documents_it(kind):
+    own = OffloadConfig.__doc__.partition("    Args:\n")[2].rstrip()
+    assert own in kind.__doc__
+    assert re.findall(r"^ {8}(\w+): ", own, re.MULTILINE) == NAMES
+    assert "**options" not in kind.__doc__
+
+
+def test_dir_of_the_package_is_what_is_public():
+    assert dir(lightning_cxl) == sorted([*lightning_cxl.__all__, "__version__"])
+
+
+def test_front_ends_without_a_command_line_take_a_config():
+    config = OffloadConfig(state="bf16", tiers={"dram": "1GiB"})
+    found, origins = OffloadConfig.resolve(**read_options(config))
+    assert found == config
+    assert (origins["state"], origins["units"]) == ("argument", "default")
 
 
 def test_copies_and_pickles():

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from adam_bench import peers
+from adam_bench.contenders import torch_adamw
+from adam_bench.problems import Problem
 from adam_bench.tensors import zeroed
-from lightning_cxl.commands.bench.contenders import torch_adamw
-from lightning_cxl.commands.bench.tensors import Problem
 
 Run = Callable[[], object]
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from adam_bench import chains, peers
-from adam_bench.tensors import zeroed
-from lightning_cxl.commands.bench.contenders import (
+from adam_bench.contenders import (
     MEASURE,
     OURS,
     PLAIN,
@@ -16,7 +15,8 @@ from lightning_cxl.commands.bench.contenders import (
     cpu_adam,
     renew,
 )
-from lightning_cxl.commands.bench.tensors import Problem, filled, fits, one_tensor
+from adam_bench.problems import Problem, filled, fits, one_tensor
+from adam_bench.tensors import zeroed
 from lightning_cxl.commands.measuring.results import Results
 from lightning_cxl.commands.measuring.roof import Roof, read, update
 from lightning_cxl.commands.measuring.timing import Contender, measure

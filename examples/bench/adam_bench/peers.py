@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lightning_cxl.commands.bench.contenders import BETAS, EPS, LR, WEIGHT_DECAY
-from lightning_cxl.commands.bench.tensors import Problem
+from adam_bench.contenders import BETAS, EPS, LR, WEIGHT_DECAY
+from adam_bench.problems import Problem
 
 Run = Callable[[], object]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_cxl.commands.bench.contenders import OURS, ROOF
-from lightning_cxl.commands.bench.tensors import format_count
+from adam_bench.contenders import OURS, ROOF
+from adam_bench.problems import format_count
 
 # times the roof: what is slower leaves the picture, and the legend says how slow it is
 _SCALE = 3.0

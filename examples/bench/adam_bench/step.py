@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 
 from adam_bench import peers
-from adam_bench.tensors import llama_tensors, small_tensors
-from lightning_cxl.commands.bench.contenders import (
+from adam_bench.contenders import (
     FUSED,
     OURS,
     ROOF,
@@ -16,7 +15,8 @@ from lightning_cxl.commands.bench.contenders import (
     step_contenders,
     torch_adamw,
 )
-from lightning_cxl.commands.bench.tensors import Layout, Problem, fits, format_count, one_tensor
+from adam_bench.problems import Layout, Problem, fits, format_count, one_tensor
+from adam_bench.tensors import llama_tensors, small_tensors
 from lightning_cxl.commands.measuring.results import Results
 from lightning_cxl.commands.measuring.timing import Contender, measure
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_cxl.commands.bench.tensors import Layout
+from adam_bench.problems import Layout
 
 
 def llama_tensors() -> Layout:

@@ -1,13 +1,12 @@
 """``python -m lightning_cxl calibrate``: measure, show, keep."""
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
+from lightning_cxl.commands import parsers
 from lightning_cxl.commands.calibrate.measure import NamedEngine, Row, measure_machine
 from lightning_cxl.commands.calibrate.options import QUICK, Options
 from lightning_cxl.commands.calibrate.ssd import check_ssd
@@ -24,31 +23,12 @@ from lightning_cxl.native import _cpu
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.transfer.engine import make_engine
 
-_DESCRIPTION = """\
-Measures how fast this machine's memory is (every node read, written, updated as Adam does it, and followed load by
-load), its caches, its devices (copies from and to every node, bf16 matrix products), and disks. What is found is kept
-for this machine and used by plans; `python -m lightning_cxl env` shows it. Nothing else should run meanwhile."""
-
 _SCALES = {"B/s": (1e-9, "GB/s"), "FLOP/s": (1e-12, "TFLOP/s"), "ns": (1.0, "ns"), "s": (1e6, "us")}
 
 
 def main(arguments: Sequence[str]) -> None:
     """Measure what the arguments ask for, print a table, and keep the result."""
-    parser = argparse.ArgumentParser(
-        "python -m lightning_cxl calibrate",
-        description=_DESCRIPTION,
-        epilog="example: python -m lightning_cxl calibrate --quick --output machine.yaml",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write this machine as YAML, to edit and reuse"
-    )
-    parser.add_argument(
-        "--ssd", type=Path, metavar="DIR", action="append", default=[], help="a folder on a drive for the tier ssd"
-    )
-    parser.add_argument("--quick", action="store_true", help="seconds instead of a minute, and less exact")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured as JSON")
-    args = parser.parse_args(arguments)
+    args = parsers.calibrate().parse_args(arguments)
     check_target(args.json)
     check_target(args.output)
     for folder in args.ssd:

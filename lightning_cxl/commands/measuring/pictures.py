@@ -15,5 +15,5 @@ def check_matplotlib() -> None:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise ConfigError(
-            "--plot needs matplotlib: `pip install matplotlib`, or install this package with its extra `bench`"
+            "--plot needs matplotlib: `pip install matplotlib`, or install this package with its extra `plot`"
         ) from error

@@ -4,9 +4,8 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
+from lightning_cxl.commands import parsers
 from lightning_cxl.commands.measuring.files import check_target, write_text
 from lightning_cxl.commands.measuring.pictures import check_matplotlib
 from lightning_cxl.commands.plan.advice import what_fits
@@ -28,8 +27,6 @@ from lightning_cxl.ssd_options import SsdOptions, read_ssd_options
 
 DOES_NOT_FIT = 2
 """Exit status."""
-_DESCRIPTION = """Say before a run what it would keep where, whether that fits, and how long a step would take. No
-weights are loaded; seconds are predicted, not measured. Exit status: 0 if the job fits, 2 if it does not."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: options that cannot be honoured.
     """
-    options = _parser().parse_args(arguments)
+    options = parsers.plan().parse_args(arguments)
     check_target(options.json)
     check_target(options.plot)
     if options.plot is not None:
@@ -138,64 +135,3 @@ def _this_machine(ssd: SsdOptions | None) -> Machine:
     machine = machine_of(topology, device, capacity_bytes=free)
     machine = machine or machine_without_speeds(topology, device).with_capacity(free)
     return machine.with_capacity({}, topology.host_available_bytes())
-
-
-def _parser() -> argparse.ArgumentParser:
-    default = Settings()
-    parser = argparse.ArgumentParser(
-        "python -m lightning_cxl plan",
-        description=_DESCRIPTION,
-        epilog="example: python -m lightning_cxl plan --model llama-3.1-8b --tiers examples/machines/one_card.yaml",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add: Any = parser.add_argument
-    add("--model", required=True, help="folder with a config.json, hub id, or a shape such as llama-3.1-8b")
-    add("--seq", type=int, default=default.sequence, help="tokens per sequence (%(default)s)")
-    add("--batch", type=int, default=default.batch, help="sequences per micro-batch (%(default)s)")
-    add("--tiers", type=Path, help="machine as YAML; this machine with what is free on it when left out")
-    add("--ssd", metavar="DIR", action="append", help="folder for what memory cannot hold, one for each drive")
-    add("--ssd-budget", metavar="SIZE", help="most bytes there, such as 500GiB (what is free)")
-    add("--ssd-checkpoint", choices=["copy", "reference"], help="reference: twice the bytes there (copy)")
-    names = ", ".join(POLICIES)
-    add("--policy", help=f"{names}, or package.module.Class (bandwidth; latency_first where speeds are not known)")
-    add("--precision", choices=["32-true", "bf16-true", "bf16-mixed"], default=default.precision, help="(%(default)s)")
-    add("--state", choices=["fp32", "bf16", "8bit"], default=default.state, help="momentum, variance (%(default)s)")
-    add("--master", choices=["split", "fp32"], default=default.master, help="master weights (%(default)s)")
-    add("--accumulate", choices=["fp32", "bf16"], default=default.accumulate, help="sums of gradients (%(default)s)")
-    add("--accumulate-grad-batches", type=int, default=1, help="micro-batches per step (%(default)s)")
-    add(
-        "--overlap",
-        choices=["auto", "none", "backward", "forward"],
-        default=default.overlap,
-        help='what the update runs behind; backward needs on_overflow="ignore" (%(default)s)',
-    )
-    switch = argparse.BooleanOptionalAction
-    add("--activation-offload", action=switch, default=True, help="inputs of units to the host (on)")
-    add("--stream-weights", action=switch, default="auto", help="weights of units to the host (on with a GPU)")
-    add(
-        "--loss",
-        choices=["full", "chunked"],
-        default=default.loss,
-        help="chunked: under lightning_cxl.chunked_loss, as the main job computes it (%(default)s)",
-    )
-    add("--devices", type=int, metavar="N", help="of each machine, a rank for each (all that the machine has)")
-    add("--num-nodes", type=int, default=default.num_nodes, metavar="M", help="machines like this one (%(default)s)")
-    add(
-        "--between-nodes",
-        choices=["replicate", "shard"],
-        default=default.between_nodes,
-        help="machines each hold the whole model (HSDP), or it is cut over all ranks (%(default)s)",
-    )
-    add(
-        "--weights",
-        choices=["auto", "gathered", "shared"],
-        default="auto",
-        help="of several devices: gathered from the others' shards, or read from one copy in host memory; auto: "
-        "what is predicted to be faster",
-    )
-    add("--no-sync", action="store_true", help="several devices: only the last micro-batch reduces gradients")
-    add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers, not the weights")
-    add("--quantize", choices=["4bit", "8bit"], help="weights below adapters (needs --lora)")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
-    add("--plot", type=Path, metavar="FILE.png", help="draw tiers and predicted times")
-    return parser

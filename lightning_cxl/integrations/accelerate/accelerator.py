@@ -5,8 +5,7 @@ clipping finds them where they are. Several processes have a model that `prepare
 Accelerate's FSDP2 does: see `processes.py`. Everything else is Accelerate's own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -19,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.accelerate.processes import ShardedAccelerator
-from lightning_cxl.integrations.options_file import read_options
+from lightning_cxl.integrations.options_file import Options, read_options
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
@@ -31,7 +30,7 @@ class CXLAccelerator(ShardedAccelerator):
 
     Args:
         *args: of `accelerate.Accelerator`.
-        offload: the fields of `OffloadConfig`, or the path of a YAML file with them; None: what the environment says
+        offload: an `OffloadConfig`, its fields, or the path of a YAML file with them; None: what the environment says
             (``LIGHTNING_CXL_TIERS`` and so on), else the defaults.
         **kwargs: of `accelerate.Accelerator`.
 
@@ -46,9 +45,7 @@ class CXLAccelerator(ShardedAccelerator):
         model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
     """
 
-    def __init__(
-        self, *args: Any, offload: Mapping[str, Any] | str | PathLike[str] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, offload: Options = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._attach(offload, None)
 
@@ -56,7 +53,7 @@ class CXLAccelerator(ShardedAccelerator):
     def attach(
         cls,
         accelerator: Accelerator,
-        offload: Mapping[str, Any] | str | PathLike[str] | None = None,
+        offload: Options = None,
         loop: Loop | None = None,
     ) -> "CXLAccelerator":
         """Make an accelerator that exists, and has prepared no model yet, one of this class.
@@ -80,7 +77,7 @@ class CXLAccelerator(ShardedAccelerator):
         ours._attach(offload, loop)
         return ours
 
-    def _attach(self, offload: Mapping[str, Any] | str | PathLike[str] | None, loop: Loop | None) -> None:
+    def _attach(self, offload: Options, loop: Loop | None) -> None:
         self._check_processes()
         loop = loop or Loop(accumulates=self.gradient_accumulation_steps > 1, writes_unseen=True)
         self.offload = UserLoop(Session(**read_options(offload)), self.device, loop)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_cxl.config import with_option_fields
+from lightning_cxl.config import show_options
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.fabric import sharded_files
@@ -55,7 +55,7 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
         checkpoint_io: how checkpoints are written; ours (direct, atomic, memory-mapped) when None.
         precision: filled in by Fabric from ``precision=``.
         timeout: for which a rank waits for the others in a collective, where there are several; None is torch's own.
-        **options: the fields of `OffloadConfig`; ``policy`` may also be an object, see `CXLOffloadStrategy`.
+        **options: the fields of `OffloadConfig`.
 
     Raises:
         ConfigError: an option with an impossible value.
@@ -298,7 +298,7 @@ class _WhenCalled:
         return _WhenCalled, ()
 
 
-CXLFabricStrategy.__init__.__signature__ = with_option_fields(CXLFabricStrategy.__init__)  # type: ignore[attr-defined]
+show_options(CXLFabricStrategy)
 # Fabric lets these two, and no others, go without `fabric.launch()`, as one process may. The other one is
 # `SingleDeviceStrategy`, of which `fabric.no_backward_sync` asks nothing.
 DataParallelStrategy.register(CXLFabricStrategy)

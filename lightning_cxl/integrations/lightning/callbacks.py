@@ -1,5 +1,6 @@
 """`OffloadProgressBar`: Lightning's Rich progress bar with the host memory of this process."""
 
+import math
 import sys
 from typing import Any
 
@@ -90,4 +91,5 @@ def _number(value: Any) -> str:
 
 def _last_step(trainer: Trainer) -> str:
     """Return the number of the last optimizer step, or "?" where only the end of the data tells."""
-    return str(trainer.max_steps) if trainer.max_steps > 0 else "?"
+    last = trainer.estimated_stepping_batches
+    return "?" if math.isinf(last) else str(last)

@@ -48,7 +48,6 @@ else:
         _pytorch: ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
         f"{_pytorch}.accelerators": ("Accelerator",),
         f"{_pytorch}.callbacks": ("BaseFinetuning", "RichProgressBar"),
-        f"{_pytorch}.cli": ("LightningArgumentParser", "LightningCLI"),
         f"{_pytorch}.core.optimizer": ("LightningOptimizer",),
         f"{_pytorch}.plugins": ("Precision",),
         f"{_pytorch}.plugins.io": ("AsyncCheckpointIO",),
@@ -62,6 +61,12 @@ else:
     _launchers = importlib.import_module(f"{_fabric}.strategies.launchers.subprocess_script")
     FabricLauncher = _launchers._SubprocessScriptLauncher
     FabricParallelStrategy = importlib.import_module(f"{_fabric}.strategies").ParallelStrategy
+
+    def __getattr__(name: str) -> object:
+        """Import the command line, and jsonargparse with it, for the main job alone."""
+        if name in ("LightningArgumentParser", "LightningCLI"):
+            return getattr(importlib.import_module(f"{_pytorch}.cli"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def loaded_packages() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cxl.config import with_option_fields
+from lightning_cxl.config import show_options
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
@@ -38,7 +38,6 @@ from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint, optimizer_tensors
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.run.ssd_checkpoint import unseen
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
@@ -53,8 +52,7 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         checkpoint_io: how checkpoints are written; ours (direct, atomic, memory-mapped) when None.
         precision_plugin: filled in by the Trainer from ``precision=``.
         timeout: for which a rank waits for the others in a collective, where there are several; None is torch's own.
-        **options: the fields of `OffloadConfig`, e.g. ``tier_rules``, ``tiers``, ``activation_offload``, ``units``.
-            ``policy`` may also be an object with the method of `PlacementPolicy` or of `PlanningPolicy`.
+        **options: the fields of `OffloadConfig`.
 
     Raises:
         ConfigError: an option with an impossible value.
@@ -239,6 +237,8 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
             self._saves.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         if "://" not in str(checkpoint_path) and is_sharded_checkpoint(Path(checkpoint_path)):
+            from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+
             folder = ShardedCheckpoint(Path(checkpoint_path))
             return ckpt.LoadedCheckpoint(folder.rest(weights_only=weights_only), folder)
         return ckpt.LoadedCheckpoint(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
@@ -306,4 +306,4 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
             )
 
 
-CXLOffloadStrategy.__init__.__signature__ = with_option_fields(CXLOffloadStrategy.__init__)  # type: ignore[attr-defined]
+show_options(CXLOffloadStrategy)

@@ -10,7 +10,6 @@ clipping left to the optimizer's own sweep where nobody reads gradients; ``optim
 without optimizers.
 """
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from os import PathLike
 from typing import Any
@@ -19,14 +18,14 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.integrations.options_file import Options
 from lightning_cxl.integrations.transformers.processes import ShardedTrainer
 from lightning_cxl.integrations.transformers.trainer_accelerator import TrainerAccelerator
 from lightning_cxl.integrations.transformers.trainer_loop import loop_of
 from lightning_cxl.streaming.awaited import peek
 
-Options = Mapping[str, Any] | str | PathLike[str] | None
-"""Fields of `OffloadConfig`, or a file with them."""
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _GENERATE_APART = ("use_vllm", "use_transformers_continuous_batching")
 """Arguments of TRL that let weights be read outside of the model's calls, by each process when it likes."""
@@ -37,7 +36,7 @@ class CXLTrainerMixin(ShardedTrainer):
 
     Args:
         *args: of the Trainer.
-        offload: the fields of `OffloadConfig`, or the path of a YAML file with them; None: what the environment says
+        offload: an `OffloadConfig`, its fields, or the path of a YAML file with them; None: what the environment says
             (``LIGHTNING_CXL_TIERS`` and so on), else the defaults.
         **kwargs: of the Trainer.
 
@@ -143,7 +142,7 @@ class CXLTrainer(CXLTrainerMixin, Trainer):  # type: ignore[misc]
     """
 
 
-def offload(trainer: Trainer, options: str | PathLike[str] | None = None, **fields: Any) -> Trainer:
+def offload(trainer: Trainer, options: OffloadConfig | str | PathLike[str] | None = None, **fields: Any) -> Trainer:
     """Let a Trainer that exists, and has not trained yet, train on host memory tiers from now on.
 
     The Trainer has moved its model to the device when it was made, unless its arguments say
@@ -151,7 +150,7 @@ def offload(trainer: Trainer, options: str | PathLike[str] | None = None, **fiel
 
     Args:
         trainer: its class becomes one with `CXLTrainerMixin`.
-        options: path of a YAML file with fields of `OffloadConfig`.
+        options: an `OffloadConfig`, or the path of a YAML file with its fields.
         **fields: of `OffloadConfig`, in the place of a file.
 
     Returns:

@@ -1,17 +1,22 @@
 """The table of commands, and that it is shown without waiting for torch."""
 
 import importlib
+import os
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 
 import lightning_cxl
-from lightning_cxl.__main__ import main
-from lightning_cxl.commands import overview
+from lightning_cxl.commands import parsers
 from lightning_cxl.commands.overview import COMMANDS, answer_at_once, answer_before_imports
+from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.planning.policies.registry import POLICIES
 
-NAMES = ["fit", "validate", "test", "predict", "export", "plan", "env", "calibrate", "bench"]
+NAMES = ["fit", "validate", "test", "predict", "export", "plan", "env", "calibrate"]
 
 
 def run(*arguments, **options):
@@ -35,12 +40,70 @@ def test_help_is_one_screen_with_every_command(capsys):
     assert [line.split()[0] for line in lines if line.startswith("  ")] == ["command", *NAMES]
 
 
-def test_help_of_the_module_imports_no_torch():
-    shown = run("-X", "importtime", "-m", "lightning_cxl", "--help")
-    assert shown.returncode == 0 and "calibrate" in shown.stdout
+ANSWERED_AT_ONCE = [
+    (["--help"], 0, "calibrate"),
+    (["--version"], 0, f"lightning_cxl {lightning_cxl.__version__}"),
+    (["help", "plan"], 0, "usage: python -m lightning_cxl plan "),
+    *(([name, "--help"], 0, f"example: python -m lightning_cxl {name}") for name in NAMES),
+    (["plan", "--sqe", "3"], 2, "required: --model"),
+    (["fitt"], 2, "did you mean `fit`?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "text"), ANSWERED_AT_ONCE, ids=lambda value: str(value))
+def test_help_and_wrong_options_import_no_torch(arguments, status, text):
+    shown = run("-X", "importtime", "-m", "lightning_cxl", *arguments)
+    assert shown.returncode == status and text in shown.stdout + shown.stderr
     imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
     assert "lightning_cxl.commands.overview" in imported
     assert not imported & {"torch", "lightning", "numpy", "transformers"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_other_call_says_something_before_it_imports_torch(name, tmp_path):
+    """The torch that is found first stops the process, as does the user who sees nothing for seconds."""
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    arguments = {"plan": ["--model", "gpt2"], "export": ["a.ckpt", "folder"]}.get(name, [])
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    shown = run("-m", "lightning_cxl", name, *arguments, env={**os.environ, "PYTHONPATH": path})
+    assert (shown.returncode, shown.stdout) == (7, "")
+    assert shown.stderr == f"python -m lightning_cxl {name}: importing torch and Lightning ...\n"
+
+
+def test_source_that_shadows_the_installed_package_says_what_to_do(tmp_path):
+    package = Path(lightning_cxl.__file__).parent
+    shutil.copytree(package, tmp_path / "lightning_cxl", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": ""}}
+    command = run("-m", "lightning_cxl", "env", **options)
+    assert command.returncode == 1 and command.stderr.count("\n") == 1
+    program = run("-c", "import lightning_cxl", **options)
+    for shown in (command, program):
+        assert f"{tmp_path / 'lightning_cxl'} is source code without its compiled modules" in shown.stderr
+        assert "run the command `lightning-cxl`" in shown.stderr and "pip install -e ." in shown.stderr
+    assert run("-m", "lightning_cxl", "plan", "--help", **options).returncode == 0
+
+
+def test_the_package_imports_neither_command_lines_nor_torchs_checkpoints():
+    """They are a quarter of what the import of this package adds to that of torch and Lightning."""
+    code = "import sys, lightning.pytorch; old = set(sys.modules); import lightning_cxl; print(*set(sys.modules) - old)"
+    new = run("-c", code).stdout.split()
+    assert "lightning_cxl.run.run" in new
+    heavy = (
+        "jsonargparse",
+        "lightning.pytorch.cli",
+        "torch.distributed.checkpoint",
+        "transformers",
+        "datasets",
+        "rich",
+    )
+    assert not [name for name in new if name.startswith(heavy)]
+
+
+def test_options_of_plan_are_the_defaults_of_its_settings():
+    options, settings = vars(parsers.plan().parse_args(["--model", "gpt2"])), Settings()
+    same = {**options, "sequence": options["seq"], "weights": "gathered"}
+    assert {field.name: same[field.name] for field in fields(settings)} == asdict(settings)
+    assert all(name in parsers.plan().format_help() for name in POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +118,14 @@ def test_no_or_a_wrong_command_is_answered_with_the_table(arguments, message, ca
     assert shown.err.endswith(f"error: {message}\n") and "calibrate" in shown.err and not shown.out
 
 
-@pytest.mark.parametrize("name", [*NAMES, "--config", "-c", "--print_config"])
-def test_commands_and_options_of_the_main_job_are_let_through(name):
-    answer_at_once([name, "--help"])
+def test_bench_says_where_it_is_now():
+    with pytest.raises(SystemExit, match=r"^`bench` is no command any more: .* in examples/bench$"):
+        answer_at_once(["bench", "adam"])
+
+
+@pytest.mark.parametrize("arguments", [["env"], ["fit", "--help", "all"], ["fit"], ["--config", "a", "fit"], ["-c"]])
+def test_commands_and_options_of_the_main_job_are_let_through(arguments):
+    answer_at_once(arguments)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +154,3 @@ def test_a_script_that_imports_the_package_gets_all_of_it():
     shown = run("-c", "import lightning_cxl; print(lightning_cxl.CXLOffloadStrategy.__name__)", "--help")
     assert shown.stdout == "CXLOffloadStrategy\n"
     assert lightning_cxl.CXLOffloadStrategy is not None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_command_shows_an_example_in_its_help(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lightning_cxl", name, "--help"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 0
-    assert f"example: {overview.PROGRAM} {name}" in " ".join(capsys.readouterr().out.split())

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.__main__ import main
+from lightning_cxl.finetune.model import CausalLM
 from tests.unit.finetune.chats import CHATML, byte_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "configs" / "finetune_stdlib.yaml"
-QLORA = EXAMPLE.with_name("finetune_qlora.yaml")
+QLORA, MODEL = EXAMPLE.with_name("finetune_qlora.yaml"), EXAMPLE.with_name("finetune_model.yaml")
 TINY = {
     "--model.hidden_size": 16,
     "--model.num_layers": 2,
@@ -118,6 +121,69 @@ def test_the_example_of_adapters_trains_resumes_and_exports(command, base, tmp_p
     command("export", last, tmp_path / "merged", tiny=False)
     assert "merged an adapter into 14 layers" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == 262
+
+
+@pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
+def test_a_run_without_a_model_is_asked_for_one(command, name):
+    """It was a Llama with random weights, a thousand epochs long."""
+    with pytest.raises(SystemExit) as caught:
+        command(name, tiny=False)
+    lines = str(caught.value.code).splitlines()
+    assert lines[0] == "ConfigError: a model is needed: a hub id or a folder, or a file with options. For example:"
+    assert all(line.startswith(f"  python -m lightning_cxl {name} --") for line in lines[1:]) and len(lines) == 3
+
+
+def test_a_given_model_is_tuned_for_one_epoch_in_bf16_with_our_strategy(command, base, tmp_path, write_lines):
+    path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40)))
+    short = {"data.text_files": path, "data.seq_len": 64, "trainer.accelerator": "cpu"}
+    command("fit", tiny=False, **{"model.name_or_path": base}, **short)
+    run = tmp_path / "lightning_logs" / "version_0"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    found = {name: config["trainer"][name] for name in ("strategy", "precision", "max_epochs", "max_steps")}
+    assert found == {"strategy": "cxl_offload", "precision": "bf16-true", "max_epochs": 1, "max_steps": -1}
+    (saved,) = (run / "checkpoints").iterdir()
+    state = torch.load(saved, weights_only=True)
+    assert state["epoch"] == 0 and state["optimizer_states"][0]["param_groups"][0]["initial_lr"] == 1e-5
+    assert {value.dtype for value in state["state_dict"].values()} == {torch.bfloat16}
+
+
+def test_the_example_of_a_given_model_trains(command, base, tmp_path, write_lines, capsys):
+    path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(400)))
+    options = {"model.name_or_path": base, "data.text_files": path, "data.seq_len": 64, "trainer.accelerator": "cpu"}
+    command("fit", "--config", MODEL, tiny=False, **options)
+    shown = capsys.readouterr().out
+    last = int(re.findall(r"^step (\d+)/\d+  ", shown, re.M)[-1])
+    assert f"step {last}/{last}  " in shown and "held-out sample 2" in shown
+
+
+def test_predict_shows_what_it_predicts(command, capsys):
+    command("predict", "--config", EXAMPLE)
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"^row [12], text:      '.+'$", shown, re.M)) == 2
+    assert len(re.findall(r"^row [12], predicted: '.+'$", shown, re.M)) == 2
+
+
+def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypatch, capsys):
+    stop_after = {"step": 3}
+
+    def interrupt(self, outputs, batch, batch_idx):
+        if self.trainer.global_step == stop_after["step"]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(CausalLM, "on_train_batch_end", interrupt)
+    every = {"trainer.callbacks": "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2}}]"}
+    with pytest.raises(SystemExit):
+        command("fit", "--config", EXAMPLE, **every)
+    saved = Path("runs/finetune_stdlib/tensorboard/version_0/checkpoints/epoch=0-step=2.ckpt")
+    lines = capsys.readouterr().err.splitlines()
+    assert "interrupted after step 3" in lines and f"saved: {saved}" in lines and saved.is_file()
+    again = next(line for line in lines if line.startswith("go on from there: "))
+    assert again.startswith("go on from there: python -m lightning_cxl fit --config ")
+    assert again.endswith(shlex.join(["--ckpt_path", str(saved)]))
+    stop_after["step"] = 1
+    with pytest.raises(SystemExit):
+        command("fit", "--config", EXAMPLE, **every)
+    assert "no checkpoint was saved yet" in capsys.readouterr().err
 
 
 def test_name_or_path_also_chooses_the_tokenizer(command, tmp_path, capsys):

@@ -8,10 +8,9 @@ import types
 import pytest
 import ssd
 import torch
-
-from lightning_cxl.commands.bench import fio
-from lightning_cxl.commands.bench.disk_area import disk_area
-from lightning_cxl.commands.bench.ssd_contenders import Job
+from ssd_bench import fio
+from ssd_bench.contenders import Job
+from ssd_bench.disk_area import disk_area
 
 MIB = 1 << 20
 

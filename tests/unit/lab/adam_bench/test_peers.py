@@ -6,10 +6,9 @@ import sys
 import pytest
 import torch
 from adam_bench import chains, peers
+from adam_bench.contenders import torch_adamw
 from adam_bench.path import Path
-
-from lightning_cxl.commands.bench.contenders import torch_adamw
-from lightning_cxl.commands.bench.tensors import Layout, Problem
+from adam_bench.problems import Layout, Problem
 
 LAYOUT = Layout("some", ((40, 50), (7,), (1000,)))
 

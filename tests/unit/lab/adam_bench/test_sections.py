@@ -8,13 +8,11 @@ import sys
 import adam
 import pytest
 import torch
-from adam_bench import memory, peers, plot, step
+from adam_bench import contenders, memory, peers, plot, problems, step
 from adam_bench.memory import extra_bytes
 from adam_bench.path import Path
+from adam_bench.problems import Problem, one_tensor
 
-from lightning_cxl.commands.bench import adam as command
-from lightning_cxl.commands.bench import contenders, tensors
-from lightning_cxl.commands.bench.tensors import Problem, one_tensor
 from lightning_cxl.commands.measuring import timing
 from lightning_cxl.commands.measuring.timing import Contender
 from lightning_cxl.errors import ConfigError
@@ -31,7 +29,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(peers, "_compiled", lambda function: function)
     for name in ("deepspeed", "bitsandbytes", "torchao"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(command, "set_threads", lambda num_threads: None)
+    monkeypatch.setattr(adam, "set_threads", lambda num_threads: None)
 
 
 def run(tmp_path, *arguments: str) -> dict[str, dict]:
@@ -67,8 +65,8 @@ def test_the_step_section(tmp_path, capsys):
 
 def test_a_large_step_is_held_against_the_roof_too_and_comes_in_two_more_shapes(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "_MEMORY_BOUND", 5000)
-    monkeypatch.setattr(step, "llama_tensors", lambda: tensors.Layout("two", ((3000, 2), (7,))))
-    monkeypatch.setattr(step, "small_tensors", lambda: tensors.Layout("three", ((30,),) * 3))
+    monkeypatch.setattr(step, "llama_tensors", lambda: problems.Layout("two", ((3000, 2), (7,))))
+    monkeypatch.setattr(step, "small_tensors", lambda: problems.Layout("three", ((30,),) * 3))
     rows = run(tmp_path, "--sections", "step", "--sizes", "4K", "6K")
     assert judged(rows) == {
         "fp32 step, 4K: CPUAdam / torch fused": 1.0,
@@ -130,7 +128,7 @@ def test_our_way_and_our_check_read_the_gradients_in_every_run(monkeypatch):
 
 
 def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tensors, "host_available_bytes", lambda root: 0)
+    monkeypatch.setattr(problems, "host_available_bytes", lambda root: 0)
     assert run(tmp_path, "--sizes", "4096") == {}
     assert capsys.readouterr().out.count("skipped: ") == 5
 
@@ -160,6 +158,9 @@ def test_without_the_kernels_file_the_memory_section_is_left_out(tmp_path, monke
     [
         (["--sections", "none"], "invalid choice"),
         (["--rounds", "0"], "must be at least 1"),
+        (["--threads", "0"], "must be at least 1"),
+        (["--sizes", "many"], "cannot read 'many' as a number of parameters"),
+        (["--sizes", "0"], "cannot read '0' as a number of parameters: write 4096, 500K, 20M or 1.5G"),
         (["--sections", "check", "--plot", "a.png"], "add it to --sections"),
     ],
 )
@@ -186,6 +187,25 @@ def test_a_plot_says_how_slow_the_contenders_are_that_leave_it(tmp_path, monkeyp
     curves = {1000: {"roof": 1.0, "CPUAdam": 1.1, "slow": 7.25}, 10**6: {"roof": 0.9, "CPUAdam": 1.0}}
     plot.plot(curves, tmp_path / "a.png", "machine")
     assert labels == ["roof: the same bytes, moved only", "CPUAdam", "slow (up to 7.2)"]
+
+
+def test_the_main_size_is_the_largest_up_to_100_million():
+    def main_size(*sizes: int) -> int:
+        return contenders.Options(1, 1, sizes).main_size
+
+    assert main_size(10**6, 10**8, 3 * 10**8) == 10**8
+    assert main_size(4096) == 4096
+    assert main_size(3 * 10**8, 4 * 10**8) == 3 * 10**8
+
+
+def test_threads_are_set_for_torch(monkeypatch):
+    monkeypatch.undo()
+    before = torch.get_num_threads()
+    try:
+        adam.set_threads(3)
+        assert torch.get_num_threads() == 3
+    finally:
+        adam.set_threads(before)
 
 
 def test_it_runs_as_a_script(monkeypatch, capsys):

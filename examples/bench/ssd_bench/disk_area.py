@@ -1,4 +1,4 @@
-"""Where `bench ssd` reads and writes: a file on the disk, and as much memory, shared by all that are compared."""
+"""Where the SSD benchmark reads and writes: a file on the disk, and as much memory, shared by all that are compared."""
 
 import errno
 import mmap

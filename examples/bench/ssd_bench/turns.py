@@ -1,4 +1,4 @@
-"""``python -m lightning_cxl bench ssd``: reads and writes of the SSD tier against fio and a plain loop."""
+"""The turns of all contenders over one file, what they took, and the table of it."""
 
 import argparse
 import random
@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_cxl.commands.bench import fio
-from lightning_cxl.commands.bench.disk_area import BLOCK_BYTES, disk_area
-from lightning_cxl.commands.bench.ssd_contenders import (
+from adam_bench.problems import fits
+
+from lightning_cxl.commands.measuring.files import check_target
+from lightning_cxl.commands.measuring.results import Results, machine, print_columns
+from lightning_cxl.commands.measuring.timing import Timings, cpu_seconds, others_fraction
+from lightning_cxl.machine.calibration import QUIET_FRACTION
+from lightning_cxl.native import _cpu
+from lightning_cxl.units import format_bytes, parse_bytes
+from ssd_bench import fio
+from ssd_bench.contenders import (
     ALONE,
     ENCRYPTED,
     OURS,
@@ -20,22 +27,10 @@ from lightning_cxl.commands.bench.ssd_contenders import (
     our_engine,
     plain_loop,
 )
-from lightning_cxl.commands.bench.tensors import fits
-from lightning_cxl.commands.measuring.files import check_target
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.commands.measuring.timing import Timings, cpu_seconds, others_fraction
-from lightning_cxl.machine.calibration import QUIET_FRACTION
-from lightning_cxl.native import _cpu
-from lightning_cxl.units import format_bytes, parse_bytes
+from ssd_bench.disk_area import BLOCK_BYTES, disk_area
 
 GOAL = 0.95
 _GIB = 2**30
-_DESCRIPTION = """\
-Speed of the SSD tier's reads and writes, against fio (io_uring and libaio, the fastest of several settings) and a loop
-of one thread. All go over the same bytes of one file, past the page cache, tensor after tensor; a write counts when it
-is on the disk. Contenders take turns in random order; tables show medians, the spread of all rounds, and the median of
-the rounds' ratios. The file is gone afterwards."""
-
 Peers = Callable[[Job, bool], Iterable[DiskContender]]
 """Yields more contenders for reads (False) or writes (True) of a job."""
 
@@ -48,20 +43,12 @@ class Turns:
     cpu_seconds: Mapping[str, list[float]]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure what the arguments ask for; print tables and write JSON."""
-    parser = make_parser(
-        "python -m lightning_cxl bench ssd", _DESCRIPTION, "python -m lightning_cxl bench ssd --folder /nvme"
-    )
-    run(parser, parser.parse_args(arguments), peers=None)
-
-
-def make_parser(program: str, description: str | None, example: str) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser of the options that `run` takes."""
     parser = argparse.ArgumentParser(
-        program,
+        "python examples/bench/ssd.py",
         description=description,
-        epilog=f"example: {example}",
+        epilog="example: python examples/bench/ssd.py --folder /nvme --sizes 64KiB",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk (default: the current folder)")

@@ -1,4 +1,16 @@
-"""``python -m lightning_cxl bench pools``: host memory that weights on SSD pass through, by layout of the pool."""
+"""Host memory that weights on SSD pass through, by layout of the pool.
+
+    python examples/bench/pools.py [--models NAME ...] [--in-flight 2] [--json FILE]
+
+Weights on SSD are read into slots of a pool in host memory. Three layouts of that pool, computed from the shapes of a
+model; no weights are loaded:
+
+  largest   each matrix gets a slot as large as the largest one (ZeRO-Infinity)
+  shapes    each matrix gets a slot of its own shape (MemAscend)
+  units     each unit gets a slot with room for all its tensors, vectors too, in whole blocks of the disk (ours)
+
+All hold the matrices outside of units (embedding, output) and so many units as are in flight at once.
+"""
 
 import argparse
 import itertools
@@ -18,15 +30,6 @@ from lightning_cxl.streaming.units import find_units
 
 _BLOCK_BYTES = 4096
 _GIB = 2**30
-_DESCRIPTION = """\
-Weights on SSD are read into slots of a pool in host memory. Three layouts of that pool, computed from the shapes of a
-model; no weights are loaded:
-
-  largest   each matrix gets a slot as large as the largest one (ZeRO-Infinity)
-  shapes    each matrix gets a slot of its own shape (MemAscend)
-  units     each unit gets a slot with room for all its tensors, vectors too, in whole blocks of the disk (ours)
-
-All hold the matrices outside of units (embedding, output) and so many units as are in flight at once."""
 
 
 class PoolBytes(NamedTuple):
@@ -72,12 +75,12 @@ def pool_bytes(model: nn.Module, *, in_flight: int = 1, itemsize: int = 2) -> Po
     )
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Compute what the arguments ask for; print a table and write JSON."""
     parser = argparse.ArgumentParser(
-        "python -m lightning_cxl bench pools",
-        description=_DESCRIPTION,
-        epilog="example: python -m lightning_cxl bench pools --models llama-3.1-8b --in-flight 2",
+        "python examples/bench/pools.py",
+        description=__doc__,
+        epilog="example: python examples/bench/pools.py --models llama-3.1-8b --in-flight 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -122,3 +125,7 @@ def _of_largest(values: Sequence[int], count: int) -> int:
 
 def _blocks(nbytes: int) -> int:
     return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+if __name__ == "__main__":
+    main()

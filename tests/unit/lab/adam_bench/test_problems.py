@@ -2,10 +2,8 @@ import math
 
 import pytest
 import torch
-from adam_bench.tensors import llama_tensors, small_tensors, zeroed
-
-from lightning_cxl.commands.bench import tensors
-from lightning_cxl.commands.bench.tensors import (
+from adam_bench import problems
+from adam_bench.problems import (
     Layout,
     Problem,
     filled,
@@ -14,6 +12,7 @@ from lightning_cxl.commands.bench.tensors import (
     one_tensor,
     parse_count,
 )
+from adam_bench.tensors import llama_tensors, small_tensors, zeroed
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_a_problem_has_gradients_and_float32_state():
 
 
 def test_what_does_not_fit_is_skipped_with_a_line(monkeypatch, capsys):
-    monkeypatch.setattr(tensors, "host_available_bytes", lambda root: 3 << 30)
+    monkeypatch.setattr(problems, "host_available_bytes", lambda root: 3 << 30)
     assert fits(2 << 30, "this")
     assert capsys.readouterr().out == ""
     assert not fits((2 << 30) + 1, "that")

@@ -1,4 +1,4 @@
-"""`bench ssd` on a few MiB: what moves, what is printed and judged, what is refused; fio is a script of ours."""
+"""`examples/bench/ssd.py` on a few MiB: what moves, what is printed and judged, refusals; fio is a script of ours."""
 
 import json
 import os
@@ -6,10 +6,12 @@ import re
 import sys
 
 import pytest
+import ssd
+from adam_bench import problems
+from ssd_bench import contenders, disk_area, fio, turns
+from ssd_bench.contenders import ALONE, ENCRYPTED, LOOP, OURS, DiskContender, Job
+from ssd_bench.fio import Pass, Setting
 
-from lightning_cxl.commands.bench import disk_area, fio, ssd, ssd_contenders, tensors
-from lightning_cxl.commands.bench.fio import Pass, Setting
-from lightning_cxl.commands.bench.ssd_contenders import ALONE, ENCRYPTED, LOOP, OURS, DiskContender, Job
 from lightning_cxl.errors import ConfigError, LightningCXLError
 
 MIB = 1 << 20
@@ -107,7 +109,7 @@ def test_an_area_that_cannot_be_made_is_an_error_and_leaves_nothing(tmp_path, mo
 
 
 def in_process(job, engine, writes) -> dict[str, DiskContender]:
-    found = [*ssd_contenders.our_contenders(job, engine, writes=writes), ssd_contenders.plain_loop(job, writes=writes)]
+    found = [*contenders.our_contenders(job, engine, writes=writes), contenders.plain_loop(job, writes=writes)]
     return {contender.name: contender for contender in found}
 
 
@@ -115,7 +117,7 @@ def in_process(job, engine, writes) -> dict[str, DiskContender]:
 @pytest.mark.parametrize("tensor_bytes", [4096, 64 << 10, MIB, 3 * MIB])
 def test_each_contender_moves_all_tensors_and_no_other_byte(area, name, tensor_bytes):
     job = Job(area, tensor_bytes)
-    with ssd_contenders.our_engine(area) as engine:
+    with contenders.our_engine(area) as engine:
         before, used = contents(area), job.nbytes
         assert used == area.nbytes // tensor_bytes * tensor_bytes
         area.memory[:] = bytes(area.nbytes)
@@ -131,9 +133,9 @@ def test_each_contender_moves_all_tensors_and_no_other_byte(area, name, tensor_b
 
 def test_what_is_encrypted_is_decrypted_and_moves_as_many_bytes(area, monkeypatch):
     key = os.urandom(64)
-    monkeypatch.setattr(ssd_contenders.secrets, "token_bytes", lambda nbytes: key[:nbytes])  # each has one of its own
+    monkeypatch.setattr(contenders.secrets, "token_bytes", lambda nbytes: key[:nbytes])  # each has one of its own
     job = Job(area, 64 << 10)
-    with ssd_contenders.our_engine(area) as engine:
+    with contenders.our_engine(area) as engine:
         new = os.urandom(area.nbytes)
         area.memory[:] = new
         in_process(job, engine, writes=True)[ENCRYPTED].go()
@@ -148,7 +150,7 @@ def test_a_write_counts_when_it_is_on_the_disk_and_a_read_needs_no_sync(area, mo
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     job = Job(area, MIB)
-    with ssd_contenders.our_engine(area) as engine:
+    with contenders.our_engine(area) as engine:
         for name in (OURS, ALONE, LOOP):
             in_process(job, engine, writes=False)[name].go()
             assert synced == []
@@ -158,10 +160,10 @@ def test_a_write_counts_when_it_is_on_the_disk_and_a_read_needs_no_sync(area, mo
 
 
 def test_small_tensors_are_one_transfer_and_large_ones_have_one_each(area, monkeypatch):
-    monkeypatch.setattr(ssd_contenders, "_UNIT_BYTES", 2 * MIB)
+    monkeypatch.setattr(contenders, "_UNIT_BYTES", 2 * MIB)
 
     def transfers(tensor_bytes: int, name: str) -> int:
-        with ssd_contenders.our_engine(area) as engine:
+        with contenders.our_engine(area) as engine:
             started, real = [], engine.read
             monkeypatch.setattr(engine, "read", lambda pieces, seal: started.append(pieces) or real(pieces))
             in_process(Job(area, tensor_bytes), engine, writes=False)[name].go()
@@ -170,20 +172,20 @@ def test_small_tensors_are_one_transfer_and_large_ones_have_one_each(area, monke
     assert transfers(64 << 10, OURS) == 2
     assert transfers(64 << 10, ALONE) == 64
     assert transfers(4 * MIB, OURS) == 1
-    with ssd_contenders.our_engine(area) as engine:
+    with contenders.our_engine(area) as engine:
         assert ALONE not in in_process(Job(area, 4 * MIB), engine, writes=False)
 
 
 def test_a_short_read_is_an_error(area, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 17)
     with pytest.raises(OSError, match="17 of 1048576 bytes at 0"):
-        ssd_contenders.plain_loop(Job(area, MIB), writes=False).go()
+        contenders.plain_loop(Job(area, MIB), writes=False).go()
 
 
 def test_the_fastest_has_the_fastest_pass():
     seconds = {"a": iter([3.0, 3.0]), "b": iter([9.0, 1.0]), "c": iter([2.0, 2.0])}
     passes = [DiskContender(name, lambda name=name: Pass(next(seconds[name]), 0.0)) for name in seconds]
-    assert ssd_contenders.fastest(passes).name == "b"
+    assert contenders.fastest(passes).name == "b"
 
 
 # -- fio ---------------------------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def test_fio_is_asked_for_the_same_bytes(area, log, writes):
 def test_an_engine_that_fio_does_not_have_is_left_out(area, log, monkeypatch, capsys):
     monkeypatch.setenv("FIO_FAILS", "io_uring")
     job = Job(area, MIB)
-    (found,) = ssd_contenders.fio_contenders(job, writes=False)
+    (found,) = contenders.fio_contenders(job, writes=False)
     assert found.name.startswith("fio libaio, 64 x ")
     assert re.fullmatch(r"skipped: fio io_uring, .* failed: fio: engine not loadable\n", capsys.readouterr().out)
 
@@ -232,9 +234,9 @@ def measured(tmp_path, *arguments: str, peers=None) -> dict[str, dict]:
     """Rows by name."""
     target, folder = tmp_path / "rows.json", tmp_path / "disk"
     folder.mkdir(exist_ok=True)
-    parser = ssd.make_parser("program", None, "program")
+    parser = turns.make_parser(None)
     options = [f"--folder={folder}", "--bytes=2MiB", "--rounds=2", f"--json={target}", *arguments]
-    ssd.run(parser, parser.parse_args(options), peers)
+    turns.run(parser, parser.parse_args(options), peers)
     assert list(folder.iterdir()) == []
     return {row["name"]: row for row in json.loads(target.read_text())["rows"]}
 
@@ -251,7 +253,7 @@ def test_all_contenders_are_shown_and_ours_is_judged_against_the_fastest_other(t
             encrypted = rows[f"{direction}, {title}: {ENCRYPTED} / {OURS}"]
             assert encrypted["value"] > 0 and encrypted["goal"] is None  # it is shown, and not judged
     judged = [row for row in rows.values() if row["goal"] is not None]
-    assert len(judged) == 4 and all(row["goal"] == ssd.GOAL for row in judged)
+    assert len(judged) == 4 and all(row["goal"] == turns.GOAL for row in judged)
     shown = capsys.readouterr().out
     assert "of 4 goals hold" in shown and "CPU s/GiB" in shown
 
@@ -283,14 +285,14 @@ def test_rounds_count_and_first_passes_do_not():
 
         return DiskContender(name, go)
 
-    turns = ssd.take_turns([contender("a"), contender("b")], 3, lambda: cleaned.append(None))
-    assert turns.timings.seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
-    assert turns.cpu_seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
+    taken = turns.take_turns([contender("a"), contender("b")], 3, lambda: cleaned.append(None))
+    assert taken.timings.seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
+    assert taken.cpu_seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
     assert calls == {"a": 4, "b": 4} and len(cleaned) == 6
 
 
 def test_without_memory_nothing_is_written(tmp_path, monkeypatch, without_fio, capsys):
-    monkeypatch.setattr(tensors, "host_available_bytes", lambda root: 0)
+    monkeypatch.setattr(problems, "host_available_bytes", lambda root: 0)
     ssd.main([f"--folder={tmp_path}", "--bytes=1MiB", "--sizes=1MiB"])
     assert "skipped: as much memory as the file has needs 1.0 MiB" in capsys.readouterr().out
 

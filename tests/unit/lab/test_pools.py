@@ -2,11 +2,11 @@
 
 import json
 
+import pools
 import pytest
+from pools import PoolBytes, pool_bytes
 from torch import nn
 
-from lightning_cxl.commands.bench import pools
-from lightning_cxl.commands.bench.pools import PoolBytes, pool_bytes
 from lightning_cxl.commands.plan.meta_model import model_on_meta
 from lightning_cxl.errors import ConfigError
 

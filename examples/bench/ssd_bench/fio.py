@@ -5,9 +5,9 @@ import shutil
 import subprocess
 from typing import Any, NamedTuple
 
-from lightning_cxl.commands.bench.disk_area import BLOCK_BYTES, DiskArea
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.units import format_bytes
+from ssd_bench.disk_area import BLOCK_BYTES, DiskArea
 
 ENGINES = ("io_uring", "libaio")
 _DEPTHS = (4, 16, 64)

@@ -1,4 +1,4 @@
-"""What `bench adam` times: the kernels, the roof of each, and torch's own fused Adam for the same step."""
+"""What the Adam benchmark times: the kernels, the roof of each, and torch's own fused Adam for the same step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_cxl.commands.bench.tensors import Problem
+from adam_bench.problems import Problem
 from lightning_cxl.commands.measuring.roof import Roof, read, update
 from lightning_cxl.commands.measuring.timing import Contender
 from lightning_cxl.gradients.meter import GradientMeter

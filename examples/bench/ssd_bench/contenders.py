@@ -1,4 +1,4 @@
-"""What `bench ssd` times: this package's storage, fio, and a plain loop, all over the same bytes of one file."""
+"""What the SSD benchmark times: this package's storage, fio, and a plain loop, all over the same bytes of one file."""
 
 import ctypes
 import errno
@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from lightning_cxl.commands.bench import fio
-from lightning_cxl.commands.bench.disk_area import DiskArea
-from lightning_cxl.commands.bench.fio import Pass
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.cipher import KEY_BYTES, Seal
 from lightning_cxl.storage.drive import Drive
 from lightning_cxl.storage.engine import Engine, Piece
 from lightning_cxl.storage.system import System
+from ssd_bench import fio
+from ssd_bench.disk_area import DiskArea
+from ssd_bench.fio import Pass
 
 OURS, ALONE, LOOP = "lightning_cxl", "lightning_cxl, tensor by tensor", "plain loop"
 ENCRYPTED = "lightning_cxl, encrypted"
