@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.host_tensors import has_own_memory
 from lightning_cxl.streaming.arguments import (
-    KeptCache,
     cached_tensors,
     can_replace,
     grows_by_replacing,
@@ -285,10 +284,10 @@ class _UnitCall:
             before.let_go()
 
     def _keep(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            self._inputs.append(self._unit.keep(leaf, len(self._inputs)))
-            return self._inputs[-1]
-        return KeptCache(leaf) if is_cache(leaf) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        self._inputs.append(self._unit.keep(leaf, len(self._inputs)))
+        return self._inputs[-1]
 
     def __call__(self, _placeholder: torch.Tensor) -> Any:
         if self._arguments is None:
@@ -332,11 +331,7 @@ class _UnitCall:
         before = self._before()
         if before is not None:
             before.prefetch()
-
-        def value_of(leaf: Any) -> Any:
-            return leaf.fresh() if isinstance(leaf, KeptCache) else tensors.get(id(leaf), leaf)
-
-        args, kwargs = rebuilt(self._kept, value_of)
+        args, kwargs = rebuilt(self._kept, lambda leaf: tensors.get(id(leaf), leaf))
         with self._state.replay(), self._unit.offload.running("recompute"):
             return call_under(self._compiler, self._unit.original, args, kwargs)
 

@@ -42,10 +42,11 @@ def rebuilt(value: Any, stand_in: Callable[[Any], Any], done: dict[int, tuple[An
     def again(each: Any) -> Any:
         return rebuilt(each, stand_in, done)
 
-    is_leaf = isinstance(value, (torch.Tensor, torch.nn.Module)) or is_cache(value)
-    node = None if is_leaf else PYTREE_NODES.get(type(value))
-    if is_leaf:
+    node = PYTREE_NODES.get(type(value))
+    if isinstance(value, (torch.Tensor, torch.nn.Module)):
         twin = stand_in(value)
+    elif is_cache(value):
+        twin = _copied(stand_in(value))
     elif isinstance(value, (dict, list, set, collections.deque)) or dataclasses.is_dataclass(type(value)):
         twin = copy.copy(value)
         done[id(value)] = value, twin  # before what is in it, which may contain it
@@ -62,7 +63,7 @@ def rebuilt(value: Any, stand_in: Callable[[Any], Any], done: dict[int, tuple[An
     elif isinstance(value, tuple):
         parts = [again(each) for each in value]
         is_same = all(one is other for one, other in zip(parts, value, strict=True))
-        twin = value if is_same else type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        twin = value if is_same else value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     elif isinstance(value, _Apart):
         twin = value.unflatten([again(each) for each in value.children], value.context)
     elif node is not None:
@@ -93,17 +94,6 @@ def leaves_of(value: Any) -> list[Any]:
     return found
 
 
-class KeptCache:
-    """A cache as it was when a unit was called."""
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = _copy(cache)
-
-    def fresh(self) -> Any:
-        """Return a copy for one run of the unit."""
-        return _copy(self._cache)
-
-
 def is_cache(value: Any) -> bool:
     """Return whether an argument is a key/value cache."""
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
@@ -126,7 +116,7 @@ def replaced(value: Any) -> Any:
     """Return what the forward is given for an argument: for an empty cache None, for another a copy."""
     if not is_cache(value):
         return value
-    return None if value.get_seq_length() == 0 else _copy(value)
+    return None if value.get_seq_length() == 0 else _copied(value)
 
 
 def grows_by_replacing(cache: Any) -> bool:
@@ -134,7 +124,9 @@ def grows_by_replacing(cache: Any) -> bool:
     return type(cache).__name__ in _CACHES and all(type(layer).__name__ in _LAYERS for layer in cache.layers)
 
 
-def _copy(cache: Any) -> Any:
+def _copied(cache: Any) -> Any:
+    if not grows_by_replacing(cache):
+        return cache
     twin = copy.copy(cache)
     twin.layers = [copy.copy(layer) for layer in cache.layers]
     return twin

@@ -471,9 +471,9 @@ MUTANTS = (
     ),
     Mutant(
         "a recompute gets a cache in a dict as it was",
-        _CALLS,
-        "        return KeptCache(leaf) if is_cache(leaf) else leaf",
-        "        return leaf",
+        _ARGUMENTS,
+        "        twin = _copied(stand_in(value))\n",
+        "        twin = stand_in(value)\n",
         T_CALLS,
     ),
     Mutant(
