@@ -34,7 +34,7 @@ from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.unclosed import close_garbage, note_garbage, note_open
 from lightning_cxl.streaming.awaited import peek
-from lightning_cxl.torch_private import UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
+from lightning_cxl.torch_private import MOVE, UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ class UserLoop:
                 undo.callback(detach_files, optimizer)
             undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
             for module in model.modules():
-                module.__dict__["_apply"] = _Apply(module, model, self)
-                undo.callback(vars(module).pop, "_apply", None)
+                module.__dict__[MOVE] = _Move(module, model, self)
+                undo.callback(vars(module).pop, MOVE, None)
         except BaseException:
             self._end(model, after_error=True)
             raise
@@ -291,11 +291,11 @@ class UserLoop:
                 cleanup.callback(each.undo.close)
 
 
-class _Apply(ReplacedMethod):
-    """`_apply` of a module, to which ``.to``, ``.cpu`` and others come: a move to another device ends the run."""
+class _Move(ReplacedMethod):
+    """Stands in for what ``.to``, ``.cpu`` and others of a module come to: a move to another device ends the run."""
 
     def __init__(self, module: nn.Module, model: nn.Module, loop: UserLoop) -> None:
-        super().__init__(module._apply)
+        super().__init__(getattr(module, MOVE))
         self._model = weakref.ref(model)
         self._loop = weakref.ref(loop)
 
