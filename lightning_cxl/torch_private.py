@@ -151,6 +151,9 @@ def hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], 
     return {} if hooks is None else hooks
 
 
+MOVE = "_apply"  # of a module: `.to`, `.cpu` and others come there
+find("torch", "nn.Module._apply", "see that a model is moved")
+
 # --- `.grad` and `.data` of a parameter whose class says something else
 
 plain_grad: Callable[[Tensor], Tensor | None] = find("torch", "Tensor.grad.__get__", "see what autograd has made")

@@ -42,9 +42,9 @@ Details:
   are, other optimizers get float32.
 * Complete: at the end of a backward, which autograd tells us, if it is the last of a step or somebody may read
   gradients between micro-batches (`are_read_early`). Else they may be on their way until the step, or until somebody
-  looks at parameters (`someone_looks`): through a module, or through an optimizer's groups, as ``zero_grad`` does, or at
-  ``.grad`` where the master is separate. A parameter that streams, and is reached in neither way, has None. A backward
-  that fails does not come to its end: what it has left behind is dropped when the next one starts.
+  looks at parameters (`someone_looks`): through a module, or through an optimizer's groups, as ``zero_grad`` does, or
+  at ``.grad`` where the master is separate. A parameter that streams, and is reached in neither way, has None. A
+  backward that fails does not come to its end: what it has left behind is dropped when the next one starts.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
   and ``zero_grad`` gives the bytes back. What is ours is known by the tensor itself: memory that was given back may be
   anybody's.

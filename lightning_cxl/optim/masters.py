@@ -27,7 +27,6 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl import torch_private
-
 from lightning_cxl.optim.number_formats import MasterForm
 from lightning_cxl.optim.tensor_checks import is_flat_like
 from lightning_cxl.placement.placement import TensorRole
@@ -110,7 +109,7 @@ class _Front:
     __slots__ = ()
     _pair_of_run: ClassVar[weakref.ref[WeightPair]]
 
-    def _pair(self) -> WeightPair | None:
+    def _pair(self: Any) -> WeightPair | None:
         pair = self._pair_of_run()
         return pair if pair is not None and pair.compute is self else None  # else a new object of this class
 

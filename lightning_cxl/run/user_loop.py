@@ -9,6 +9,7 @@ clipping and unscaling change it in place.
 """
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.gradients.replaced_method import ReplacedMethod
 from lightning_cxl.gradients.unscale import HostUnscale
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.optim.awaited_params import plain
@@ -32,7 +34,7 @@ from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.unclosed import close_garbage, note_garbage, note_open
 from lightning_cxl.streaming.awaited import peek
-from lightning_cxl.torch_private import UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
+from lightning_cxl.torch_private import MOVE, UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,9 @@ class UserLoop:
                 attach_files(optimizer, run)
                 undo.callback(detach_files, optimizer)
             undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
+            for module in model.modules():
+                module.__dict__[MOVE] = _Move(module, model, self)
+                undo.callback(vars(module).pop, MOVE, None)
         except BaseException:
             self._end(model, after_error=True)
             raise
@@ -286,6 +291,32 @@ class UserLoop:
                 cleanup.callback(each.undo.close)
 
 
+class _Move(ReplacedMethod):
+    """Stands in for what ``.to``, ``.cpu`` and others of a module come to: a move to another device ends the run."""
+
+    def __init__(self, module: nn.Module, model: nn.Module, loop: UserLoop) -> None:
+        super().__init__(getattr(module, MOVE))
+        self._model = weakref.ref(model)
+        self._loop = weakref.ref(loop)
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **keywords: Any) -> Any:
+        """Move or convert the module; see `torch.nn.Module`."""
+        model, loop = self._model(), self._loop()
+        if model is None or loop is None or not loop.knows(model):
+            return self._plain(fn, *args, **keywords)
+        here = torch.empty(0, device=loop.device)
+        there = fn(here).device
+        if there != here.device:
+            loop._let_go(model)
+            warnings.warn(
+                f"{type(model).__name__} was moved to `{there}`, which ends its run: all of it is plain again. "
+                "To train it on with offload, prepare it, or call `train()`, again",
+                LightningCXLWarning,
+                stacklevel=3,
+            )
+        return self._plain(fn, *args, **keywords)
+
+
 class _Forward:
     """Hook on a model: each call of it may be the first of a step. See [Note: Call order in a user's loop]."""
 
@@ -340,7 +371,9 @@ def _check_owner(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         strange = sum(p not in own for group in optimizer.param_groups for p in group["params"])
         if strange:
             raise ConfigError(
-                f"{strange} parameters of the {type(optimizer).__name__} are not in the model {type(model).__name__}: "
-                "make the optimizer after everything that replaces parameters (quantisation, LoRA, `.to`), and prepare "
-                "it together with its model. An optimizer for several models must become one for each model"
+                f"{strange} parameters of the {type(optimizer).__name__} are not in the model {type(model).__name__}. "
+                "If they are weights of a loss, register them there (`model.loss_weights = nn.Parameter(...)`) before "
+                "the optimizer is made. Else make the optimizer after everything that replaces parameters "
+                "(quantisation, LoRA, `.to`), and prepare it together with its model. An optimizer for several models "
+                "must become one for each model"
             )

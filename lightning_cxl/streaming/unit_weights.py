@@ -112,12 +112,10 @@ class UnitWeights:
                 each = Placed(module_of[id(parameter)], parameter, {}, {})
                 for key, tensor in tensors_of(each.module, parameter).items():
                     new, each.homes[key] = (
-                        # no view, whose base would hold the memory, too: see `take_in`
-                        laid_out_as(
-                            place.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype), tensor
-                        ).data
+                        laid_out_as(place.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype), tensor)
                         for place in (memory, home.buffer)
                     )
+                    each.homes[key] = each.homes[key].data  # no view, whose base would hold the memory: see `take_in`
                     new.copy_(tensor.detach())
                     each.offsets[key] = self.nbytes + end
                     end += aligned_nbytes(tensor)
@@ -242,9 +240,9 @@ class UnitWeights:
             home.untyped_storage()  # the first look, which counts from then on
             if not is_only_holder(home):
                 raise UnsupportedError(
-                    f"the data of a parameter of unit `{self.name}` was replaced (`p.data = ...`) while your code holds "
-                    "the `p.data` of before, as averages do that are swapped in. Where weights stream, both are the "
-                    "same memory: keep `p.data.clone()`, and write with `p.data.copy_(...)`"
+                    f"the data of a parameter of unit `{self.name}` was replaced (`p.data = ...`) while your code "
+                    "holds the `p.data` of before, as averages do that are swapped in. Where weights stream, both "
+                    "are the same memory: keep `p.data.clone()`, and write with `p.data.copy_(...)`"
                 )
             self.wait_for_readers()  # one may have been fetched ahead, which is old now
             self.settle()

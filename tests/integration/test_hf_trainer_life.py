@@ -1,11 +1,13 @@
 """Trainers of transformers that come one after the other: for one model, for trials of a search, after an error."""
 
+import contextlib
+
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
-from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.transformers import CXLTrainer, CXLTrainerMixin, offload
 from tests import training_device
 from tests.integration.hf_trainer import (
@@ -23,6 +25,33 @@ from tests.integration.llama import tiny_llama
 from tests.integration.test_hf_trainer_arguments import COMPILED
 
 STREAMED = {"stream_weights": True}
+
+
+@pytest.mark.parametrize("how", ["cpu", "a part", "meta", "after the trainer"])
+@pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
+def test_a_model_that_is_moved_away_is_plain(tmp_path, options, how):
+    trainer = make_trainer(tmp_path, options)
+    trainer.train()
+    model, loop = trainer.model, trainer.accelerator.offload
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        expected = model(tokens.to(training_device.current)).logits.cpu()
+    if how == "after the trainer":
+        del trainer
+    is_move = how == "meta" or training_device.current.type != "cpu"
+    warns = pytest.warns(LightningCXLWarning, match="ends its run") if is_move else contextlib.nullcontext()
+    with warns:
+        (model.model.layers[0] if how == "a part" else model).to("meta" if how == "meta" else "cpu")
+    assert loop.knows(model) != is_move
+    if how == "meta":
+        assert all(p.is_meta for p in model.parameters())
+    else:
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens).logits, expected)
+    if is_move:
+        assert not any({"forward", "_apply", "zero_grad"} & vars(m).keys() for m in model.modules())
+        assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+    loop.close()
 
 
 # -- several Trainers, one model ---------------------------------------------------------------------------------------
@@ -79,7 +108,8 @@ def test_a_plain_trainer_is_told_that_the_model_is_held(tmp_path):
     trainer.train()
     with pytest.raises(UnsupportedError, match=r"trainer\.end\(\)"):
         make_trainer(tmp_path, model=model).train()
-    model.cpu()
+    with pytest.warns(LightningCXLWarning, match="ends its run"):
+        model.cpu()
     trainer.end()
 
 

@@ -104,6 +104,27 @@ MUTANTS = (
         T_FABRIC,
     ),
     Mutant(
+        "a move of a model ends its run",
+        _LOOP,
+        "            loop._let_go(model)\n            warnings",
+        "            warnings",
+        ("tests/integration/test_hf_trainer_life.py::test_a_model_that_is_moved_away_is_plain",),
+    ),
+    Mutant(
+        "a user's own zero_grad is called",
+        "lightning_cxl/gradients/zero_grad.py",
+        "set_to_none and self.own is None and",
+        "set_to_none and",
+        ("tests/unit/gradients/test_zero_grad.py",),
+    ),
+    Mutant(
+        "a user's own zero_grad is put back",
+        "lightning_cxl/gradients/zero_grad.py",
+        "            if ours.own is not None:\n",
+        "            if False:\n",
+        ("tests/unit/gradients/test_zero_grad.py",),
+    ),
+    Mutant(
         "zero_grad waits for no update",
         "lightning_cxl/optim/cpu_adam.py",
         '                drop_gradients(group["params"])\n',
