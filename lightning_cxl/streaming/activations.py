@@ -49,6 +49,7 @@ from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import compiled_module, tree_flatten, tree_leaves, tree_unflatten
 from lightning_cxl.transfer.engine import TransferEngine
 
+Phase = Literal["forward", "recompute", "recompute in a graph"]
 DEFAULT_MIN_BYTES = 1 << 16
 """Smaller inputs are not worth a transfer and stay where they are."""
 
@@ -85,8 +86,9 @@ class ActivationOffload:
         self._in_place: weakref.WeakValueDictionary[int, InPlaceInput] = weakref.WeakValueDictionary()  # likewise
         self._keep_in_place = keep_in_place if engine.computes_on_host else None
         self._watched: weakref.WeakSet[StoredInput] = weakref.WeakSet()
-        self.phase: Literal["forward", "recompute"] | None = None
-        """Why a unit's own forward runs now: for the first time, to be repeated; again, in backward; or neither."""
+        self.phase: Phase | None = None
+        """Why a unit's own forward runs now: for the first time, to be repeated; again, in a backward, and in one that
+        is to be differentiated itself (``create_graph=True``); or neither."""
         self._latest: Callable[[], _UnitCall | None] = _no_call
         self._attached: list[UnitForward] = []
         self.own_checkpointing = OwnCheckpointing()
@@ -175,7 +177,7 @@ class ActivationOffload:
             self._watched.discard(stored)
 
     @contextmanager
-    def running(self, phase: Literal["forward", "recompute"]) -> Iterator[None]:
+    def running(self, phase: Phase) -> Iterator[None]:
         """Set `phase` meanwhile."""
         before, self.phase = self.phase, phase
         try:
@@ -211,7 +213,8 @@ class UnitForward(StandIn):
         self.offload.own_checkpointing.look_around(self.name)
         args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
         call = _UnitCall(self, compiler, args, kwargs)
-        output = checkpoint(call, self.offload.placeholder, use_reentrant=False)
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, call.begin_recompute):  # of the placeholder alone
+            output = checkpoint(call, self.offload.placeholder, use_reentrant=False)
         if call.errors:
             raise call.errors.pop()
         return output
@@ -263,6 +266,7 @@ class _UnitCall:
         self._leaves = [by_tensor[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._state = ModuleState(unit.module)
         self.errors: list[BaseException] = []  # that the forward has raised
+        self._phase: Phase = "recompute"  # of the next one
         self._before = unit.offload.follow(self)
         before = self._before()
         if before is not None:
@@ -300,6 +304,11 @@ class _UnitCall:
         for each in self._inputs:
             each.release(self._unit.offload.engine)
 
+    def begin_recompute(self, placeholder: torch.Tensor) -> torch.Tensor:
+        """Give checkpoint() its argument back. A recompute itself always runs with gradients; this is just before."""
+        self._phase = "recompute in a graph" if torch.is_grad_enabled() else "recompute"
+        return placeholder
+
     def _recompute(self) -> Any:
         engine = self._unit.offload.engine
         for position, each in enumerate(self._inputs):
@@ -312,7 +321,7 @@ class _UnitCall:
             before.prefetch()
         leaves = [tensors[leaf] if isinstance(leaf, UnitInput) else leaf for leaf in self._leaves]
         args, kwargs = self._unflatten(leaves)
-        with self._state.replay(), self._unit.offload.running("recompute"):
+        with self._state.replay(), self._unit.offload.running(self._phase):
             return call_under(self._compiler, self._unit.original, args, kwargs)
 
     def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -329,6 +338,10 @@ class _UnitCall:
         """Start bringing the inputs to the device."""
         for each in self._inputs:
             each.prefetch(self._unit.offload.engine)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _no_call() -> None:

@@ -190,6 +190,20 @@ MUTANTS = (
         T_PARAMS,
     ),
     Mutant(
+        "a graph of gradients has weights of its own",
+        _PARAMS,
+        '        if phase == "recompute in a graph":',
+        "        if False:",
+        T_PARAMS,
+    ),
+    Mutant(
+        "a gradient with a graph does not lose it unseen",
+        "lightning_cxl/gradients/sink.py",
+        "    if grad is not None and grad.requires_grad:",
+        "    if False:",
+        ("tests/integration/test_loop_habits.py",),
+    ),
+    Mutant(
         "a unit that is being updated is watched",
         _UNITS,
         "        self._update = update\n        self.watch()\n",
