@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
@@ -149,6 +150,20 @@ def hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], 
     """Return the hooks that run when a gradient has been accumulated, by id, in their order. Not a copy."""
     hooks: dict[int, Callable[[Tensor], None]] | None = _hooks_after.__get__(parameter)
     return {} if hooks is None else hooks
+
+
+_transforms = find("torch", "_C._functorch.peek_interpreter_stack", "run units plainly in torch.func transforms")
+find("torch.nn.utils.parametrize", "_cache_enabled", "know whether parametrizations are computed once for several uses")
+
+
+def is_in_transform() -> bool:
+    """Return whether this thread runs in a transform of torch.func, such as ``vmap`` or ``grad``."""
+    return _transforms() is not None
+
+
+def caches_weights(module: nn.Module) -> bool:
+    """Return whether a parametrized weight of `module` is kept for later uses: within ``parametrize.cached()``."""
+    return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, module.modules()))
 
 
 # --- operators

@@ -46,7 +46,14 @@ from lightning_cxl.streaming.saved_inputs import (
     can_store,
 )
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
-from lightning_cxl.torch_private import compiled_module, tree_flatten, tree_leaves, tree_unflatten
+from lightning_cxl.torch_private import (
+    caches_weights,
+    compiled_module,
+    is_in_transform,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from lightning_cxl.transfer.engine import TransferEngine
 
 Phase = Literal["forward", "recompute", "recompute in a graph"]
@@ -204,7 +211,9 @@ class UnitForward(StandIn):
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the unit so that backward recomputes it; as it is where no gradient is asked for."""
-        if not torch.is_grad_enabled() or not self._carries_gradient(args, kwargs):
+        if not torch.is_grad_enabled() or is_in_transform() or caches_weights(self.module):
+            return call_under(compiler, self.original, args, kwargs)
+        if not self._carries_gradient(args, kwargs):
             return call_under(compiler, self.original, args, kwargs)
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if caches and not (self.module.training and all(map(can_replace, caches))):

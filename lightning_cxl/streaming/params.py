@@ -39,7 +39,7 @@ from lightning_cxl.streaming.listener import Nobody, UnitListener
 from lightning_cxl.streaming.slots import Slot, SlotRing
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import UnitWeights
-from lightning_cxl.torch_private import tree_leaves
+from lightning_cxl.torch_private import caches_weights, is_in_transform, tree_leaves
 from lightning_cxl.transfer.engine import TransferEngine
 
 MIN_SLOTS = 2
@@ -278,6 +278,12 @@ class _StreamedForward(StandIn):
         """Run the unit with its weights on the device."""
         streamer, unit = self._streamer, self._unit
         phase = streamer.phase()
+        if caches_weights(unit.module) or (torch.is_grad_enabled() and is_in_transform()):
+            raise UnsupportedError(
+                f"unit `{unit.name}` runs in a transform of torch.func, or in `parametrize.cached()`: either keeps "
+                "weights that are on the device for this call only. Use `torch.autograd`, leave `cached()` out, or set "
+                "`stream_weights=False`"
+            )
         try:
             streamer.enter(unit)
             with unit.gradients_aside():

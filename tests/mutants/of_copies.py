@@ -197,6 +197,27 @@ MUTANTS = (
         T_PARAMS,
     ),
     Mutant(
+        "weights in transforms of torch.func do not stream",
+        _PARAMS,
+        "or (torch.is_grad_enabled() and is_in_transform())",
+        "or False",
+        T_PARAMS,
+    ),
+    Mutant(
+        "weights that are kept for several uses do not stream",
+        _PARAMS,
+        "        if caches_weights(unit.module) or",
+        "        if False or",
+        T_PARAMS,
+    ),
+    Mutant(
+        "a recompute has the weights that were exchanged for its forward",
+        "lightning_cxl/streaming/module_state.py",
+        "                own[name] = then\n",
+        "                pass\n",
+        ("tests/unit/streaming/test_activations.py",),
+    ),
+    Mutant(
         "a gradient with a graph does not lose it unseen",
         "lightning_cxl/gradients/sink.py",
         "    if grad is not None and grad.requires_grad:",

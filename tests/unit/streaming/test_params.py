@@ -566,3 +566,69 @@ def test_weights_are_copied_only_for_a_graph_of_gradients(engine, monkeypatch):
     slope.sum().backward()
     streamed.finish()
     assert len(set(shown) - slots) == 6
+
+
+def exchanged(model, x):
+    """Other weights for one forward: of a hypernetwork, or of the inner loop of MAML."""
+    torch.manual_seed(0)
+    new = {
+        name: (torch.randn(p.shape, device="cpu") * 0.1).to(x.device).requires_grad_()
+        for name, p in model.named_parameters()
+        if "up" in name or "last" in name
+    }
+    loss = torch.func.functional_call(model, {name: each * 2 for name, each in new.items()}, (x,))
+    return loss, list(new.values())
+
+
+def test_weights_exchanged_for_one_forward(engine):
+    found, models = [], [make(6), make(6)]
+    streamed = Streamed(engine, models[0])
+    models[1].to(engine.device)
+    for model in models:
+        loss, new = exchanged(model, batch(0, model.first))
+        other = model(batch(1, model.first))  # with its own weights, before the backward
+        (loss + other).backward()
+        streamed.finish()
+        own = [p.grad for _, p in model.named_parameters()]
+        found.append([loss, other, *(each.grad for each in new), *own])
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine.cpu(), other.cpu())
+    for place in [place for unit in streamed.units for place in unit.places]:
+        assert place.parameter.data_ptr() == place.home.data_ptr()
+
+
+def test_transforms_of_torch_func_are_refused(engine):
+    model = make(6)
+    Streamed(engine, model)
+    x = batch(0, model.first)
+    for transformed in (torch.func.grad(model), torch.func.vmap(torch.func.grad(lambda row: model(row[None])))):
+        with pytest.raises(UnsupportedError, match=r"unit `blocks.0` runs in a transform of torch.func"):
+            transformed(x)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def test_parametrizations_that_are_kept_for_several_uses_are_refused(engine):
+    model = make(6)
+    Streamed(engine, model)
+    for block in model.blocks:
+        nn.utils.parametrize.register_parametrization(block.down, "weight", Doubled())
+    with nn.utils.parametrize.cached(), pytest.raises(UnsupportedError, match=r"`parametrize.cached\(\)`"):
+        model(batch(0, model.first))
+
+
+def test_a_part_of_a_block_called_alone_where_the_cpu_computes():
+    engine, found, models = HostEngine(), [], [make(6), make(6)]
+    streamed = Streamed(engine, models[0])
+    for model in models:
+        x = batch(0, model.first).requires_grad_()
+        alone = sum(torch.tanh(block.up(x)).mean() for block in model.blocks)
+        (slope,) = torch.autograd.grad(alone + model(x), x, create_graph=True)
+        (alone + slope.square().sum()).backward()
+        streamed.finish()
+        found.append([alone, slope, *(p.grad for p in model.parameters())])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
