@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
@@ -153,6 +154,19 @@ def hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], 
 
 MOVE = "_apply"  # of a module: `.to`, `.cpu` and others come there
 find("torch", "nn.Module._apply", "see that a model is moved")
+_transforms = find("torch", "_C._functorch.peek_interpreter_stack", "run units plainly in torch.func transforms")
+find("torch.nn.utils.parametrize", "_cache_enabled", "know whether parametrizations are computed once for several uses")
+
+
+def is_in_transform() -> bool:
+    """Return whether this thread runs in a transform of torch.func, such as ``vmap`` or ``grad``."""
+    return _transforms() is not None
+
+
+def caches_weights(module: nn.Module) -> bool:
+    """Return whether a parametrized weight of `module` is kept for later uses: within ``parametrize.cached()``."""
+    return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, module.modules()))
+
 
 # --- `.grad` and `.data` of a parameter whose class says something else
 

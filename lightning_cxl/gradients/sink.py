@@ -200,7 +200,7 @@ class GradientSink:
             torch.autograd.graph.increment_version([grad])
 
     def _receive_separate(self, pair: WeightPair) -> None:
-        grad = _taken_from(pair.compute)
+        grad = _taken_from(pair)
         if grad is None or not pair.master.requires_grad:
             return
         before, key = pair.master.grad, self._next_key()
@@ -214,7 +214,7 @@ class GradientSink:
             self.finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
 
     def _receive(self, pair: WeightPair) -> None:
-        grad = _taken_from(pair.compute)
+        grad = _taken_from(pair)
         if grad is None or not (pair.is_shared or pair.master.requires_grad):
             return
         grad = local(grad)
@@ -356,8 +356,15 @@ class GradientSink:
         self._units.clear()
 
 
-def _taken_from(parameter: torch.Tensor) -> torch.Tensor | None:
+def _taken_from(pair: WeightPair) -> torch.Tensor | None:
     """Return the gradient that a parameter has, dense; it has none then."""
-    grad = plain_grad(parameter)
-    set_plain_grad(parameter, None)
+    grad = plain_grad(pair.compute)
+    set_plain_grad(pair.compute, None)
+    if grad is not None and grad.requires_grad:
+        raise UnsupportedError(
+            f"`{pair.name}` got a gradient that is part of a graph (`backward(create_graph=True)`), and is kept where "
+            "no graph is: what is computed from it would have no gradient. Ask for gradients that are to be "
+            "differentiated with `torch.autograd.grad(..., create_graph=True)`, and where these are gradients of "
+            "weights, set `stream_weights=False`"
+        )
     return None if grad is None else (grad if grad.layout is torch.strided else grad.to_dense()).detach()

@@ -28,6 +28,7 @@ from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.run.sharing import Sharing
 from lightning_cxl.sharding.exchange_memory import pooled_exchanges
 from lightning_cxl.sharding.fsdp import place_shards
+from lightning_cxl.streaming.activations import Phase
 from lightning_cxl.streaming.awaited import peek
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.quantised import has_quantised, numel, prepare_layers, warn_of_wide_experts
@@ -94,7 +95,7 @@ class Residence:
                 self._move_rest(model, engine.device)
             self._undo = undo.pop_all()
 
-    def stream(self, phase: Callable[[], Literal["forward", "recompute"] | None]) -> ParamStreamer | None:
+    def stream(self, phase: Callable[[], Phase | None]) -> ParamStreamer | None:
         """Get ready to stream the weights of units.
 
         Args:

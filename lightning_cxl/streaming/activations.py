@@ -52,9 +52,15 @@ from lightning_cxl.streaming.saved_inputs import (
     can_store,
 )
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
-from lightning_cxl.torch_private import compiled_module, let_parametrizations_write_nothing
+from lightning_cxl.torch_private import (
+    caches_weights,
+    compiled_module,
+    is_in_transform,
+    let_parametrizations_write_nothing,
+)
 from lightning_cxl.transfer.engine import TransferEngine
 
+Phase = Literal["forward", "recompute", "recompute in a graph"]
 DEFAULT_MIN_BYTES = 1 << 16
 """Smaller inputs are not worth a transfer and stay where they are."""
 
@@ -91,8 +97,9 @@ class ActivationOffload:
         self._in_place: weakref.WeakValueDictionary[int, InPlaceInput] = weakref.WeakValueDictionary()  # likewise
         self._keep_in_place = keep_in_place if engine.computes_on_host else None
         self._watched: weakref.WeakSet[StoredInput] = weakref.WeakSet()
-        self.phase: Literal["forward", "recompute"] | None = None
-        """Why a unit's own forward runs now: for the first time, to be repeated; again, in backward; or neither."""
+        self.phase: Phase | None = None
+        """Why a unit's own forward runs now: for the first time, to be repeated; again, in a backward, and in one that
+        is to be differentiated itself (``create_graph=True``); or neither."""
         self._latest: Callable[[], _UnitCall | None] = _no_call
         self._attached: list[UnitForward] = []
         self.own_checkpointing = OwnCheckpointing()
@@ -182,7 +189,7 @@ class ActivationOffload:
             self._watched.discard(stored)
 
     @contextmanager
-    def running(self, phase: Literal["forward", "recompute"]) -> Iterator[None]:
+    def running(self, phase: Phase) -> Iterator[None]:
         """Set `phase` meanwhile."""
         before, self.phase = self.phase, phase
         try:
@@ -209,7 +216,7 @@ class UnitForward(StandIn):
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the unit so that backward recomputes it; as it is where no gradient is asked for."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_in_transform() or caches_weights(self.module):
             return call_under(compiler, self.original, args, kwargs)
         leaves = leaves_of((args, kwargs))
         if not self._carries_gradient(leaves) or not self._can_repeat_caches(leaves, (*args, *kwargs.values())):
@@ -218,7 +225,8 @@ class UnitForward(StandIn):
         self.offload.own_checkpointing.look_around(self.name)
         args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
         call = _UnitCall(self, compiler, args, kwargs, leaves)
-        output = checkpoint(call, self.offload.placeholder, use_reentrant=False)
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, call.begin_recompute):  # of the placeholder alone
+            output = checkpoint(call, self.offload.placeholder, use_reentrant=False)
         if call.errors:
             raise call.errors.pop()
         return output
@@ -278,6 +286,7 @@ class _UnitCall:
         self._kept: tuple[tuple[Any, ...], dict[str, Any]] = rebuilt((args, kwargs), self._keep)
         self._state = ModuleState(unit.module, leaves)
         self.errors: list[BaseException] = []  # that the forward has raised
+        self._phase: Phase = "recompute"  # of the next one
         self._before = unit.offload.follow(self)
         before = self._before()
         if before is not None:
@@ -321,6 +330,11 @@ class _UnitCall:
         for each in self._inputs:
             each.release(self._unit.offload.engine)
 
+    def begin_recompute(self, placeholder: torch.Tensor) -> torch.Tensor:
+        """Give checkpoint() its argument back. A recompute itself always runs with gradients; this is just before."""
+        self._phase = "recompute in a graph" if torch.is_grad_enabled() else "recompute"
+        return placeholder
+
     def _recompute(self) -> Any:
         engine = self._unit.offload.engine
         for position, each in enumerate(self._inputs):
@@ -332,7 +346,7 @@ class _UnitCall:
         if before is not None:
             before.prefetch()
         args, kwargs = rebuilt(self._kept, lambda leaf: tensors.get(id(leaf), leaf))
-        with self._state.replay(), self._unit.offload.running("recompute"):
+        with self._state.replay(), self._unit.offload.running(self._phase):
             return call_under(self._compiler, self._unit.original, args, kwargs)
 
     def let_go(self) -> None:
@@ -344,6 +358,10 @@ class _UnitCall:
         """Start bringing the inputs to the device."""
         for each in self._inputs:
             each.prefetch(self._unit.offload.engine)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _no_call() -> None:

@@ -106,12 +106,16 @@ def peek(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of `module` and its children once each; only for what an update leaves alone."""
     seen: set[nn.Parameter] = set()  # tied ones
     for each in module.modules():
-        parameters = each.__dict__["_parameters"]
-        plain = parameters.plain if isinstance(parameters, AwaitedParameters) else parameters
-        for parameter in plain.values():
+        for parameter in peek_at_own(each).values():
             if parameter is not None and parameter not in seen:
                 seen.add(parameter)
                 yield parameter
+
+
+def peek_at_own(module: nn.Module) -> dict[str, Any]:
+    """Return the dict with the parameters of `module` (not of its children), without waiting."""
+    parameters: dict[str, Any] = module.__dict__["_parameters"]
+    return parameters.plain if isinstance(parameters, AwaitedParameters) else parameters
 
 
 def unguard(module: nn.Module) -> None:

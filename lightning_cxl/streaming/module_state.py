@@ -12,7 +12,8 @@ Versions do not tell whether a forward changed a buffer (`native_batch_norm` and
 tensors are always copied, and large ones (causal masks) are compared by value after the forward; their copies are let
 go when it is known that they are equal, which on a device is a little later (`Comparisons`).
 Parameters are not copied: one that was changed in place between forward and recompute is an error, as in autograd;
-their `requires_grad` is shown as it was, since it decides what a forward saves.
+their `requires_grad` is shown as it was, since it decides what a forward saves. Tensors that someone has put in their
+place for one forward (``torch.func.functional_call``) are there for the recompute, too.
 Not seen: state outside the unit's modules, in objects behind an attribute, or in containers inside containers.
 
 [Note: Random numbers of a recompute]
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.streaming.awaited import peek, peek_at_own
 from lightning_cxl.streaming.comparisons import Comparisons
 from lightning_cxl.streaming.versions import stale_error, version_of
 
@@ -58,6 +59,7 @@ class ModuleState:
         found = [(module, _attributes(module)) for module in unit.modules()]
         self._before = [(module, _keep(attributes, kept), _keep(module._buffers, kept)) for module, attributes in found]
         self._draws = list(map(_Draws, _generators([arguments, *[attributes for _, attributes in found]])))
+        self._shown = [(module, name, _hold(each)) for module, name, each in _own_parameters(unit)]
         self._unsettled = list(kept.values())
         self._compared: list[_Kept] = []  # in the order in which they were asked for
         self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
@@ -74,7 +76,7 @@ class ModuleState:
         self._unsettled = []
         if self._compared:
             comparisons.ask(self, [kept.versus() for kept in self._compared], name)
-        self._parameters = [(each, version_of(each), each.requires_grad) for each in peek(self._unit)]
+        self._parameters = [(_hold(each), version_of(each), each.requires_grad) for each in peek(self._unit)]
 
     def take_answer(self, is_same: Sequence[bool]) -> None:
         """Keep of each large tensor either itself, as the forward did not change it, or its copy."""
@@ -95,7 +97,14 @@ class ModuleState:
         present = [(module, _attributes(module), dict(module._buffers)) for module, _, _ in self._before]
         default_dtype = torch.get_default_dtype()
         toggled = [(each, then) for each, _, then in self._parameters if each.requires_grad != then]
+        exchanged = [
+            (own, name, then, own[name])
+            for module, name, then in self._shown
+            if name in (own := peek_at_own(module)) and own[name] is not then
+        ]
         try:
+            for own, name, then, _ in exchanged:
+                own[name] = then
             for (module, _, _), (attributes, buffers) in zip(self._before, past, strict=True):
                 _bind(module, attributes, buffers)
             for parameter, then in toggled:
@@ -109,6 +118,8 @@ class ModuleState:
             torch.set_default_dtype(default_dtype)
             for parameter, then in toggled:
                 parameter.requires_grad_(not then)
+            for own, name, _, now in exchanged:
+                own[name] = now
             for module, attributes, buffers in present:
                 _bind(module, attributes, buffers)
 
@@ -218,6 +229,17 @@ def _generators(values: Any) -> list[Any]:
             elif type(each) in (*_CONTAINERS, tuple) and id(each) not in searched:
                 to_search.append(each)
     return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
+
+
+def _own_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    for module in unit.modules():
+        for name, parameter in peek_at_own(module).items():
+            yield module, name, parameter
+
+
+def _hold(parameter: Any) -> Any:
+    """Return the parameter, or an alias of what is shown in its place: one with a graph could close a cycle."""
+    return parameter if parameter is None or parameter.is_leaf else parameter.detach().requires_grad_()
 
 
 def _keep(values: Mapping[str, Any], kept: dict[int, _Kept]) -> dict[str, Any]:

@@ -15,6 +15,9 @@ find the weights on the host, and only the home is ever written.
   [Note: Copies and streams]), so the host need not wait.
 * In backward the recompute of an offloaded unit enters it again, and it stays entered, because its gradients are
   computed from views of the slot, until the recompute of another unit starts or `release` is called.
+* A backward that is differentiated itself (``create_graph=True``: gradient penalties, forces, Hessians) saves weights
+  in its own graph, which no recompute repeats. So its recomputes show a copy of the slot, which lives as long as the
+  graph and has the parameter's version: one that is older than an update is an error, as in autograd.
 * Ahead: while a unit computes, those that came after it the last time are fetched, as many as there are slots: all of
   them between steps, when none is taken. A wrong guess costs a copy, never a result. A unit whose update still runs is
   fetched when that is done, by the thread that ran it ([Note: Overlapped updates]); whoever enters it before waits.
@@ -36,7 +39,7 @@ from lightning_cxl.streaming.listener import Nobody, UnitListener
 from lightning_cxl.streaming.slots import Slot, SlotRing
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import UnitWeights
-from lightning_cxl.torch_private import tree_leaves
+from lightning_cxl.torch_private import caches_weights, is_in_transform, tree_leaves
 from lightning_cxl.transfer.engine import TransferEngine
 
 MIN_SLOTS = 2
@@ -50,7 +53,8 @@ class ParamStreamer:
     Args:
         engine: copies to the device.
         units: `attach` wraps their forward.
-        phase: says why a unit's forward runs: ``"recompute"``, ``"forward"`` (which a recompute will repeat), or None.
+        phase: says why a unit's forward runs: ``"forward"`` (which a recompute will repeat), ``"recompute"``,
+            ``"recompute in a graph"``, or None.
         num_slots: pieces of device memory, each as large as the largest unit.
 
     Raises:
@@ -113,7 +117,7 @@ class ParamStreamer:
             UnsupportedError: every slot is busy.
         """
         phase = self.phase()
-        in_backward = phase == "recompute"
+        in_backward = _is_recompute(phase)
         unit.num_forwards += phase == "forward"
         if in_backward:
             self._listener.recompute_begins()
@@ -139,6 +143,8 @@ class ParamStreamer:
                 unit.watch()
                 raise
             unit.enter(slot.memory)
+        if phase == "recompute in a graph":
+            unit.enter(self._entered[id(unit)][1].memory[: unit.nbytes].clone())
         self.fetch_ahead()
 
     def leave(self, unit: UnitWeights) -> None:
@@ -254,6 +260,10 @@ class _Visit(NamedTuple):
     in_backward: bool
 
 
+def _is_recompute(phase: str | None) -> bool:
+    return phase in ("recompute", "recompute in a graph")
+
+
 class _StreamedForward(StandIn):
     """Stands in for the forward of one unit."""
 
@@ -268,13 +278,19 @@ class _StreamedForward(StandIn):
         """Run the unit with its weights on the device."""
         streamer, unit = self._streamer, self._unit
         phase = streamer.phase()
+        if caches_weights(unit.module) or (torch.is_grad_enabled() and is_in_transform()):
+            raise UnsupportedError(
+                f"unit `{unit.name}` runs in a transform of torch.func, or in `parametrize.cached()`: either keeps "
+                "weights that are on the device for this call only. Use `torch.autograd`, leave `cached()` out, or set "
+                "`stream_weights=False`"
+            )
         try:
             streamer.enter(unit)
             with unit.gradients_aside():
                 output = call_under(compiler, self.original, args, kwargs)
         finally:  # a recompute may end in an exception of checkpoint(), which has all it needs then
             torch.clear_autocast_cache()
-            if phase != "recompute":
+            if not _is_recompute(phase):
                 streamer.leave(unit)
         if phase is None and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
             raise UnsupportedError(

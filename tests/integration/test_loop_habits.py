@@ -179,6 +179,38 @@ def test_a_step(step):
     compare(training(step))
 
 
+def accumulated_penalties(accelerator, model, optimizer, batch, at):
+    for scale in (1.0, 0.5):
+        embedded = []
+        hook = model.embed.register_forward_hook(lambda *args, to=embedded: to.append(args[-1]))
+        loss = loss_of(model, batch) * scale
+        hook.remove()
+        (gradient,) = torch.autograd.grad(loss, embedded[0], create_graph=True)
+        accelerator.backward(loss + (gradient.norm() - 1).square())
+    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("arguments", [{}, {"mixed_precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("step", [penalty_on_gradients, accumulated_penalties])
+def test_penalties_on_gradients_with_more_blocks_than_slots(step, arguments):
+    compare(training(step, lambda: TinyTransformer(depth=6, dropout=0.0)), **arguments)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_a_gradient_with_a_graph_that_leaves_its_parameter_is_refused(options):
+    """Whoever adds its norm to the loss would get a loss without it."""
+    accelerator = make_accelerator(options)
+    model = TinyTransformer(depth=6, dropout=0.0)
+    model, _, data = accelerator.prepare(model, adamw(model), token_data(1))
+    with pytest.raises(UnsupportedError, match=r"a gradient that is part of a graph .*torch.autograd.grad"):
+        loss_of(model, next(iter(data))).backward(create_graph=True)
+    accelerator.free_memory()
+
+
 def test_a_loss_scaler_and_accumulation_by_hand():
     def step(accelerator, model, optimizer, batch, at):
         loss = loss_of(model, batch)

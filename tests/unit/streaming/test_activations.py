@@ -93,10 +93,13 @@ class Residual(nn.Module):
 
 
 def train(model, *args, **kwargs):
-    x = torch.randn(4, 8)
-    loss = model(x, *args, **kwargs).square().mean()
+    loss = loss_of(model, *args, **kwargs)
     loss.backward()
     return loss.detach()
+
+
+def loss_of(model, *args, **kwargs):
+    return model(torch.randn(4, 8), *args, **kwargs).square().mean()
 
 
 def test_residual_blocks(offload):
@@ -443,6 +446,72 @@ def test_gradients_of_gradients(offload):
         return grad.detach()
 
     compare(Stack(Residual), offload, step)
+
+
+def test_an_inner_step_of_maml(offload):
+    def step(model):
+        own = dict(model.named_parameters())
+        inner = torch.autograd.grad(loss_of(model), list(own.values()), create_graph=True)
+        new = {name: each - 0.5 * grad for (name, each), grad in zip(own.items(), inner, strict=True)}
+        loss = torch.func.functional_call(model, new, (torch.randn(4, 8),)).square().mean()
+        (loss + model(torch.randn(4, 8)).mean()).backward()
+        return loss.detach()
+
+    compare(Stack(Residual), offload, step)
+
+
+def test_other_parameters_for_one_forward(offload):
+    def step(model):
+        other = {name: nn.Parameter(p.detach() * 2) for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, other, (torch.randn(4, 8),)).square().mean()
+        train(model)
+        loss.backward()
+        return [each.grad for each in other.values()]
+
+    compare(Stack(Residual), offload, step)
+
+
+def test_weights_of_one_forward_that_are_written_to_are_old(offload):
+    model = Stack(Residual)
+    offload.attach(find_units(model, "blocks.*"))
+    new = {name: p * 2 for name, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, new, (torch.randn(4, 8),)).mean()
+    with torch.no_grad():
+        new["blocks.1.up.weight"].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: parameter"):
+        loss.backward()
+
+
+def test_transforms_of_torch_func(offload):
+    """Gradients of each sample."""
+
+    def step(model):
+        def loss_of_row(parameters, row):
+            return torch.func.functional_call(model, parameters, (row[None],)).square().mean()
+
+        own = {name: p.detach() for name, p in model.named_parameters()}
+        train(model)
+        return torch.func.vmap(torch.func.grad(loss_of_row), in_dims=(None, 0))(own, torch.randn(4, 8))
+
+    compare(Stack(Residual), offload, step)
+
+
+def test_parametrizations_that_are_kept_for_several_uses(offload):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return torch.tanh(weight) * 2
+
+    def step(model):
+        train(model)
+        with nn.utils.parametrize.cached():
+            loss = model(model(torch.randn(4, 8))).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    model = Stack(Residual)
+    for block in model.blocks:
+        nn.utils.parametrize.register_parametrization(block.up, "weight", Doubled())
+    compare(model, offload, step)
 
 
 def test_backward_inside_the_forward_of_a_unit(offload):

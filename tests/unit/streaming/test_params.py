@@ -459,3 +459,176 @@ def test_a_slot_that_is_filled_anew_at_once_is_no_sign_of_a_write(monkeypatch):
         monkeypatch.setattr(UnitWeights, "leave", leave_and_let_the_worker_fetch)
         assert torch.equal(model(torch.ones(2, WIDTH)), expected)
     streamer.detach()
+
+
+def penalty(streamed, x):
+    """WGAN-GP, R1, forces: the loss has a gradient in it."""
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(streamed(x), x, create_graph=True)
+    return slope.square().sum() * 10
+
+
+def penalty_without_the_first_graph(streamed, x):
+    x.requires_grad_()
+    loss = streamed(x)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
+    return loss + slope.square().sum() * 10 + streamed(x.detach())
+
+
+def third_derivative(streamed, x):
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(streamed(x), x, create_graph=True)
+    (curve,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+    return curve.square().sum() * 10
+
+
+def gradients_of_weights(streamed, x):
+    inner = torch.autograd.grad(streamed(x), list(streamed.parameters()), create_graph=True)
+    return sum(each.square().sum() for each in inner)
+
+
+SECOND_ORDER = [penalty, penalty_without_the_first_graph, third_derivative, gradients_of_weights]
+
+
+@pytest.mark.parametrize("loss_of", SECOND_ORDER, ids=lambda each: each.__name__)
+def test_second_derivatives_with_more_units_than_slots(engine, loss_of):
+    if loss_of is gradients_of_weights and not engine.computes_on_host:
+        pytest.skip("`torch.autograd.grad` finds no parameter that is on another device than its gradient")
+    losses, models = [], [make(6), make(6)]
+    for model in models:
+        streamed = Streamed(engine, model) if model is models[0] else None
+        model.to(engine.device) if streamed is None else None
+        so_far = []
+        for step in range(3):
+            loss = loss_of(model, batch(step, model.first))
+            loss.backward()
+            if streamed is not None:
+                streamed.finish()
+            so_far.append(loss.item())
+            descend(model, 0.01)
+        losses.append(so_far)
+    assert losses[0] == losses[1]
+    for (name, mine), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine.cpu(), other.cpu()), name
+
+
+def test_second_derivatives_through_autograd_functional(engine):
+    models = [make(6), make(6)]
+    streamed = Streamed(engine, models[0])
+    models[1].to(engine.device)
+    found = []
+    for model in models:
+        x, v = batch(0, model.first), batch(1, model.first)
+        functional = torch.autograd.functional
+        found.append([*functional.hvp(model, x, v), *functional.vhp(model, x, v), functional.hessian(model, x[:2])])
+    streamed.finish()
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine.cpu(), other.cpu())
+
+
+def test_a_graph_of_gradients_is_older_than_an_update(engine):
+    model = make(6)
+    streamed = Streamed(engine, model)
+    x = batch(0, model.first).requires_grad_()
+    loss = model(x)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    streamed.finish()
+    with torch.no_grad():
+        for parameter in model.blocks.parameters():
+            parameter.add_(1.0)
+    model(batch(1, model.first)).backward()
+    streamed.finish()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        slope.square().sum().backward()
+    streamed.finish()
+
+
+def test_weights_are_copied_only_for_a_graph_of_gradients(engine, monkeypatch):
+    model = make(6)
+    streamed = Streamed(engine, model)
+    shown = []
+    enter = UnitWeights.enter
+
+    def note(unit, memory):
+        shown.append(memory.data_ptr())
+        enter(unit, memory)
+
+    monkeypatch.setattr(UnitWeights, "enter", note)
+    x = batch(0, model.first).requires_grad_()
+    loss = model(x)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    streamed.finish()
+    slots = set(shown)
+    assert len(slots) == 3
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    streamed.finish()
+    assert len(set(shown) - slots) == 6
+    slope.sum().backward()
+    streamed.finish()
+    assert len(set(shown) - slots) == 6
+
+
+def exchanged(model, x):
+    """Other weights for one forward: of a hypernetwork, or of the inner loop of MAML."""
+    torch.manual_seed(0)
+    new = {
+        name: (torch.randn(p.shape, device="cpu") * 0.1).to(x.device).requires_grad_()
+        for name, p in model.named_parameters()
+        if "up" in name or "last" in name
+    }
+    loss = torch.func.functional_call(model, {name: each * 2 for name, each in new.items()}, (x,))
+    return loss, list(new.values())
+
+
+def test_weights_exchanged_for_one_forward(engine):
+    found, models = [], [make(6), make(6)]
+    streamed = Streamed(engine, models[0])
+    models[1].to(engine.device)
+    for model in models:
+        loss, new = exchanged(model, batch(0, model.first))
+        other = model(batch(1, model.first))  # with its own weights, before the backward
+        (loss + other).backward()
+        streamed.finish()
+        own = [p.grad for _, p in model.named_parameters()]
+        found.append([loss, other, *(each.grad for each in new), *own])
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine.cpu(), other.cpu())
+    for place in [place for unit in streamed.units for place in unit.places]:
+        assert place.parameter.data_ptr() == place.home.data_ptr()
+
+
+def test_transforms_of_torch_func_are_refused(engine):
+    model = make(6)
+    Streamed(engine, model)
+    x = batch(0, model.first)
+    for transformed in (torch.func.grad(model), torch.func.vmap(torch.func.grad(lambda row: model(row[None])))):
+        with pytest.raises(UnsupportedError, match=r"unit `blocks.0` runs in a transform of torch.func"):
+            transformed(x)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def test_parametrizations_that_are_kept_for_several_uses_are_refused(engine):
+    model = make(6)
+    Streamed(engine, model)
+    for block in model.blocks:
+        nn.utils.parametrize.register_parametrization(block.down, "weight", Doubled())
+    with nn.utils.parametrize.cached(), pytest.raises(UnsupportedError, match=r"`parametrize.cached\(\)`"):
+        model(batch(0, model.first))
+
+
+def test_a_part_of_a_block_called_alone_where_the_cpu_computes():
+    engine, found, models = HostEngine(), [], [make(6), make(6)]
+    streamed = Streamed(engine, models[0])
+    for model in models:
+        x = batch(0, model.first).requires_grad_()
+        alone = sum(torch.tanh(block.up(x)).mean() for block in model.blocks)
+        (slope,) = torch.autograd.grad(alone + model(x), x, create_graph=True)
+        (alone + slope.square().sum()).backward()
+        streamed.finish()
+        found.append([alone, slope, *(p.grad for p in model.parameters())])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
