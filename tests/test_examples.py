@@ -384,7 +384,7 @@ def test_a_document_has_the_commands_and_targets_that_exist(document):
     named = set(re.findall(r"(?:^|`|\S=\S+ )make ([\w-]+)", text, re.MULTILINE))
     assert named <= targets
     assert document != README or {"demo", "test"} <= named
-    assert set(re.findall(r"python -m lightning_cxl (\w+)", text)) <= COMMANDS.keys()
+    assert set(re.findall(r"(?:python -m lightning_cxl|lightning-cxl) (\w+)", text)) <= COMMANDS.keys()
     for name in re.findall(r'strategy="(\w+)"', text):
         assert name in lightning_cxl.StrategyRegistry
 

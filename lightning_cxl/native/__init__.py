@@ -1,8 +1,4 @@
-"""The compiled modules: kernels, pages of memory nodes, features of the CPU. Their sources are in `cython_ext/`.
-
-Raises:
-    ImportError: they are not here, as in a clone that was not compiled.
-"""
+"""The compiled modules: kernels, pages of memory nodes, features of the CPU. Their sources are in `cython_ext/`."""
 
 from importlib.util import find_spec
 from pathlib import Path

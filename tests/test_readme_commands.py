@@ -1,0 +1,88 @@
+"""Every command of the README, exactly as it is written, in a new environment and a copy of this repository."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_cxl.commands.plan.command import DOES_NOT_FIT
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PROGRAMS = ("pip", "python", "lightning-cxl", "printf", "make")
+NOT_RUN = {
+    "make demo": "makes an environment of its own; tests/unit/finetune/test_cli.py runs its example",
+    "make test": "runs this suite",
+    "python -m lightning_cxl": "no command: the name of the program",
+    "pip install -e .": "what `make demo` does",
+}
+MODEL = "Qwen/Qwen2.5-0.5B"
+MAKE_MODEL = f"""
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from lightning_cxl.finetune.tokenizer import cached_tokenizer
+tokenizer = cached_tokenizer(iter(["What is 1? It is 1."]), 300, "readme")
+tokenizer.save_pretrained({MODEL!r})
+shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained({MODEL!r})
+"""
+
+
+def commands() -> list[str]:
+    """Commands in the order of the README, once each; those that install come first."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    blocks = "".join(block for language, block in fenced if not language).splitlines()
+    text = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    found = [*blocks, *re.findall(r"`([^`\n]+)`", text)]
+    lines = [re.sub(r"\s+#.*$", "", line).strip().replace(r"\|", "|") for line in found]
+    named = dict.fromkeys(line for line in lines if line.split(" ")[0] in PROGRAMS and " " in line)
+    return sorted(named, key=lambda line: not line.startswith("pip install"))
+
+
+def test_the_commands_are_found():
+    assert {"pip install .", "lightning-cxl env", *NOT_RUN} <= set(commands())
+    assert any(line.startswith("printf ") and "| python " in line for line in commands())
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_command_of_the_readme_works_in_a_new_environment(tmp_path):
+    clone = tmp_path / "clone"
+    for name in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split("\n"):
+        if name and (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, clone / name)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    lines = ({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40))
+    (clone / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LIGHTNING_CXL"))},
+        "PATH": f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}",
+        "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+        "LIGHTNING_CXL_CACHE": str(tmp_path / "cache"),
+    }
+
+    def run(line: str) -> None:
+        done = subprocess.run(
+            ["bash", "-c", f"set -o pipefail; {line}"], cwd=clone, env=environment, capture_output=True, text=True
+        )
+        does_not_fit = line.startswith("lightning-cxl plan") and done.returncode == DOES_NOT_FIT
+        assert done.returncode == 0 or does_not_fit, f"{line}\n{done.stdout}\n{done.stderr}"
+
+    run("pip install torch")  # the build of constraints.txt, which nothing else then replaces
+    made = False
+    for line in commands():
+        if line in NOT_RUN:
+            continue
+        if MODEL in line and not made:  # a small one where the hub's would be
+            (tmp_path / "make.py").write_text(MAKE_MODEL)
+            run(f"python {tmp_path / 'make.py'}")
+            made = True
+        run(line)
+    shadowed = subprocess.run(["python", "-m", "lightning_cxl", "env"], cwd=clone, env=environment, capture_output=True)
+    assert b"run the command `lightning-cxl`" in shadowed.stderr
