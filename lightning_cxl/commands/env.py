@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -24,12 +25,15 @@ _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
 
 def main(arguments: Sequence[str]) -> None:
     """Print what this machine has."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "python -m lightning_cxl env",
         description="Show this machine's memory, limits and devices as this package sees them, and what to change.",
         epilog="example: python -m lightning_cxl env",
-    ).parse_args(arguments)
-    print(format_environment(environment_report()))
+    )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    as_json = parser.parse_args(arguments).json
+    report = environment_report()
+    print(json.dumps(report, indent=1) if as_json else format_environment(report))
 
 
 def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_cxl.commands.measuring.files import check_target, write_text
+from lightning_cxl.commands.measuring.files import TO_STDOUT, check_target, write_text
 from lightning_cxl.commands.measuring.pictures import check_matplotlib
 from lightning_cxl.commands.plan.advice import what_fits
 from lightning_cxl.commands.plan.findings import Findings, as_data
@@ -26,10 +28,11 @@ from lightning_cxl.planning.compare import compare, dram_only_time
 from lightning_cxl.planning.policies.registry import POLICIES
 from lightning_cxl.ssd_options import SsdOptions, read_ssd_options
 
-DOES_NOT_FIT = 2
+DOES_NOT_FIT = 3
 """Exit status."""
 _DESCRIPTION = """Say before a run what it would keep where, whether that fits, and how long a step would take. No
-weights are loaded; seconds are predicted, not measured. Exit status: 0 if the job fits, 2 if it does not."""
+weights are loaded; seconds are predicted, not measured. Exit status: 0 if the job fits, 3 if it does not, 1 after
+an error, 2 for options that are none."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,8 +71,10 @@ def main(arguments: Sequence[str]) -> int:
     ssd = _ssd(options)
     machine = _this_machine(ssd) if options.tiers is None else load_machine(options.tiers)
     machine = machine.with_devices(machine.device.count if options.devices is None else options.devices)
-    found = look(PlannedModel(options.model), settings, machine, options.policy, either=options.weights == "auto")
-    print(as_text(found))
+    model, either = PlannedModel(options.model), options.weights == "auto"
+    command = shlex.join(["python", "-m", "lightning_cxl", "plan", *arguments])
+    found = look(model, settings, machine, options.policy, either=either, command=command)
+    print(as_text(found), file=sys.stderr if options.json == TO_STDOUT else sys.stdout)
     if options.json is not None:
         write_text(options.json, json.dumps({**as_data(found), "ranks": ranks_data(found)}, indent=1) + "\n")
     if options.plot is not None:
@@ -80,7 +85,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def look(
-    model: PlannedModel, settings: Settings, machine: Machine, policy: str | None = None, *, either: bool = False
+    model: PlannedModel,
+    settings: Settings,
+    machine: Machine,
+    policy: str = "auto",
+    *,
+    either: bool = False,
+    command: str = "",
 ) -> Findings:
     """Return everything there is to say about a job.
 
@@ -88,14 +99,16 @@ def look(
         model: to train.
         settings: of the job.
         machine: to run on.
-        policy: shown in full; built-in, or the import path of a class. None: ``"bandwidth"`` where speeds are known,
-            else ``"latency_first"``, which does not need them.
+        policy: shown in full; built-in, or the import path of a class. ``"auto"`` is what a run takes: ``"bandwidth"``
+            where speeds are known, else ``"by_role"``. With one kind of memory all are the same.
         either: several devices may share weights, too, if the step is predicted to be shorter then.
+        command: what was typed, for advice.
 
     Raises:
         ConfigError: no such policy, one that needs speeds that are not known, or settings that do not go together.
     """
-    policy = policy or ("bandwidth" if machine.has_speeds else "latency_first")
+    if policy == "auto":
+        policy = "bandwidth" if machine.has_speeds else "by_role"
     if either and can_share(settings, machine):
         settings = faster_weights(model, settings, machine, policy)
     planned = model.job(settings, machine)
@@ -107,8 +120,8 @@ def look(
             f"examples/machines), or choose another policy"
         )
     dram_only = dram_only_time(planned.job, machine)
-    found = Findings(model.name, settings, machine, planned, policy, plans, dram_only, changes=())
-    return found if found.fits else replace(found, changes=what_fits(model, settings, machine, policy))
+    found = Findings(model.name, settings, machine, planned, policy, plans, dram_only, (), command)
+    return found if found.fits else replace(found, ways=what_fits(model, settings, machine, policy))
 
 
 def _ssd(options: argparse.Namespace) -> SsdOptions | None:
@@ -157,7 +170,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--ssd-budget", metavar="SIZE", help="most bytes there, such as 500GiB (what is free)")
     add("--ssd-checkpoint", choices=["copy", "reference"], help="reference: twice the bytes there (copy)")
     names = ", ".join(POLICIES)
-    add("--policy", help=f"{names}, or package.module.Class (bandwidth; latency_first where speeds are not known)")
+    add(
+        "--policy",
+        default="auto",
+        help=f"auto: what a run takes; by_role, {names}, or package.module.Class (%(default)s)",
+    )
     add("--precision", choices=["32-true", "bf16-true", "bf16-mixed"], default=default.precision, help="(%(default)s)")
     add("--state", choices=["fp32", "bf16", "8bit"], default=default.state, help="momentum, variance (%(default)s)")
     add("--master", choices=["split", "fp32"], default=default.master, help="master weights (%(default)s)")
@@ -196,6 +213,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-sync", action="store_true", help="several devices: only the last micro-batch reduces gradients")
     add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers, not the weights")
     add("--quantize", choices=["4bit", "8bit"], help="weights below adapters (needs --lora)")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--json", type=Path, metavar="FILE", help="write everything there; -: to stdout, and the text to stderr")
     add("--plot", type=Path, metavar="FILE.png", help="draw tiers and predicted times")
     return parser

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_cxl.commands.plan.meta_model import loss_on_meta, model_on_meta, set_precision, with_lora
 from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.activations import Measured, measure
 from lightning_cxl.inventory.inventory import Inventory, list_tensors
 from lightning_cxl.machine.machine import Machine
@@ -35,6 +36,7 @@ class PlannedModel:
         Raises:
             ConfigError: settings that do not go together.
         """
+        self._check_length(settings.sequence)
         model = self._model_of(settings)
         config, load = settings.config(machine), settings.workload(machine)
         key = (
@@ -58,6 +60,15 @@ class PlannedModel:
         free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes)
         ssd = SsdRoom(machine.ssd.capacity_bytes, machine.ssd.versions, machine.ssd.num_drives, MEMORY_LEFT_FREE)
         return self._job(settle_state(inventory, free.usable_bytes, ssd, "spill"))
+
+    def _check_length(self, sequence: int) -> None:
+        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(longest, int) and 0 < longest < sequence:
+            raise ConfigError(
+                f"{self.name!r} has positions for {longest:,} tokens (`max_position_embeddings` of its config), and a "
+                f"sequence of {sequence:,} is asked for: give --seq {longest} or less, or the config of a model that "
+                "is made for longer ones"
+            )
 
     def _job(self, inventory: Inventory) -> ModelJob:
         planned, note = model_job(self.name, inventory), wide_experts(inventory.model)
