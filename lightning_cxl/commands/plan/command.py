@@ -13,10 +13,9 @@ from lightning_cxl.commands.measuring.files import TO_STDOUT, check_target, writ
 from lightning_cxl.commands.measuring.pictures import check_matplotlib
 from lightning_cxl.commands.plan.advice import what_fits
 from lightning_cxl.commands.plan.findings import Findings, as_data
-from lightning_cxl.commands.plan.planned_model import PlannedModel
+from lightning_cxl.commands.plan.planned_model import PlannedModel, can_share, faster_weights
 from lightning_cxl.commands.plan.ranks import ranks_data
 from lightning_cxl.commands.plan.settings import Settings
-from lightning_cxl.commands.plan.shared_weights import can_share, faster_weights
 from lightning_cxl.commands.plan.text import as_text
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError

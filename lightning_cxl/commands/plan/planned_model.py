@@ -1,4 +1,4 @@
-"""`PlannedModel`: the jobs of one model under different settings."""
+"""`PlannedModel`: the jobs of one model under different settings; `faster_weights`: how several devices read them."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.activations import Measured, measure
 from lightning_cxl.inventory.inventory import Inventory, list_tensors
 from lightning_cxl.machine.machine import Machine
-from lightning_cxl.planning.compare import with_working_memory
+from lightning_cxl.planning.compare import compare, with_working_memory
 from lightning_cxl.planning.free_memory import FreeMemory
 from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
 from lightning_cxl.planning.settle_state import settle_state
@@ -85,3 +85,30 @@ class PlannedModel:
             set_precision(model, settings.precision)
             self._with_lora[key] = with_lora(model, settings.lora, settings.quantize)
         return self._with_lora[key]
+
+
+def can_share(settings: Settings, machine: Machine) -> bool:
+    """Return whether devices could read weights from one copy: a machine holds all of them, and has several devices."""
+    return machine.device.count > 1 and (settings.num_nodes == 1 or settings.between_nodes == "replicate")
+
+
+def faster_weights(model: PlannedModel, settings: Settings, machine: Machine, policy: str) -> Settings:
+    """Return the settings that gather weights, unless the step is predicted to be shorter where devices share them.
+
+    Args:
+        model: to train.
+        settings: of the job; `can_share` says yes.
+        machine: to run on.
+        policy: that places.
+    """
+    gathered = replace(settings, weights="gathered")
+    shared = replace(settings, weights="shared")
+    seconds = [_seconds(model, each, machine, policy) for each in (gathered, shared)]
+    if seconds[1] is not None and (seconds[0] is None or seconds[1] < seconds[0]):
+        return shared
+    return gathered
+
+
+def _seconds(model: PlannedModel, settings: Settings, machine: Machine, policy: str) -> float | None:
+    time = compare(model.job(settings, machine).job, machine, [policy])[policy].time
+    return None if time is None else time.seconds
