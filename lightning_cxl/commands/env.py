@@ -1,6 +1,7 @@
 """``python -m lightning_cxl env``: the machine as this package sees it, and what to change about it."""
 
 import importlib.metadata
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,9 @@ _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
 
 def main(arguments: Sequence[str]) -> None:
     """Print what this machine has."""
-    parsers.env().parse_args(arguments)
-    print(format_environment(environment_report()))
+    as_json = parsers.env().parse_args(arguments).json
+    report = environment_report()
+    print(json.dumps(report, indent=1) if as_json else format_environment(report))
 
 
 def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:

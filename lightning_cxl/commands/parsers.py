@@ -8,11 +8,13 @@ from typing import Any
 
 def env() -> argparse.ArgumentParser:
     """Return the parser of `env`."""
-    return _parser(
+    parser = _parser(
         "env",
         "Show this machine's memory, limits and devices as this package sees them, and what to change.",
         "",
     )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    return parser
 
 
 def calibrate() -> argparse.ArgumentParser:
@@ -72,7 +74,8 @@ def plan() -> argparse.ArgumentParser:
         "plan",
         """\
 Say before a run what it would keep where, whether that fits, and how long a step would take. No
-weights are loaded; seconds are predicted, not measured. Exit status: 0 if the job fits, 2 if it does not.""",
+weights are loaded; seconds are predicted, not measured. Exit status: 0 if the job fits, 3 if it does not, 1 after
+an error, 2 for options that are none.""",
         " --model llama-3.1-8b --tiers examples/machines/one_card.yaml",
     )
     add: Any = parser.add_argument
@@ -85,8 +88,9 @@ weights are loaded; seconds are predicted, not measured. Exit status: 0 if the j
     add("--ssd-checkpoint", choices=["copy", "reference"], help="reference: twice the bytes there (copy)")
     add(
         "--policy",
-        help="dram_only, interleave, latency_first, bandwidth, or package.module.Class (bandwidth; latency_first where "
-        "speeds are not known)",
+        default="auto",
+        help="auto: what a run takes; by_role, dram_only, interleave, latency_first, bandwidth, or package.module.Class "
+        "(%(default)s)",
     )
     add("--precision", choices=["32-true", "bf16-true", "bf16-mixed"], default="bf16-true", help="(%(default)s)")
     add("--state", choices=["fp32", "bf16", "8bit"], default="fp32", help="momentum, variance (%(default)s)")
@@ -126,7 +130,7 @@ weights are loaded; seconds are predicted, not measured. Exit status: 0 if the j
     add("--no-sync", action="store_true", help="several devices: only the last micro-batch reduces gradients")
     add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers, not the weights")
     add("--quantize", choices=["4bit", "8bit"], help="weights below adapters (needs --lora)")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--json", type=Path, metavar="FILE", help="write everything there; -: to stdout, and the text to stderr")
     add("--plot", type=Path, metavar="FILE.png", help="draw tiers and predicted times")
     return parser
 

@@ -24,6 +24,16 @@ _HOMES: Mapping[TensorRole, tuple[TierKind, ...]] = {
 }
 
 
+def home_kinds(role: TensorRole, *, cpu_computes: bool) -> tuple[TierKind, ...]:
+    """Return the kinds of memory that a role belongs on, its home first.
+
+    Args:
+        role: of a tensor.
+        cpu_computes: the CPU is the accelerator, so it reads the weights all the time: they are at home in DRAM then.
+    """
+    return _DRAM_FIRST if cpu_computes and role is TensorRole.COMPUTE_WEIGHTS else _HOMES[role]
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """One tensor, or several that stay together, looking for a home."""
@@ -61,12 +71,12 @@ class RoleHomePolicy:
 
     Args:
         topology: the tiers there are.
-        cpu_computes: the CPU is the accelerator, so it reads the weights all the time: they are at home in DRAM then.
+        cpu_computes: see `home_kinds`.
     """
 
     def __init__(self, topology: Topology, *, cpu_computes: bool = False) -> None:
         self._topology = topology
-        self._homes = {**_HOMES, TensorRole.COMPUTE_WEIGHTS: _DRAM_FIRST} if cpu_computes else _HOMES
+        self._cpu_computes = cpu_computes
 
     def place(self, request: PlacementRequest, free: Mapping[str, int]) -> Placement:
         """Return the explicit tier or the role's home, then the others.
@@ -79,7 +89,7 @@ class RoleHomePolicy:
             others = [name for name in self._topology.names if name != first]
             reason = request.source or "asked for explicitly"
         else:
-            first, *others = self._by_kind(self._homes[request.role])
+            first, *others = self._by_kind(home_kinds(request.role, cpu_computes=self._cpu_computes))
             reason = f"home of {request.role.value}"
         if free.get(first, request.nbytes) < request.nbytes:
             reason += f"; {first} has {format_bytes(free[first])} free of {format_bytes(request.nbytes)} needed"

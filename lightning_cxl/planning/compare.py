@@ -10,7 +10,7 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.jobs.job import Job
 from lightning_cxl.planning.jobs.step import StepTime, predict_step
 from lightning_cxl.planning.policies.api import PlanningPolicy
-from lightning_cxl.planning.policies.baselines import DramOnly
+from lightning_cxl.planning.policies.baselines import ByRole, DramOnly
 from lightning_cxl.planning.policies.registry import get_policy, plans
 from lightning_cxl.planning.ssd_room import SsdRoom
 
@@ -107,7 +107,7 @@ def _check_ssd(job: Job, machine: Machine) -> None:
 
 
 def _planning(name: str) -> PlanningPolicy:
-    policy = get_policy(name)
+    policy = ByRole() if name == "by_role" else get_policy(name)
     if not plans(policy):
         raise ConfigError(
             f"policy {name!r} places tensor by tensor, so there is nothing to plan ahead: choose one that has `decide`"

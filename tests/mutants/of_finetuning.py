@@ -171,6 +171,13 @@ MUTANTS = (
         ("tests/integration/test_planned_lora.py::test_a_run_warns_of_experts_that_transformers_has_loaded_wide",),
     ),
     Mutant(
+        "a sequence that a model has no positions for is not planned",
+        "lightning_cxl/commands/plan/planned_model.py",
+        "0 < longest < sequence",
+        "False",
+        ("tests/unit/commands/test_plan.py::test_a_sequence_that_is_longer_than_the_model_has_positions_for",),
+    ),
+    Mutant(
         "adapters are planned in the type that they train in",
         "lightning_cxl/commands/plan/meta_model.py",
         "parameter.data.to(model.dtype)",

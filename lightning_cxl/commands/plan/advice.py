@@ -1,30 +1,59 @@
-"""`what_fits`: changes, each on its own, after which a job fits that does not."""
+"""`what_fits`: ways to a job that fits where one does not: single changes that do, or else the fewest and cheapest."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_cxl.commands.plan.planned_model import PlannedModel
 from lightning_cxl.commands.plan.settings import Settings
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.machine.machine import Machine, MachineSsd
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.planning.compare import fits
+from lightning_cxl.planning.compare import fits, working_bytes
 
 _LARGE_BYTES = 1 << 50
+_MOST_HALVES = 3
+_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """Something to do differently."""
+class Step:
+    """One change of a job or its machine."""
 
     text: str
-    settings: Settings
-    machine: Machine
+    flags: str = ""
+    """The same as options of `plan`; "" for another machine."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Settings`."""
+    machine: Machine | None = None
 
 
-def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy: str) -> list[Change]:
-    """Return the changes after which the job fits; each was tried.
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Steps after which a job fits, and what it takes then."""
+
+    steps: tuple[Step, ...]
+    host_bytes: int
+    device_bytes: int | None
+
+    @property
+    def text(self) -> str:
+        """What to do."""
+        return ", ".join(step.text for step in self.steps)
+
+    def command(self, before: str) -> str:
+        """Return the command that plans it; "" where the machine is another one, which options cannot say.
+
+        Args:
+            before: the command that planned what does not fit; its last options win.
+        """
+        flags = [step.flags for step in self.steps]
+        of_file = "--ssd DIR" in flags and "--tiers" in before.split()
+        return "" if of_file or not all((before, *flags)) else " ".join((before, *flags))
+
+
+def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy: str) -> list[Way]:
+    """Return ways to make the job fit, the cheapest first; adapters, which train something else, come last.
 
     Args:
         model: to train.
@@ -32,60 +61,112 @@ def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy:
         machine: that they do not fit on.
         policy: that places.
     """
-    return [change for change in _changes(settings, machine) if _fits(model, change, policy)]
+    found: dict[tuple[str, ...], Way | None] = {}
+
+    def attempt(steps: tuple[Step, ...]) -> Way | None:
+        key = tuple(step.text for step in steps)
+        if key not in found:
+            found[key] = _attempt(model, settings, machine, policy, steps)
+        return found[key]
+
+    axes = _axes(settings, machine)
+    ways = [next((way for step in axis if (way := attempt((step,)))), None) for axis in axes]
+    if not any(ways):
+        ways = [_fewest(attempt, (), axes)]
+    ways += [attempt((base,)) or _fewest(attempt, (base,), axes) for base in _adapters(settings, machine)]
+    return [way for way in ways if way is not None]
 
 
-def _fits(model: PlannedModel, change: Change, policy: str) -> bool:
+def _attempt(
+    model: PlannedModel, settings: Settings, machine: Machine, policy: str, steps: Sequence[Step]
+) -> Way | None:
+    for step in steps:
+        settings = replace(settings, **step.values)
+        machine = step.machine or machine
     try:
-        return fits(model.job(change.settings, change.machine).job, change.machine, policy)
-    except ConfigError:
-        return False  # settings that do not go together
+        job = model.job(settings, machine).job
+    except (ConfigError, UnsupportedError):
+        return None  # settings that do not go together, or need what is not installed
+    host_bytes = sum(job.bytes_of().values()) - job.ssd_bytes + working_bytes(job, machine)
+    return Way(tuple(steps), host_bytes, job.device_bytes) if fits(job, machine, policy) else None
 
 
-def _changes(settings: Settings, machine: Machine) -> Iterator[Change]:
-    """Yield what can be changed one at a time."""
+def _fewest(
+    attempt: Callable[[tuple[Step, ...]], Way | None], base: tuple[Step, ...], axes: Sequence[Sequence[Step]]
+) -> Way | None:
+    """Return the way of the cheapest axes together, without what is not needed of them; None if all do not suffice."""
+
+    def together(picked: Sequence[Step | None]) -> Way | None:
+        return attempt((*base, *(step for step in picked if step is not None)))
+
+    picked: list[Step | None] = []
+    for axis in axes:
+        picked.append(axis[-1])
+        if way := together(picked):
+            break
+    else:
+        return None
+    for index in reversed(range(len(picked))):  # the most expensive first
+        for weaker in (None, *axes[index][:-1]):
+            without = [*picked[:index], weaker, *picked[index + 1 :]]
+            if less := together(without):
+                picked, way = without, less
+                break
+    return way
+
+
+def _axes(settings: Settings, machine: Machine) -> list[list[Step]]:
+    """Return what can be changed, the cheapest first; of each, the values from the weakest to the strongest."""
     is_host = machine.device.is_host
-
-    def option(text: str, **values: Any) -> Change:
-        return Change(text, replace(settings, **values), machine)
-
-    if settings.precision != "bf16-true":
-        yield option('precision="bf16-true"', precision="bf16-true")
-    if settings.state == "fp32":
-        yield option('state="bf16"', state="bf16")
-    if settings.state != "8bit":
-        yield option('state="8bit"', state="8bit")
-    if settings.master == "fp32":
-        yield option('master="split"', master="split")
-    if settings.accumulate_grad_batches > 1 and settings.accumulate == "fp32":
-        yield option('accumulate="bf16"', accumulate="bf16")
     streams = not is_host if settings.stream_weights == "auto" else settings.stream_weights
-    if streams and settings.overlap != "backward" and settings.accumulate_grad_batches == 1:
-        yield option('on_overflow="ignore" (gradients are used up in backward)', overlap="backward")
-    if not settings.activation_offload:
-        yield option("activation_offload=True", activation_offload=True)
-    if not is_host and settings.stream_weights is False:
-        yield option("stream_weights=True", stream_weights=True)
-    if settings.loss == "full":
-        yield option(
-            "a loss that never holds all logits: `with lightning_cxl.chunked_loss(model):` around the model's forward, "
-            "as the main job has it (--loss chunked)",
-            loss="chunked",
-        )
-    if settings.num_nodes > 1 and settings.between_nodes == "replicate":
-        in_parts = {"between_nodes": "shard", "weights": "gathered"}
-        yield option("the model cut over all machines (--between-nodes shard)", **in_parts)
-    if settings.batch > 1:
-        yield option(f"half the batch, {settings.batch // 2}", batch=settings.batch // 2)
-    if settings.sequence > 1:
-        yield option(f"half the sequence, {settings.sequence // 2}", sequence=settings.sequence // 2)
-    if machine.ssd is None:
-        on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=_LARGE_BYTES))
-        yield Change(
-            'optimizer state and weights on a drive, tiers={"ssd": {"path": ...}} (--ssd DIR)', settings, on_drives
-        )
-    if (more := _with_another_card(machine)) is not None:
-        yield Change("another card like the last one", settings, more)
+    axes: list[list[Step]] = []
+
+    def may(condition: bool, *steps: Step) -> None:
+        if condition and steps:
+            axes.append(list(steps))
+
+    chunked = "a loss that never holds all logits (`lightning_cxl.chunked_loss(model)` around the model's forward)"
+    may(settings.loss == "full", Step(chunked, "--loss chunked", {"loss": "chunked"}))
+    offload = Step("activation_offload=True", "--activation-offload", {"activation_offload": True})
+    may(not settings.activation_offload, offload)
+    stream = Step("stream_weights=True", "--stream-weights", {"stream_weights": True})
+    may(not is_host and settings.stream_weights is False, stream)
+    narrow = Step('precision="bf16-true"', "--precision bf16-true", {"precision": "bf16-true"})
+    may(settings.precision != "bf16-true", narrow)
+    may(settings.master == "fp32", Step('master="split"', "--master split", {"master": "split"}))
+    backward = Step(
+        'on_overflow="ignore" (gradients are used up in backward)', "--overlap backward", {"overlap": "backward"}
+    )
+    may(streams and settings.overlap != "backward" and settings.accumulate_grad_batches == 1, backward)
+    formats = {"fp32": ["bf16", "8bit"], "bf16": ["8bit"], "8bit": []}[settings.state]
+    may(True, *(Step(f'state="{name}"', f"--state {name}", {"state": name}) for name in formats))
+    sums = Step('accumulate="bf16"', "--accumulate bf16", {"accumulate": "bf16"})
+    may(settings.accumulate_grad_batches > 1 and settings.accumulate == "fp32", sums)
+    in_parts = {"between_nodes": "shard", "weights": "gathered"}
+    cut = Step("the model cut over all machines", "--between-nodes shard --weights gathered", in_parts)
+    may(settings.num_nodes > 1 and settings.between_nodes == "replicate", cut)
+    on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=_LARGE_BYTES))
+    drive = Step('optimizer state and weights on a drive, tiers={"ssd": {"path": DIR}}', "--ssd DIR", machine=on_drives)
+    may(machine.ssd is None, drive)
+    for name, flag in (("batch", "--batch"), ("sequence", "--seq")):
+        sizes = [getattr(settings, name) >> shift for shift in range(1, _MOST_HALVES + 1)]
+        may(True, *(Step(f"{name} {size}", f"{flag} {size}", {name: size}) for size in sizes if size))
+    more = _with_another_card(machine)
+    may(more is not None, Step("another card like the last one", machine=more))
+    return axes
+
+
+def _adapters(settings: Settings, machine: Machine) -> list[Step]:
+    """Return what trains less than the settings."""
+    rank = settings.lora or _RANK
+    lora = Step(f'adapters alone are trained, lora={{"r": {rank}}}', f"--lora {rank}", {"lora": rank})
+    quantised = Step(
+        f'{lora.text}, on weights of 4 bit, quantization="4bit"',
+        f"{lora.flags} --quantize 4bit",
+        {"lora": rank, "quantize": "4bit"},
+    )
+    steps = [lora] if settings.lora is None else []
+    return [*steps, quantised] if settings.quantize is None and not settings.mesh(machine).is_sharded else steps
 
 
 def _with_another_card(machine: Machine) -> Machine | None:

@@ -2,18 +2,19 @@
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_cxl.commands import parsers
-from lightning_cxl.commands.measuring.files import check_target, write_text
+from lightning_cxl.commands.measuring.files import TO_STDOUT, check_target, write_text
 from lightning_cxl.commands.measuring.pictures import check_matplotlib
 from lightning_cxl.commands.plan.advice import what_fits
 from lightning_cxl.commands.plan.findings import Findings, as_data
-from lightning_cxl.commands.plan.planned_model import PlannedModel
+from lightning_cxl.commands.plan.planned_model import PlannedModel, can_share, faster_weights
 from lightning_cxl.commands.plan.ranks import ranks_data
 from lightning_cxl.commands.plan.settings import Settings
-from lightning_cxl.commands.plan.shared_weights import can_share, faster_weights
 from lightning_cxl.commands.plan.text import as_text
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError
@@ -25,7 +26,7 @@ from lightning_cxl.planning.compare import compare, dram_only_time
 from lightning_cxl.planning.policies.registry import POLICIES
 from lightning_cxl.ssd_options import SsdOptions, read_ssd_options
 
-DOES_NOT_FIT = 2
+DOES_NOT_FIT = 3
 """Exit status."""
 
 
@@ -65,8 +66,10 @@ def main(arguments: Sequence[str]) -> int:
     ssd = _ssd(options)
     machine = _this_machine(ssd) if options.tiers is None else load_machine(options.tiers)
     machine = machine.with_devices(machine.device.count if options.devices is None else options.devices)
-    found = look(PlannedModel(options.model), settings, machine, options.policy, either=options.weights == "auto")
-    print(as_text(found))
+    model, either = PlannedModel(options.model), options.weights == "auto"
+    command = shlex.join(["python", "-m", "lightning_cxl", "plan", *arguments])
+    found = look(model, settings, machine, options.policy, either=either, command=command)
+    print(as_text(found), file=sys.stderr if options.json == TO_STDOUT else sys.stdout)
     if options.json is not None:
         write_text(options.json, json.dumps({**as_data(found), "ranks": ranks_data(found)}, indent=1) + "\n")
     if options.plot is not None:
@@ -77,7 +80,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def look(
-    model: PlannedModel, settings: Settings, machine: Machine, policy: str | None = None, *, either: bool = False
+    model: PlannedModel,
+    settings: Settings,
+    machine: Machine,
+    policy: str = "auto",
+    *,
+    either: bool = False,
+    command: str = "",
 ) -> Findings:
     """Return everything there is to say about a job.
 
@@ -85,14 +94,16 @@ def look(
         model: to train.
         settings: of the job.
         machine: to run on.
-        policy: shown in full; built-in, or the import path of a class. None: ``"bandwidth"`` where speeds are known,
-            else ``"latency_first"``, which does not need them.
+        policy: shown in full; built-in, or the import path of a class. ``"auto"`` is what a run takes: ``"bandwidth"``
+            where speeds are known, else ``"by_role"``. With one kind of memory all are the same.
         either: several devices may share weights, too, if the step is predicted to be shorter then.
+        command: what was typed, for advice.
 
     Raises:
         ConfigError: no such policy, one that needs speeds that are not known, or settings that do not go together.
     """
-    policy = policy or ("bandwidth" if machine.has_speeds else "latency_first")
+    if policy == "auto":
+        policy = "bandwidth" if machine.has_speeds else "by_role"
     if either and can_share(settings, machine):
         settings = faster_weights(model, settings, machine, policy)
     planned = model.job(settings, machine)
@@ -104,8 +115,8 @@ def look(
             f"examples/machines), or choose another policy"
         )
     dram_only = dram_only_time(planned.job, machine)
-    found = Findings(model.name, settings, machine, planned, policy, plans, dram_only, changes=())
-    return found if found.fits else replace(found, changes=what_fits(model, settings, machine, policy))
+    found = Findings(model.name, settings, machine, planned, policy, plans, dram_only, (), command)
+    return found if found.fits else replace(found, ways=what_fits(model, settings, machine, policy))
 
 
 def _ssd(options: argparse.Namespace) -> SsdOptions | None:

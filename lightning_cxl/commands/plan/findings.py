@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_cxl.commands.plan.advice import Change
+from lightning_cxl.commands.plan.advice import Way
 from lightning_cxl.commands.plan.settings import Settings
 from lightning_cxl.machine.machine import Device, Machine
 from lightning_cxl.planning.compare import PolicyPlan, fits_device, working_bytes
@@ -26,8 +26,10 @@ class Findings:
     plans: Mapping[str, PolicyPlan]
     dram_only: StepTime | None
     """Predicted as if DRAM were large enough; None where speeds are not known."""
-    changes: Sequence[Change]
+    ways: Sequence[Way]
     """What would make it fit, where it does not."""
+    command: str = ""
+    """What was typed; "" where nothing was."""
 
     @property
     def chosen(self) -> PolicyPlan:
@@ -83,7 +85,15 @@ def as_data(found: Findings) -> dict[str, Any]:
         "policy": found.policy,
         "fits": found.fits,
         "fits_device": fits_device(job, machine),
-        "what_fits": [change.text for change in found.changes],
+        "what_fits": [
+            {
+                "text": way.text,
+                "command": way.command(found.command),
+                "host_bytes": way.host_bytes,
+                "device_bytes": way.device_bytes,
+            }
+            for way in found.ways
+        ],
         "predicted_dram_only_seconds": found.dram_only.seconds if found.dram_only else None,
         "policies": {name: _policy_data(each, found) for name, each in found.plans.items()},
         "notes": list(found.planned.notes),

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+from lightning_cxl.commands.plan.advice import Way
 from lightning_cxl.commands.plan.findings import Findings
 from lightning_cxl.commands.plan.ranks import ranks_text
 from lightning_cxl.commands.plan.settings import Settings
-from lightning_cxl.machine.machine import Machine
+from lightning_cxl.machine.machine import Device, Machine
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.compare import PolicyPlan, fits_device, working_bytes
 from lightning_cxl.planning.jobs.job import Job
@@ -209,8 +210,18 @@ def _verdict(found: Findings) -> list[str]:
         where = [] if not found.chosen.error else [f"host memory (policy {found.policy})"]
         where += [] if fits_device(found.planned.job, found.machine) else [f"{device.name}'s memory"]
         lines = [f"It does not fit {' nor '.join(where)}."]
-        if found.changes:
-            lines += ["What would make it fit, each on its own:", *(f"  {each.text}" for each in found.changes)]
-        else:
-            lines.append("No change that was tried makes it fit on its own: use a smaller model, or several changes.")
+        lines += (
+            ["What would make it fit, each way on its own:"]
+            if found.ways
+            else ["Nothing that was tried makes it fit: use a smaller model."]
+        )
+        for way in found.ways:
+            lines += wrapped(f"  {way.text}: {_taken(way, device)}")
+            lines += [f"    {command}"] if (command := way.command(found.command)) else []
     return lines + [line for note in notes for line in wrapped(f"note: {note}")]
+
+
+def _taken(way: Way, device: Device) -> str:
+    if device.is_host or way.device_bytes is None:
+        return f"{format_bytes(way.host_bytes)} of host memory"
+    return f"{format_bytes(way.host_bytes)} of host memory, {format_bytes(way.device_bytes)} of {device.name}"

@@ -105,8 +105,7 @@ class _Problem:
         self.near = _group(room, TierKind.DRAM)
         self.far = _group(room, TierKind.CXL)
         if self.total > min(self.near.room + self.far.room, room.together):
-            largest = max(classes, key=lambda each: each.nbytes)
-            raise room.full(largest.role, self.total, "` and `".join(t.name for t in self.near.tiers + self.far.tiers))
+            raise room.full("the job", self.total, "` and `".join(t.name for t in self.near.tiers + self.far.tiers))
         self.bounds = Bounds(tuple(each.nbytes for each in classes), self.near.room, max(0, self.total - self.far.room))
         self._model = StepModel(job, machine)
         self._near_s = [self.near.seconds(each, machine) for each in classes] if self.near.tiers else []

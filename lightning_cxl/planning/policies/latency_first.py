@@ -42,18 +42,18 @@ class LatencyFirst:
                 split, why = spread(each.role, each.nbytes, dram, room), "fits in DRAM, which the CPUs are nearest to"
             elif local > 0 and cards:
                 taken = min(local, each.nbytes // (1 + num_nodes))
-                split = _mixed(each, taken, dram, cards, room)
+                split = mixed(each, taken, dram, cards, room)
                 why = f"mixed: interleaved equally, {format_bytes(local)} of DRAM were left"
             elif cards:
                 split, why = spread(each.role, each.nbytes, cards, room), "DRAM is used up: striped over the cards"
             else:
-                raise room.full(each.role, each.nbytes, "` and `".join(tier.name for tier in dram))
+                raise room.full(each.role.value, each.nbytes, "` and `".join(tier.name for tier in dram))
             room.take(each.role, each.nbytes, split)
             splits[each.role], reasons[each.role] = split, why
         return Decision(splits, reasons)
 
 
-def _mixed(each: MemoryClass, local: int, dram: list[MachineTier], cards: list[MachineTier], room: Room) -> Split:
+def mixed(each: MemoryClass, local: int, dram: list[MachineTier], cards: list[MachineTier], room: Room) -> Split:
     """Return the split of a class of which `local` bytes lie in DRAM and the rest on the cards."""
     parts = ((local, dram), (each.nbytes - local, cards))
     split: Split = {}

@@ -45,18 +45,18 @@ class Room:
         parts = in_whole_bytes(nbytes, split, self._left)
         over = [tier for tier, part in parts.items() if part > self._left[tier]]
         if over or nbytes > self.together:
-            raise self.full(role, nbytes, over[0] if over else "` and `".join(split))
+            raise self.full(role.value, nbytes, over[0] if over else "` and `".join(split))
         for tier, part in parts.items():
             self._left[tier] -= part
         self.together -= nbytes
 
-    def full(self, role: TensorRole, nbytes: int, tier: str) -> TierFullError:
-        """Return the error that says what does not fit where."""
+    def full(self, what: str, nbytes: int, tier: str) -> TierFullError:
+        """Return the error that says what does not fit where: a role, or all of a job."""
         have = ", ".join(f"`{name}` {format_bytes(left)}" for name, left in self._left.items())
         if self.together < sum(self._left.values()):
             have += f", {format_bytes(self.together)} together"
         return TierFullError(
-            f"cannot place {role.value} ({format_bytes(nbytes)}) on tier `{tier}`: machine `{self._machine.name}` has "
+            f"cannot place {what} ({format_bytes(nbytes)}) on tier `{tier}`: machine `{self._machine.name}` has "
             f"left {have}. Add memory or a tier, raise the budget in `tiers`, or use a smaller model, batch "
             f"or sequence."
         )

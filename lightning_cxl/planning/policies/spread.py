@@ -16,7 +16,7 @@ def spread(role: TensorRole, nbytes: int, tiers: Sequence[MachineTier], room: Ro
     left = {tier.name: float(room.left(tier.name)) for tier in tiers}
     bytes_on, rest = fill(nbytes, {tier.name: float(tier.num_nodes) for tier in tiers}, left)
     if nbytes and rest > 0.5:
-        raise room.full(role, nbytes, "` and `".join(bytes_on) or "cxl")
+        raise room.full(role.value, nbytes, "` and `".join(bytes_on) or "cxl")
     total = sum(bytes_on.values())
     if not total:  # no bytes: where they would go
         able = [tier for tier in tiers if left[tier.name] > 0] or [*tiers, *room.tiers][:1]

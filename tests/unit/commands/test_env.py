@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cxl.commands.env import advice, environment_report, format_environment
+from lightning_cxl.commands.env import advice, environment_report, format_environment, main
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "sysfs"
 NODE = "sys/devices/system/node"
@@ -140,3 +140,8 @@ def test_unlimited_locked_memory(tmp_path):
         "Max locked memory         unlimited            unlimited            bytes\n"
     )
     assert environment_report(root)["limits"]["memlock_bytes"] is None
+
+
+def test_as_json(capsys):
+    main(["--json"])
+    assert json.loads(capsys.readouterr().out).keys() == environment_report().keys()

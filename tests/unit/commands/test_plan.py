@@ -1,6 +1,7 @@
 """`python -m lightning_cxl plan` end to end: text, status, advice, JSON, picture, errors."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.machine_file import load_machine
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.units import format_bytes
 from lightning_cxl.weights.published import SHAPES
 from tests.integration.llama import tiny_llama
 
@@ -31,7 +33,9 @@ device: {{name: test gpu, memory_bytes: {gpu}, flops: 1.0e+14, h2d_bytes_per_s: 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_llama(4, vocab_size=2048, hidden_size=256, intermediate_size=768).config.save_pretrained(folder)
+    tiny_llama(
+        4, vocab_size=2048, hidden_size=256, intermediate_size=768, max_position_embeddings=1 << 14
+    ).config.save_pretrained(folder)
     return str(folder)
 
 
@@ -52,6 +56,7 @@ def plan(model, tmp_path, capsys):
         status = main(["--model", model, "--tiers", str(machine), "--seq", "512", "--json", str(data), *arguments])
         return status, capsys.readouterr().out, json.loads(data.read_text())
 
+    run.data = tmp_path / "plan.json"
     return run
 
 
@@ -109,28 +114,78 @@ def test_a_job_that_does_not_fit_the_host_says_what_would(plan):
     _, _, data = plan()
     room = f"{sum(data['roles'].values()) // 2 - (8 << 20)}B"
     status, text, data = plan(dram=room, cxl=room)
-    assert status == 2 and not data["fits"] and data["fits_device"]
+    assert status == 3 and not data["fits"] and data["fits_device"]
     assert "It does not fit host memory (policy bandwidth)." in text
-    assert 'state="bf16"' in data["what_fits"] and 'state="8bit"' in data["what_fits"]
-    assert "another card like the last one" in data["what_fits"]
-    assert all(f"  {each}\n" in text for each in data["what_fits"])
-    # what is said is true
-    assert plan("--state", "bf16", dram=room, cxl=room)[0] == 0
-    assert plan("--seq", "256", dram=room, cxl=room)[0] == 2 or "half the sequence, 256" in data["what_fits"]
+    ways = texts(data)
+    assert ways.index('state="bf16"') < ways.index("another card like the last one")
+    assert all(f"  {each}:" in text for each in ways if len(each) < 80)
+    # what is said is true, and what is said to be typed does it
+    for each in data["what_fits"]:
+        assert "--state 8bit" not in each["command"], "more than is needed"
+        if each["command"] and "--ssd" not in each["command"]:
+            assert f"    {each['command']}\n" in text
+            assert main(shlex.split(each["command"])[4:]) == 0
+            found = json.loads(plan.data.read_text())
+            assert (found["host_bytes"], found["device_bytes"]) == (each["host_bytes"], each["device_bytes"])
+    assert plan("--seq", "256", dram=room, cxl=room)[0] == 3 or "sequence 256" in ways
 
 
 def test_a_device_that_is_too_small(plan):
     _, _, data = plan()
     status, text, data = plan(gpu=f"{data['device_bytes'] - 1}B")
-    assert status == 2 and not data["fits_device"]
+    assert status == 3 and not data["fits_device"]
     assert "DOES NOT FIT" in text and "It does not fit test gpu's memory." in text
-    assert "half the sequence, 256" in data["what_fits"]
-    assert not any("card" in each for each in data["what_fits"])
+    assert "sequence 256" in texts(data)
+    assert not any("card" in each for each in texts(data))
+
+
+def test_several_changes_where_no_single_one_helps(plan):
+    """Device and host are too small: what is cheapest for each, and nothing that is not needed."""
+    _, _, data = plan("--lora", "4")
+    _, _, narrow = plan("--state", "8bit")
+    chunked = plan("--loss", "chunked")[2]["device_bytes"]
+    room = f"{sum(narrow['roles'].values()) // 2 + (1 << 20)}B"
+    status, _, data = plan(dram=room, cxl=room, gpu=f"{chunked + (1 << 20)}B")
+    assert status == 3
+    first = data["what_fits"][0]["text"]
+    assert 'state="8bit"' in first and "never holds all logits" in first and first.count(", ") == 1
+    assert shlex.split(data["what_fits"][0]["command"])[-4:] == ["--loss", "chunked", "--state", "8bit"]
+    assert any('lora={"r": 16}' in each for each in texts(data)[1:])
+
+
+def test_a_sequence_that_is_longer_than_the_model_has_positions_for(plan):
+    with pytest.raises(ConfigError, match=r"has positions for .* tokens .*give --seq "):
+        plan("--seq", "100000")
+
+
+def test_json_alone_on_stdout(model, tmp_path, capsys):
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(MACHINE.format(dram="1GiB", cxl="1GiB", gpu="1GiB", is_host="false"))
+    assert main(["--model", model, "--tiers", str(machine), "--seq", "64", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["fits"] and captured.err.rstrip().endswith("It fits.")
+
+
+def test_what_does_not_fit_names_the_bytes_of_the_job(plan):
+    _, text, data = plan(dram="20MiB", cxl="20MiB")
+    total = sum(data["roles"].values())
+    assert f"bandwidth does not fit: cannot place the job ({format_bytes(total)})" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("is_host", ["false", "true"])
+def test_auto_is_what_a_run_takes(plan, is_host):
+    assert plan("--policy", "auto", is_host=is_host)[2]["policy"] == "bandwidth"
+    data = plan("--policy", "by_role", is_host=is_host)[2]
+    on = {role: set(tiers) for role, tiers in data["policies"]["by_role"]["bytes"].items()}
+    assert on["momentum"] == {"dram0"} and on["compute_weights"] == {"dram0" if is_host == "true" else "cxl0"}
+    room = f"{data['roles']['momentum'] // 2}B"
+    on = plan("--policy", "by_role", dram=room, is_host="false")[2]["policies"]["by_role"]["bytes"]
+    assert sum(tiers.get("dram0", 0) for tiers in on.values()) == pytest.approx(int(room[:-1]), abs=20)
 
 
 def test_nothing_helps(plan):
     status, text, data = plan(dram="1MiB", cxl="1MiB")
-    assert status == 2 and data["what_fits"] == []
+    assert status == 3 and data["what_fits"] == []
     assert "use a smaller model" in text
     assert "dram_only does not fit: cannot place" in text
 
@@ -166,7 +221,7 @@ def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_pa
     machine.write_text(MACHINE.format(dram="1MiB", cxl="1MiB", gpu="1GiB", is_host="false"))
     command = [sys.executable, "-m", "lightning_cxl", "plan", "--tiers", str(machine), "--model"]
     done = subprocess.run([*command, model, "--seq", "64"], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 3, done.stderr
     assert "It does not fit" in done.stdout
     failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert failed.returncode == 1
@@ -208,6 +263,10 @@ def test_this_machine_is_planned_for_with_what_is_free_on_it(model, tmp_path, ca
     monkeypatch.setattr(command, "devices_apart", lambda: [])
     assert main(["--model", model, "--seq", "64"]) == 0
     assert asked == {"device": "cpu", "dram": 3 << 30, "cxl": 11 << 30}
+
+
+def texts(data):
+    return [each["text"] for each in data["what_fits"]]
 
 
 SSD = "ssd: {{capacity_bytes: {size}, read_bytes_per_s: 1 GB/s, write_bytes_per_s: 0.5 GB/s, drive_bytes: 1TB}}\n"
@@ -287,7 +346,7 @@ def test_weights_that_memory_cannot_hold_lie_there_once(small, deep_model):
 def test_a_tier_ssd_that_is_too_small_takes_what_it_can(small):
     dram = f"{small(dram='1GiB')[2]['host_bytes'] // 2}B"
     status, _, data = small(dram=dram, ssd=SSD.format(size="40MiB"))
-    assert status == 2
+    assert status == 3
     assert 0 < data["ssd"]["used_bytes"] <= 40 << 20
 
 
@@ -303,21 +362,42 @@ def test_bytes_are_planned_where_the_speed_of_drives_is_not_known(small):
 def test_what_would_make_it_fit_names_the_tier_ssd(small):
     dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
     status, _, data = small(dram=dram, ssd="")
-    assert status == 2 and data["ssd"] is None
-    assert any("(--ssd DIR)" in change for change in data["what_fits"])
+    assert status == 3 and data["ssd"] is None
+    assert any("on a drive" in each for each in texts(data))
+    assert not any("--ssd" in each["command"] for each in data["what_fits"]), "the machine is that of a file"
 
 
 def test_a_picture_shows_what_lies_on_the_tier_ssd(small, tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    labels = []
-    own = Axes.set_xticks
+    texts = []
+    own = Axes.annotate
     monkeypatch.setattr(
-        Axes, "set_xticks", lambda self, ticks, names=(), **k: labels.extend(names) or own(self, ticks, names, **k)
+        Axes, "annotate", lambda self, text, *args, **k: texts.append(text) or own(self, text, *args, **k)
     )
     dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
     small("--plot", str(tmp_path / "plan.png"), dram=dram)
-    assert [name for name in labels if name.startswith("ssd\n")] == [f"ssd\n{policy}" for policy in POLICIES]
+    assert texts.count("ssd") == 1
+
+
+def test_a_role_has_one_colour_in_all_pictures_and_the_device_is_beside_them(plan, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    colours = {}
+    own = Axes.bar
+
+    def bar(self, *args, label=None, color=None, **others):
+        colours.setdefault(label, set()).add(color)
+        return own(self, *args, label=label, color=color, **others)
+
+    monkeypatch.setattr(Axes, "bar", bar)
+    for options in ((), ("--no-activation-offload",), ("--lora", "4")):  # which have other roles
+        data = plan("--plot", str(tmp_path / "plan.png"), *options)[2]
+        assert colours.keys() >= data["roles"].keys() | data["device_parts"].keys()
+    assert all(len(each) == 1 for label, each in colours.items() if label in data["roles"])
+    of_roles = [colours[role] for role in data["roles"]]
+    others = [each for label, each in colours.items() if label in ("forward", "backward", "update")]
+    assert not any(each & other for each in of_roles for other in others)
 
 
 def test_a_folder_of_this_machine(unknown_speeds, tmp_path):
@@ -358,7 +438,7 @@ def unknown_speeds(model, tmp_path, capsys, monkeypatch):
 def test_bytes_are_planned_where_speeds_are_not_known(unknown_speeds, tmp_path):
     picture = tmp_path / "plan.png"
     status, text, data = unknown_speeds("--plot", str(picture), topology=Topology.fake(("1GiB",), ("1GiB",)))
-    assert status == 0 and data["fits"] and data["policy"] == "latency_first"
+    assert status == 0 and data["fits"] and data["policy"] == "by_role"
     assert text.count("calibrate") == 1 and "not known" in text and text.rstrip().endswith("It fits.")
     assert not any(word in text for word in ("TFLOP", "tokens/s", "of DRAM only", "step s"))
     assert data["predicted_dram_only_seconds"] is None
@@ -377,12 +457,12 @@ def test_bytes_are_planned_where_speeds_are_not_known(unknown_speeds, tmp_path):
 def test_what_would_make_it_fit_is_found_without_speeds(unknown_speeds):
     needed = unknown_speeds(topology=Topology.fake())[2]["host_bytes"]
     status, text, data = unknown_speeds(topology=Topology.fake((f"{needed - (8 << 20)}B",), ()))
-    assert status == 2 and not data["fits"]
+    assert status == 3 and not data["fits"]
     assert data["what_fits"] and "seconds are not known" in text
     # one tier: one refusal, by the table's name of the role, and nothing that is all dashes
     assert text.count("does not fit: cannot place") == 1 and len(data["policies"]) > 1
     refused = next(role for role in data["roles"] if f"cannot place {role} (" in text)
-    assert f"\n{refused} " in text and " - " not in text and "has left `dram`" in text.replace("\n", " ")
+    assert f"\n{refused} " in text and " - " not in text and "has left `dram`" in " ".join(text.split())
 
 
 def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
@@ -392,11 +472,11 @@ def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
     room = f"{needed + (1 << 20)}B"
     assert unknown_speeds("--policy", "interleave", topology=Topology.fake((room,), ()))[0] == 0
     room = f"{needed - (1 << 20)}B"
-    assert unknown_speeds("--policy", "interleave", topology=Topology.fake((room,), ()))[0] == 2
+    assert unknown_speeds("--policy", "interleave", topology=Topology.fake((room,), ()))[0] == 3
     # a control group's limit counts once, not for every tier
     two = Topology.fake(("1GiB",), ("1GiB",))
     status, text, _ = unknown_speeds(topology=two, together=needed - (1 << 20))
-    assert status == 2 and "together" in text
+    assert status == 3 and "together" in text
     assert unknown_speeds(topology=two, together=needed + (1 << 20))[0] == 0
 
 
