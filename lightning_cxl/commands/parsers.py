@@ -89,8 +89,8 @@ an error, 2 for options that are none.""",
     add(
         "--policy",
         default="auto",
-        help="auto: what a run takes; by_role, dram_only, interleave, latency_first, bandwidth, or package.module.Class "
-        "(%(default)s)",
+        help="auto: what a run takes; by_role, dram_only, interleave, latency_first, bandwidth, or "
+        "package.module.Class (%(default)s)",
     )
     add("--precision", choices=["32-true", "bf16-true", "bf16-mixed"], default="bf16-true", help="(%(default)s)")
     add("--state", choices=["fp32", "bf16", "8bit"], default="fp32", help="momentum, variance (%(default)s)")
