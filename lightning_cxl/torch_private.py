@@ -155,12 +155,18 @@ def hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], 
 MOVE = "_apply"  # of a module: `.to`, `.cpu` and others come there
 find("torch", "nn.Module._apply", "see that a model is moved")
 _transforms = find("torch", "_C._functorch.peek_interpreter_stack", "run units plainly in torch.func transforms")
+_exec_group: Callable[[], object] = getattr(torch._C, "_get_graph_exec_group", lambda: None)  # of newer torch
 find("torch.nn.utils.parametrize", "_cache_enabled", "know whether parametrizations are computed once for several uses")
 
 
 def is_in_transform() -> bool:
     """Return whether this thread runs in a transform of torch.func, such as ``vmap`` or ``grad``."""
     return _transforms() is not None
+
+
+def in_exec_group() -> bool:
+    """Return whether what a recompute yields serves several backwards: `torch.utils.checkpoint.GraphExecGroup`."""
+    return bool(_exec_group() is not None)
 
 
 def caches_weights(module: nn.Module) -> bool:

@@ -55,6 +55,7 @@ from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import (
     caches_weights,
     compiled_module,
+    in_exec_group,
     is_in_transform,
     let_parametrizations_write_nothing,
 )
@@ -332,7 +333,8 @@ class _UnitCall:
 
     def begin_recompute(self, placeholder: torch.Tensor) -> torch.Tensor:
         """Give checkpoint() its argument back. A recompute itself always runs with gradients; this is just before."""
-        self._phase = "recompute in a graph" if torch.is_grad_enabled() else "recompute"
+        in_graph = torch.is_grad_enabled() or in_exec_group()
+        self._phase = "recompute in a graph" if in_graph else "recompute"
         return placeholder
 
     def _recompute(self) -> Any:

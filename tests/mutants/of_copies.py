@@ -205,6 +205,13 @@ MUTANTS = (
         T_PARAMS,
     ),
     Mutant(
+        "a recompute that serves several backwards has weights of its own",
+        "lightning_cxl/streaming/activations.py",
+        "torch.is_grad_enabled() or in_exec_group()",
+        "torch.is_grad_enabled()",
+        T_PARAMS,
+    ),
+    Mutant(
         "a graph of gradients has weights of its own",
         _PARAMS,
         '        if phase == "recompute in a graph":',

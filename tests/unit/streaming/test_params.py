@@ -526,6 +526,37 @@ def test_second_derivatives_through_autograd_functional(engine):
         assert torch.equal(mine.cpu(), other.cpu())
 
 
+class Pair(Block):
+    """Two inputs that meet nowhere, so that each has a backward of its own."""
+
+    def forward(self, pair):
+        return [super(Pair, self).forward(x) for x in pair]
+
+
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "GraphExecGroup"), reason="this torch has no such group")
+def test_a_recompute_that_serves_several_backwards_has_weights_of_its_own(engine):
+    """The second backward finds what the first one's recomputes have saved, and the slots filled again."""
+    found = []
+    for streams in (True, False):
+        model = make(6)
+        torch.manual_seed(1)
+        with torch.device("cpu"):
+            model.blocks = nn.ModuleList(Pair() for _ in range(6))
+        streamed = Streamed(engine, model) if streams else model.to(engine.device)
+        inputs = [batch(step, model.first).requires_grad_() for step in range(2)]
+        hidden = [model.first(x) for x in inputs]
+        for block in model.blocks:
+            hidden = block(hidden)
+        with torch.utils.checkpoint.GraphExecGroup():
+            for each in hidden:
+                model.last(each).square().mean().backward()
+        if streams:
+            streamed.finish()
+        found.append([x.grad.cpu() for x in inputs])
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_a_graph_of_gradients_is_older_than_an_update(engine):
     model = make(6)
     streamed = Streamed(engine, model)
