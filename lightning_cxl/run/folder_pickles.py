@@ -7,6 +7,7 @@ and values are read as ``torch.load(..., weights_only=True)`` reads them.
 
 import io
 import pickle
+import re
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -26,6 +27,7 @@ _KNOWN = {
     ("torch", "Size"),
     ("collections", "OrderedDict"),
 }
+_IS_DATA = re.compile(r"__\d+_\d+\.distcp").fullmatch
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("pathlib", "WindowsPath")}
 
 
@@ -59,6 +61,11 @@ class PlainReader(FileSystemReader):
             found = _Unpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"its list of tensors is a {type(found).__name__}")
+        for each in (found.storage_data or {}).values():
+            if not _IS_DATA(each.relative_path):
+                raise pickle.UnpicklingError(
+                    f"its list of tensors names {each.relative_path!r}, no file of a checkpoint"
+                )
         self.metadata: Metadata = found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -81,7 +81,7 @@ def _check_map(weight_map: Any) -> None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError("its weight_map is no table of names, or empty")
     for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file or file == "..":
             raise ValueError(f"its weight_map names {file!r}, which is not a file beside it")
 
 

@@ -4,10 +4,11 @@ import contextlib
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
-from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.transformers import CXLTrainer, CXLTrainerMixin, offload
 from tests import training_device
 from tests.integration.hf_trainer import (
@@ -255,3 +256,28 @@ def test_a_patched_method_may_edit_gradients(tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "training_step", tripled)
     assert norms() == pytest.approx(3 * expected, rel=1e-5)
     assert norms(ours=type("Mixed", (CXLTrainerMixin, Trainer), {})) == pytest.approx(3 * expected, rel=1e-5)
+
+
+# -- Trainers that would train without us ------------------------------------------------------------------------------
+
+
+def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made():
+    with pytest.raises(ConfigError, match=r"Write `class Mine\(CXLTrainerMixin, Trainer\)`"):
+        type("Mine", (Trainer, CXLTrainerMixin), {})
+
+
+def test_so_is_one_that_stands_behind_through_a_base_of_its_own():
+    ours = type("Ours", (CXLTrainerMixin,), {})
+    theirs = type("Theirs", (Trainer,), {})
+    with pytest.raises(ConfigError, match=r"Write `class Mine\(Ours, Theirs\)`"):
+        type("Mine", (theirs, ours), {})
+    type("Mine", (ours, theirs), {})
+
+
+def test_an_accelerator_in_the_place_of_ours_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, STREAMED)
+    ours, trainer.accelerator = trainer.accelerator, Accelerator()
+    with pytest.raises(ConfigError, match="a plain Accelerator"):
+        trainer.train()
+    trainer.accelerator = ours
+    trainer.end()

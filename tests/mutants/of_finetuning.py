@@ -17,6 +17,7 @@ _MODEL = "lightning_cxl/finetune/model.py"
 _ADAPTERS_SAVED = "lightning_cxl/finetune/saved_adapters.py"
 T_RESUMED = ("tests/integration/test_main_job.py::test_a_checkpoint_has_adapters_alone_and_resumes_exactly",)
 _EXPORT = "lightning_cxl/commands/export/export.py"
+_LAYOUTS = "lightning_cxl/commands/export/layouts.py"
 _MASTERS = "lightning_cxl/commands/export/masters.py"
 T_MASTERS = ("tests/integration/test_exported_masters.py",)
 _SOURCES = "lightning_cxl/commands/export/model_sources.py"
@@ -27,6 +28,35 @@ T_REFUSED = (f"{T_EXPORT[0]}::test_what_cannot_be_exported_is_refused_before_any
 T_QUANTISED = ("tests/unit/commands/export/test_quantised.py",)
 
 MUTANTS = (
+    Mutant(
+        "an export writes no names of a checkpoint's own",
+        _LAYOUTS,
+        "for name, text in found.items() if name not in left_out}",
+        "for name, text in found.items()}",
+        (f"{T_EXPORT[0]}::test_only_config_and_tokenizer_are_written_whatever_a_checkpoint_names",),
+    ),
+    Mutant(
+        "an export does not write through links",
+        _EXPORT,
+        "            (folder / name).unlink(missing_ok=True)  # what it links to, if it is a link, stays\n"
+        '            with open(folder / name, "xb") as file:\n',
+        '            with open(folder / name, "wb") as file:\n',
+        (f"{T_EXPORT[0]}::test_what_a_file_of_the_folder_links_to_stays",),
+    ),
+    Mutant(
+        "an adapter's name is no path",
+        _ADAPTERS,
+        '    if "/" in adapter or "\\\\" in adapter:',
+        "    if False:",
+        (f"{T_EXPORT[0]}::test_an_adapter_whose_name_is_a_path_is_refused",),
+    ),
+    Mutant(
+        "a checkpoint folder names no files elsewhere",
+        "lightning_cxl/run/folder_pickles.py",
+        "            if not _IS_DATA(each.relative_path):\n",
+        "            if False:\n",
+        ("tests/unit/run/test_folder_pickles.py::test_a_list_of_tensors_that_names_files_elsewhere_is_refused",),
+    ),
     Mutant(
         "an answer's header is not learned",
         _CHAT,

@@ -13,6 +13,20 @@ T_PARITY = ("tests/integration/test_hf_trainer.py",)
 
 MUTANTS = (
     Mutant(
+        "a mixin behind the Trainer is refused",
+        _TRAINER,
+        "        if Trainer in cls.__mro__[: cls.__mro__.index(CXLTrainerMixin)]:",
+        "        if False:",
+        (f"{_LIFE}::test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made",),
+    ),
+    Mutant(
+        "an accelerator in the place of ours is refused",
+        _TRAINER,
+        "        if not isinstance(self.accelerator, TrainerAccelerator):\n",
+        "        if False:\n",
+        (f"{_LIFE}::test_an_accelerator_in_the_place_of_ours_is_refused",),
+    ),
+    Mutant(
         "a Trainer leaves its model on the host",
         _TRAINER,
         '        """Leave a model where it is: its weights go to their tiers when it is prepared."""\n',

@@ -86,6 +86,8 @@ def put_in_state(model: nn.Module, tensors: Sequence[WeightSource], config: Mapp
     if len(names) > 1:
         raise UnsupportedError(f"the checkpoint has several adapters ({', '.join(sorted(names))}): export needs one")
     (adapter,) = names
+    if "/" in adapter or "\\" in adapter:  # peft makes a folder of this name
+        raise CheckpointError(f"the checkpoint is damaged or crafted: its adapter has the name {adapter!r}, a path")
     adapted = _empty(model, config, adapter)
     given = {_INSIDE + tensor.name.rpartition(_INSIDE)[2]: tensor for tensor in tensors}
     _refuse_others(given.keys(), {name for name in adapted.state_dict() if is_adapters(name)})

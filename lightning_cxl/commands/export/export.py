@@ -230,6 +230,8 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
         for name in others:
             (folder / name).unlink(missing_ok=True)
         for name, text in files.items():
-            (folder / name).write_bytes(text)
+            (folder / name).unlink(missing_ok=True)  # what it links to, if it is a link, stays
+            with open(folder / name, "xb") as file:
+                file.write(text)
     except OSError as error:
         raise CheckpointError(f"could not write to `{folder}`: {error.strerror or error}. Free space there") from error

@@ -13,6 +13,7 @@
 
 import json
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from lightning_cxl.commands.export.folder_tensors import masters_of, weights_in
 from lightning_cxl.commands.export.masters import masters_in, with_masters
 from lightning_cxl.commands.export.stored import StoredTensor
-from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.run.checkpoint_file import load_file
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
@@ -94,7 +95,7 @@ def _opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], Mapping[str, 
         folder = ShardedCheckpoint(path)
         with _only_plain_values(path):
             rest = folder.rest(weights_only=True)
-        yield Checkpoint(path, [*weights_in(folder, rest)], _files_in(rest)), lambda: masters_of(folder)
+        yield Checkpoint(path, [*weights_in(folder, rest)], _files_in(path, rest)), lambda: masters_of(folder)
         return
 
     def optimizers() -> Mapping[str, WeightSource]:
@@ -148,11 +149,27 @@ def _only_plain_values(path: Path) -> Iterator[None]:
 
 
 def _of_file(path: Path, loaded: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(path, _of_tensors(_state_dict(path, loaded)), _files_in(loaded))
+    return Checkpoint(path, _of_tensors(_state_dict(path, loaded)), _files_in(path, loaded))
 
 
-def _files_in(loaded: Mapping[str, Any]) -> dict[str, bytes]:
-    return {name: text.encode() for name, text in loaded.get(FILES_KEY, {}).items()}
+def _files_in(path: Path, loaded: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return config and tokenizer; other names, such as paths or Python modules, a file may have from anybody.
+
+    Raises:
+        CheckpointError: one of them is not text.
+    """
+    found = loaded.get(FILES_KEY, {})
+    if not isinstance(found, Mapping) or not all(isinstance(each, str) for pair in found.items() for each in pair):
+        raise CheckpointError(f"`{path}` is damaged or crafted: its `{FILES_KEY}` are not texts by the names of files")
+    left_out = found.keys() - {*MODEL_FILES, *TOKENIZER_FILES, ADAPTER_CONFIG}
+    if left_out:
+        warnings.warn(
+            f"`{path}` has files that are neither config nor tokenizer, and are not written: "
+            f"{', '.join(map(repr, sorted(left_out)))}",
+            LightningCXLWarning,
+            stacklevel=2,
+        )
+    return {name: text.encode() for name, text in found.items() if name not in left_out}
 
 
 def _state_dict(path: Path, loaded: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class CXLTrainerMixin(ShardedTrainer):
         **kwargs: of the Trainer.
 
     Raises:
-        ConfigError: an option with an impossible value.
+        ConfigError: an option with an impossible value; of a subclass, when it is made: its Trainer comes first.
         UnsupportedError: several processes without gloo for host memory, a plugin that places models itself, or
             arguments that move whole models to the device, update weights in the backward, or let several processes
             generate with vLLM or in continuous batches.
@@ -49,6 +49,16 @@ class CXLTrainerMixin(ShardedTrainer):
 
     ref_model: Any
     _num_parameters: int | None = None  # outside of embeddings
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if Trainer in cls.__mro__[: cls.__mro__.index(CXLTrainerMixin)]:  # its methods would be called, not ours
+            ours = [base for base in cls.__bases__ if issubclass(base, CXLTrainerMixin)]
+            bases = ", ".join(base.__name__ for base in dict.fromkeys((*ours, *cls.__bases__)))
+            raise ConfigError(
+                f"{cls.__name__} would train without offloading: a Trainer stands before CXLTrainerMixin in its bases. "
+                f"Write `class {cls.__name__}({bases})`"
+            )
 
     def __init__(self, *args: Any, offload: Options = None, **kwargs: Any) -> None:
         self._offload_options = offload
@@ -86,6 +96,11 @@ class CXLTrainerMixin(ShardedTrainer):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.accelerator, TrainerAccelerator):
+            raise ConfigError(
+                f"{type(self).__name__} would train without offloading: its `accelerator` is a plain "
+                f"{type(self.accelerator).__name__}. Leave the one that the Trainer has made in its place"
+            )
         self.accelerator.offload.loop = loop_of(self)
         self._num_parameters = None
         try:

@@ -48,6 +48,17 @@ def test_a_list_of_tensors_that_asks_for_code_is_refused(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize("name", ["{}/b.ckpt/__0_0.distcp", "../b.ckpt/__0_0.distcp", "..", "..\\\\__0_0.distcp", ""])
+def test_a_list_of_tensors_that_names_files_elsewhere_is_refused(tmp_path, name):
+    path, _ = folder_with(tmp_path / "a.ckpt"), folder_with(tmp_path / "b.ckpt")
+    found = pickle.loads((path / ".metadata").read_bytes())
+    for each in found.storage_data.values():
+        each.relative_path = name.format(tmp_path)
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointError, match=r"names '.*', no file of a checkpoint"):
+        ShardedCheckpoint(path)
+
+
 def test_a_value_that_asks_for_code_is_refused(tmp_path):
     folder = ShardedCheckpoint(folder_with(tmp_path / "a.ckpt", value=Hostile(tmp_path / "made")))
     with pytest.raises(CheckpointError, match=r"was not read.*mkdir"):

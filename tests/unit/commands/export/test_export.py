@@ -21,7 +21,8 @@ from transformers import (
 from lightning_cxl.__main__ import main
 from lightning_cxl.commands.export import model_sources
 from lightning_cxl.commands.export.export import export_checkpoint
-from lightning_cxl.errors import LightningCXLError
+from lightning_cxl.commands.export.layouts import TOKENIZER_FILES
+from lightning_cxl.errors import CheckpointError, LightningCXLError, LightningCXLWarning
 from tests.unit.finetune.chats import CHATML, byte_tokenizer
 
 pytestmark = [
@@ -350,3 +351,53 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(base, tmp
     with pytest.raises(LightningCXLError, match=message):
         export_checkpoint(checkpoint, folder, **given)
     assert not (tmp_path / "out").exists()
+
+
+OUTSIDE = ["../../planted.json", "{}/planted.json", "..\\planted.json", "modeling_x.py", "a/config.json", ".."]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_only_config_and_tokenizer_are_written_whatever_a_checkpoint_names(base, tmp_path, name):
+    before = set(tmp_path.rglob("*"))
+    torch.save(
+        {
+            "state_dict": llama().state_dict(),
+            "transformers_files": {name.format(tmp_path): "planted", "vocab.txt": "kept"},
+        },
+        tmp_path / "crafted.ckpt",
+    )
+    with pytest.warns(LightningCXLWarning, match=r"are not written: '.*'"):
+        export_checkpoint(tmp_path / "crafted.ckpt", tmp_path / "deep" / "out", base=base)
+    new = {path.name for path in tmp_path.rglob("*") if path not in before and path.is_file()}
+    assert new <= {"crafted.ckpt", "model.safetensors", "config.json", "generation_config.json", *TOKENIZER_FILES}
+    assert (tmp_path / "deep" / "out" / "vocab.txt").read_text() == "kept"
+    assert not any(path.read_bytes() == b"planted" for path in tmp_path.rglob("*.*") if path.is_file())
+
+
+@pytest.mark.parametrize("files", [{"config.json": b"{}"}, {"config.json": {}}, {3: "text"}, ["config.json"]])
+def test_files_that_are_no_texts_are_refused(base, tmp_path, files):
+    torch.save({"state_dict": llama().state_dict(), "transformers_files": files}, tmp_path / "crafted.ckpt")
+    with pytest.raises(CheckpointError, match="are not texts"):
+        export_checkpoint(tmp_path / "crafted.ckpt", tmp_path / "out", base=base)
+
+
+def test_what_a_file_of_the_folder_links_to_stays(base, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "other").write_text("stays")
+    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "other")
+    export_checkpoint(lightning_file(tmp_path / "last.ckpt", llama()), tmp_path / "out", base=base)
+    assert (tmp_path / "other").read_text() == "stays"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("name", ["{}/planted", "a\\b"])
+def test_an_adapter_whose_name_is_a_path_is_refused(base, tmp_path, name):
+    model = adapted(AutoModelForCausalLM.from_pretrained(base))
+    model.peft_config["default"].save_pretrained(tmp_path)
+    name = name.format(tmp_path)
+    torch.save(
+        {key.replace(".default", f".{name}"): each for key, each in model.state_dict().items()}, tmp_path / "l.pt"
+    )
+    with pytest.raises(CheckpointError, match="a path"):
+        export_checkpoint(tmp_path / "l.pt", tmp_path / "out", base=base, adapter_config=tmp_path, only_adapter=True)
+    assert not (tmp_path / "planted").exists()
