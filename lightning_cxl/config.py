@@ -28,8 +28,7 @@ class OffloadConfig:
     tiers: Mapping[str, Mapping[str, int | str | Sequence[str]] | int | str] = field(default_factory=dict)
     """Byte budget per tier: ``{"cxl": "64GiB"}`` or ``{"cxl": {"budget": "64GiB"}}``. A tier that is not named is
     limited by its free memory alone. The tier ``ssd`` is there only where it is named, with the folder of its files, or
-    several on several drives: ``{"ssd": {"path": "/nvme/run", "budget": "1TiB", "checkpoint": "copy"}}``. With
-    ``"key": "$NAME"`` (an environment variable) or ``"key": "/path"`` (a file) everything there is encrypted."""
+    several on several drives: ``{"ssd": {"path": "/nvme/run", "budget": "1TiB", "checkpoint": "copy"}}``."""
     tier_rules: Mapping[str, Mapping[str, str] | str] = field(default_factory=dict)
     """Module name pattern -> tier, or -> ``{"weights" | "gradients" | "optimizer_state" | "activations": tier}``.
     The last matching rule wins; a pattern also matches what the named module contains."""
