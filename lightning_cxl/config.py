@@ -33,8 +33,7 @@ class OffloadConfig:
         tiers: Byte budget per tier: ``{"cxl": "64GiB"}`` or ``{"cxl": {"budget": "64GiB"}}``. A tier that is not named
             is limited by its free memory alone. The tier ``ssd`` is there only where it is named, with the folder of
             its files, or several on several drives: ``{"ssd": {"path": "/nvme/run", "budget": "1TiB", "checkpoint":
-            "copy"}}``. With ``"key": "$NAME"`` (an environment variable) or ``"key": "/path"`` (a file) everything
-            there is encrypted.
+            "copy"}}``.
         tier_rules: Module name pattern -> tier, or -> ``{"weights" | "gradients" | "optimizer_state" | "activations":
             tier}``. The last matching rule wins; a pattern also matches what the named module contains.
         policy: Who places what no rule or decorator does: ``"dram_only"``, ``"interleave"``, ``"latency_first"`` or

@@ -13,8 +13,7 @@ SSD = "ssd"
 """Name of the one tier that has a path."""
 SsdCheckpoint = Literal["copy", "reference"]
 _EXAMPLE = '{"ssd": {"path": "/nvme/run", "budget": "1TiB"}}'
-_OPTIONS = ("path", "budget", "checkpoint", "key")
-_KEY_STARTS = ("/", "~/", "./", "../")
+_OPTIONS = ("path", "budget", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,6 @@ class SsdOptions:
     checkpoint: SsdCheckpoint = "copy"
     """``"copy"``: a checkpoint has the state in it. ``"reference"``: it names the version of the state on the drives,
     which is kept until the next checkpoint."""
-    key: str | None = None
-    """Where the key lies with which everything on the drives is encrypted, as `key_source` takes it; never the key."""
     is_part: bool = False
     """Whether the folders are those of one of several processes, below the ones that the user has named."""
     num_sharers: int = 1
@@ -47,9 +44,11 @@ def read_ssd_options(value: object) -> SsdOptions:
     Raises:
         ConfigError: there is no path, an unknown option, or a value that cannot be honoured.
     """
-    key = value.get("key") if isinstance(value, Mapping) else None
-    if key is not None:
-        key_source(key)  # first: the other messages show the value
+    if isinstance(value, Mapping) and "key" in value:  # first: the other messages show the value
+        raise ConfigError(
+            'tiers: "ssd" has no option "key" any more: this package does not encrypt. Put the folder on a filesystem '
+            "that is encrypted, with LUKS (`cryptsetup`) or `fscrypt`, and leave the key out"
+        )
     if not isinstance(value, Mapping) or "path" not in value:
         raise ConfigError(f'tiers: "ssd" needs a path, the folder of its files, as in {_EXAMPLE}; got {value!r}')
     unknown = sorted(str(name) for name in value if name not in _OPTIONS)
@@ -65,27 +64,7 @@ def read_ssd_options(value: object) -> SsdOptions:
         nbytes = None if budget is None else parse_bytes(budget)
     except ValueError as error:
         raise ConfigError(f'tiers: the budget of "ssd": {error}') from None
-    return SsdOptions(_paths(value["path"]), nbytes, checkpoint, key)
-
-
-def key_source(value: object) -> str | Path:
-    """Return where a key lies: the name of an environment variable, or the path of a file.
-
-    Args:
-        value: ``"$NAME"``, or a path that begins with ``/``, ``~/``, ``./`` or ``../``: a key itself is none of these.
-
-    Raises:
-        ConfigError: it is neither. The message does not show the value, which may be a key.
-    """
-    if isinstance(value, str) and value.startswith("$") and value[1:].isidentifier():
-        return value[1:]
-    if isinstance(value, str) and value.startswith(_KEY_STARTS):
-        return Path(os.path.abspath(os.path.expanduser(value)))
-    raise ConfigError(
-        'tiers: key of "ssd" says where the key lies and is never the key itself: an environment variable as in '
-        '"$SSD_KEY", or a file as in "/home/me/ssd.key" or "./ssd.key" (what was given is not shown here). In a shell, '
-        "put $ in single quotes"
-    )
+    return SsdOptions(_paths(value["path"]), nbytes, checkpoint)
 
 
 def _paths(value: object) -> tuple[Path, ...]:

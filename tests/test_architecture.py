@@ -28,7 +28,7 @@ COMPILED = {
 }
 # third-party packages that what a training run uses may import; the others are front ends and commands
 OUTSIDE = {
-    "errors": (), "config": (), "units": (), "cache": (), "storage": ("cryptography", "xxhash"), "tables": ("rich",),
+    "errors": (), "config": (), "units": (), "cache": (), "storage": ("xxhash",), "tables": ("rich",),
     "torch_private": ("torch",),
     "weights": ("torch", "transformers", "huggingface_hub", "bitsandbytes", "peft"),
     "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),

@@ -1,14 +1,12 @@
 """`ParameterState`: all that the optimizer keeps of one parameter, in memory that stays where it was placed."""
 
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, StorageError, TierFullError
+from lightning_cxl.errors import ConfigError, StorageError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.eight_bit import decode, dynamic_map, flattened
@@ -198,8 +196,6 @@ class ParameterState:
 
     def _follow_layout(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Put the elements in the parameter's new order: the model's memory format has changed."""
-        if self.record is not None:
-            self.record.look()
         before = self._entries
         self.momentum.follow(parameter)
         self.variance.follow(parameter)
@@ -249,7 +245,6 @@ class ParameterStates:
         """Bring state that is not in memory."""
         self.lost = ""
         """Why the state is not whole any more; empty where it is."""
-        self._shows_values = True
         self._precision: StatePrecision = precision
         # `in` compares the elements of tensors in a list; where it goes by hash, tensors are told apart by identity
         by_hash = isinstance(fp32_state, (AbstractSet, Mapping)) or not isinstance(fp32_state, Iterable)
@@ -289,22 +284,9 @@ class ParameterStates:
         """Return when tensors of state show their values, as of the last update.
 
         Raises:
-            StorageError: a write of state on SSD has failed, or what is encrypted there cannot be read.
-            TierFullError: there is no memory for what is encrypted.
+            StorageError: a write of state on SSD has failed.
         """
-        if self._shows_values:
-            self.visits.look()
-        else:
-            self.visits.wait()
-
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Return a region in which who asks for state does not need its values: what is encrypted stays so."""
-        self._shows_values = False
-        try:
-            yield
-        finally:
-            self._shows_values = True
+        self.visits.wait()
 
     def check_not_lost(self) -> None:
         """Refuse to use state that is not whole.
@@ -319,20 +301,13 @@ class ParameterStates:
         """Take memory from torch from now on. What lies in windows is memory from now on: updates write to it.
 
         Raises:
-            StorageError: state on SSD could not be written, or what is encrypted there not be read; it is lost.
+            StorageError: state on SSD could not be written; it is lost.
         """
         try:
-            self.visits.look()
+            self.visits.wait()
         except StorageError as error:
             self.lost = f"the state of this optimizer was lost with its run: {error}"
             raise
-        except TierFullError as error:
-            self.lost = (
-                f"the state of this optimizer is not in memory: its run is over, in which it was encrypted on drives. "
-                f"Save checkpoints during the run; this one can still be saved without optimizer state "
-                f"(`weights_only=True`). {error}"
-            )
-            warnings.warn(self.lost, LightningCXLWarning, stacklevel=2)
         finally:
             self._take_from_torch()
 

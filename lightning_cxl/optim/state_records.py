@@ -1,23 +1,18 @@
 """`StateRecord`: optimizer state that lies on SSD and is read and written as one; its tensors lie in a window."""
 
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from lightning_cxl.errors import TierFullError
-from lightning_cxl.machine.limits import host_available_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.visitor import is_in
-from lightning_cxl.units import format_bytes
 
 At = Callable[[torch.Tensor], torch.Tensor]
 """Returns where the bytes of a tensor of state are now, in one dimension."""
 
-_LEFT_FREE = 8  # one part in so many of the available memory stays free when encrypted state comes to memory
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 
 
@@ -98,7 +93,7 @@ class StateRecord:
         """Bring what is newer than the drive, or was never there, into a slot; see `Visitor.fill`.
 
         State that nobody has asked for yet stays as undefined as new memory is. Of the window only those tensors count
-        that someone wrote to: where it is encrypted, the others show no values.
+        that someone wrote to.
         """
         at_slot = Visit([(self.window, slot)]).at_slot
         for tensor in self._written():
@@ -115,24 +110,6 @@ class StateRecord:
         self._versions = self._versions_now()
         self.blanks.clear()
 
-    @property
-    def hides(self) -> bool:
-        """Whether the window does not show what the record has: it is encrypted, and nobody has looked."""
-        return self._store.is_encrypted and self.record.is_written and not self.record.is_seen
-
-    @torch.no_grad()
-    def look(self) -> None:
-        """Let the window show values also where they are encrypted, and what someone wrote there meanwhile.
-
-        Raises:
-            StorageError: they cannot be read.
-        """
-        if self.hides:
-            written = [(tensor, tensor.clone()) for tensor in self._written()]
-            self._store.look(self.record)
-            for tensor, value in written:
-                tensor.copy_(value)
-
     def _written(self) -> list[torch.Tensor]:
         """Return the tensors that someone wrote to since `clean`."""
         both = zip(self._tensors, self._versions, self._versions_now(), strict=True)
@@ -141,23 +118,3 @@ class StateRecord:
     def _versions_now(self) -> list[tuple[int, int]]:
         pairs = zip(self._tensors, self._shown, strict=True)
         return [(tensor._version, shown._version) for tensor, shown in pairs]
-
-
-def look_at(records: Iterable[StateRecord]) -> None:
-    """Let the windows of all records show values, also where they are encrypted, which takes memory.
-
-    Raises:
-        TierFullError: there is not that much memory; no window shows more than before.
-        StorageError: they cannot be read.
-    """
-    hidden = [record for record in records if record.hides]
-    nbytes = sum(record.record.padded_nbytes for record in hidden)
-    available = host_available_bytes(Path("/")) if hidden else 0
-    if nbytes > available - available // _LEFT_FREE:
-        raise TierFullError(
-            f"optimizer state on tier `ssd` is encrypted, and to show it takes {format_bytes(nbytes)} of memory: "
-            f"{format_bytes(available)} are available. Checkpoints need none of it with checkpoint='reference'; "
-            f"use that, keep less state there, or do without a key"
-        )
-    for record in hidden:
-        record.look()

@@ -35,7 +35,7 @@ import torch
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.record_index import RecordIndex
-from lightning_cxl.optim.state_records import StateRecord, Visit, look_at
+from lightning_cxl.optim.state_records import StateRecord, Visit
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
@@ -179,8 +179,6 @@ class StateVisits:
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
-        if self._store.is_encrypted:  # what it shows has been checked, and lies in memory
-            return self.look()
         self.wait()
         for record in self._own:
             with self.checked(record):
@@ -226,11 +224,6 @@ class StateVisits:
         for record in self._weights:
             if (write := record.record.last_write) is not None:
                 write.wait_host()
-
-    def look(self) -> None:
-        """Do what `wait` does, and show also what is encrypted, until it is written again; raises as `look_at`."""
-        self.wait()
-        look_at(self._own)
 
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.

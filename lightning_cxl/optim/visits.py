@@ -26,10 +26,7 @@ class Visits(Protocol):
         """Learn that someone has written to tensors of a record; it is written when they are many."""
 
     def wait(self) -> None:
-        """Return when all windows show the state of the last update; none of it where it is encrypted."""
-
-    def look(self) -> None:
-        """Do what `wait` does, and show also what is encrypted, until it is written again."""
+        """Return when all windows show the state of the last update."""
 
     def show_weights(self) -> None:
         """Return when parameters show what visits have made of them."""
@@ -56,7 +53,4 @@ class NoVisits:
         """Return at once."""
 
     def show_weights(self) -> None:
-        """Return at once."""
-
-    def look(self) -> None:
         """Return at once."""

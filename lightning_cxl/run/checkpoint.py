@@ -248,7 +248,7 @@ def _cut_like(value: Any, parameter: torch.Tensor) -> Any:
     return sharded_like(shard_of(value, parameter), parameter) if is_like else value
 
 
-def plain_checkpoint(checkpoint: Mapping[str, Any], *, key: str | None = None) -> dict[str, Any]:
+def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint that needs nothing of this package, for plain Lightning with torch's optimizers.
 
     Momentum and variance become float32, also where they were 8 bit, which torch's Adam cannot read; weights whose
@@ -262,7 +262,6 @@ def plain_checkpoint(checkpoint: Mapping[str, Any], *, key: str | None = None) -
 
     Args:
         checkpoint: as `torch.load` returns it; is left as it is.
-        key: of state on SSD that is encrypted, as in the options of the tier: ``"$NAME"`` or a path.
 
     Raises:
         CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one; or state on SSD, to which the
@@ -274,7 +273,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any], *, key: str | None = None) -
     weights = {name: value for name, value in (own.get("master_weights") or {}).items() if name in saved}
     states = checkpoint.get("optimizer_states", [])
     if SSD in own:
-        states = ssd_checkpoint.whole(states, own[SSD], key)
+        states = ssd_checkpoint.whole(states, own[SSD])
     all_names = own.get("optimizer_param_names") or [None] * len(states)
     plain_states = []
     for state, names in zip(states, all_names, strict=True):
@@ -326,8 +325,7 @@ def restore_masters(
     """
     masters.absorb_changes()
     optimizers = list(optimizers)
-    with ssd_checkpoint.unseen(optimizers):
-        states = {id(p): (state, optimizer) for optimizer in optimizers for p, state in optimizer.state.items()}
+    states = {id(p): (state, optimizer) for optimizer in optimizers for p, state in optimizer.state.items()}
     for pair in masters:
         value = (saved or {}).get(pair.name)
         if value is None:

@@ -35,8 +35,6 @@ from lightning_cxl.planning.ssd_room import SsdRoom
 from lightning_cxl.planning.wear import say_wear
 from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
 from lightning_cxl.ssd_options import SSD
-from lightning_cxl.storage.cipher import Sealer
-from lightning_cxl.storage.key import read_key
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
 from lightning_cxl.updates.unit_updates import why_after_backward
 
@@ -74,10 +72,7 @@ class Host:
         budgets, room = (binding.budgets, binding.room) if binding else (config.budgets(), {})
         topology = binding.topology if binding else topology
         found = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
-        options = config.ssd()  # the folders of the user: a key may lie in none of them, also not beside those of ranks
-        if options is not None and options.key is not None:
-            Sealer(read_key(options.key, options.paths))  # refuses now, before a model is made, what a run would refuse
-        self.ssd_options = options = binding.ssd if binding else options
+        self.ssd_options = options = binding.ssd if binding else config.ssd()
         """What this process has of the tier `ssd`; None where there is none."""
         self.topology = found if options is None else found.with_ssd(options)
         self.ssd = None if options is None else SsdRoom.of(self.topology, options)

@@ -18,13 +18,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.memory.resource import Buffer
@@ -34,7 +33,6 @@ from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.folder import MANIFEST
-from lightning_cxl.storage.key import read_key
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.visitor import Visitor
@@ -70,16 +68,6 @@ def _reference(tensor: torch.Tensor, record: Visitor) -> dict[str, Any]:
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
     }
-
-
-@contextmanager
-def unseen(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Return a region in which nobody needs the values of state: what is encrypted is not brought to memory."""
-    with ExitStack() as stack:
-        for optimizer in optimizers:
-            if isinstance(optimizer, CPUAdam):
-                stack.enter_context(optimizer.kept.unseen())
-        yield
 
 
 def is_reference(value: object) -> bool:
@@ -157,24 +145,20 @@ def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:
     log.info(f"optimizer state resumed from {where}, without a copy")
 
 
-def whole(
-    states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any], key: str | None = None
-) -> list[dict[str, Any]]:
+def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return state dicts of optimizers with tensors in the place of references.
 
-    The tensors show the files. Where these are encrypted, all state is in memory.
-
-    What is referred to is read once and its checksums compared, in memory as large as the largest record.
+    The tensors show the files. What is referred to is read once and its checksums compared, in memory as large as the
+    largest record.
 
     Args:
         states: of a checkpoint.
         saved: what our entry of the checkpoint says about the state on SSD.
-        key: where the key lies, as in the options of the tier.
 
     Raises:
         CheckpointError: the state is not there any more.
         StorageError: a drive has failed, or has damaged the state.
-        ConfigError: a run uses it, or it is encrypted with another key.
+        ConfigError: a run uses it.
     """
     states = list(states)
     paths = [Path(folder) for folder in saved["folders"]]
@@ -185,8 +169,7 @@ def whole(
             f"{', '.join(f'`{path}`' for path in paths)}, which is gone: there is no `{missing[0]}`. Call this in the "
             "directory that the run was started in if the path is relative, and mount the drive"
         )
-    key_bytes = None if key is None else read_key(key, paths)
-    store = Store(paths, budget_bytes=sys.maxsize, keeps=True, key=key_bytes)
+    store = Store(paths, budget_bytes=sys.maxsize, keeps=True)
     try:
         records = {name: store.reserve(name, nbytes) for name, nbytes in store.found.items()}
         store.restore(saved["generation"])
@@ -196,9 +179,8 @@ def whole(
                 f"the optimizer state of this checkpoint is in record `{min(needed - records.keys())}`, and "
                 f"`{paths[0]}` has no record of this name: that is the state of another run"
             )
-        if not store.is_encrypted:  # else `look` compares them
-            _check(store, [records[name] for name in sorted(needed)])
-        windows = {name: store.look(records[name]) for name in needed}
+        _check(store, [records[name] for name in sorted(needed)])
+        windows = {name: store.window(records[name]) for name in needed}
     finally:
         store.close()
 

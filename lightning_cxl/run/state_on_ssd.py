@@ -3,14 +3,12 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.records import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
-from lightning_cxl.machine.limits import host_limit_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_visits import StateVisits
@@ -22,7 +20,6 @@ from lightning_cxl.shards import local
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.area import Area
 from lightning_cxl.storage.drive import BLOCK_BYTES
-from lightning_cxl.storage.key import read_key
 from lightning_cxl.storage.rank_folders import make_parents, remove_left
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
@@ -30,7 +27,6 @@ from lightning_cxl.storage.window import files_shown_at
 from lightning_cxl.streaming.hop import Hop, WeightRecord
 from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
 from lightning_cxl.transfer.engine import TransferEngine
-from lightning_cxl.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +71,7 @@ class StateOnSsd:
         self._pace = Pace()
         make_parents(options.paths) if options.is_part else remove_left(options.paths)
         with ExitStack() as cleanup:
-            key = None if options.key is None else read_key(options.key, options.paths)
-            self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers, key=key)
+            self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
             slots = HostSlots(allocate, update_slot_bytes(planned, len(options.paths)))
             self.visits = StateVisits(self.store, slots, self.make_room)
@@ -97,8 +92,6 @@ class StateOnSsd:
                 else:
                     record = self.visits.reserve(each.name, each.nbytes)
                     self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
-            if key is not None and not self.refers:
-                _say_what_copies_take(sum(each.nbytes for each in planned if not (each.is_weights or each.is_inputs)))
             self._cleanup = cleanup.pop_all()
 
     def _place_inputs(
@@ -244,7 +237,6 @@ def check_together(on_ssd: StateOnSsd | None, *, state: bool = True) -> None:
 
     Raises:
         StorageError: on all ranks, where a drive of one has failed, or has damaged a record.
-        TierFullError: the same, where state is encrypted, and memory cannot hold it.
     """
 
     def check() -> None:
@@ -254,14 +246,3 @@ def check_together(on_ssd: StateOnSsd | None, *, state: bool = True) -> None:
                 on_ssd.visits.check()
 
     on_all_ranks(check)
-
-
-def _say_what_copies_take(nbytes: int) -> None:
-    """Warn before a run whose encrypted state no memory can hold: a checkpoint that copies it would fail."""
-    limit = host_limit_bytes(Path("/"))
-    if nbytes > limit:
-        log.warning(
-            f"the optimizer state on tier `ssd` is encrypted, so a checkpoint that copies it needs "
-            f"{format_bytes(nbytes)} of memory, and this process can have {format_bytes(limit)}: saving one will fail. "
-            f"Use checkpoint='reference'"
-        )

@@ -5,8 +5,7 @@
 it writes to a `_Writer`, which gets every storage as one range of addresses. Where this range lies in a window, its
 record is read into a host slot (once, past the page cache, its checksum is compared), and from there it goes into the
 file: shared with the drive if the filesystem can (a reflink: no byte is written), else written past the page cache.
-So storages begin at whole blocks of the file. Memory is needed for the slots only. Where the drives are encrypted, all
-state has come to memory before: checkpoint hooks see its values ([Note: Encryption at rest]).
+So storages begin at whole blocks of the file. Memory is needed for the slots only.
 
 Torch computes no checksums then: it would read the windows for them. `put_checksums` writes those of the slots. The
 file is one of torch's own in every other respect, but for its ``serialization_id``, which torch makes of checksums.

@@ -1,4 +1,4 @@
-"""One drive: a file of ours in a folder, or a block device, read and written in whole blocks."""
+"""One drive: a file of ours in a folder, read and written in whole blocks."""
 
 import contextlib
 import errno
@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from lightning_cxl.errors import ConfigError, StorageError
+from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.system import System, Views
 
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4096
 HEAD_BYTES = 256 * 2**10
-"""At the start of each drive, without records: on a device, marks of filesystems and partitions would lie there."""
-_LABEL = b"lightning_cxl "
+"""At the start of each file, without records: whether direct reads work is tried there."""
 _open: "weakref.WeakSet[Drive]" = weakref.WeakSet()
 _ADVICE = {
     errno.ENOSPC: "Free space there, or use a smaller budget.",
@@ -27,7 +26,6 @@ _ADVICE = {
     errno.EIO: "The drive may be failing: see the kernel's log (`dmesg`).",
     errno.ENOENT: "Does the folder still exist?",
     errno.EACCES: "Whose is it, and who may write there?",
-    errno.EBUSY: "Is it mounted, or used by another run?",
     errno.EOPNOTSUPP: "This filesystem cannot take space in advance: use another one.",
 }
 
@@ -38,22 +36,20 @@ class Drive:
     Thread-safe: nothing here changes after the constructor but the size of the file.
 
     Args:
-        path: of the file or block device.
+        path: of the file.
         system: makes the system calls.
         make: whether the file is made, which must not exist yet.
-        device: whether it is a block device, which then nobody else may have open or mounted.
 
     Raises:
         StorageError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, system: System, *, make: bool = False, device: bool = False) -> None:
+    def __init__(self, path: Path, system: System, *, make: bool = False) -> None:
         self.path = path
         self.direct = True
         self._system = system
-        self._device = device
         self._end = 0  # of the space that was taken
-        flags = os.O_RDWR | (os.O_CREAT if make else 0) | (os.O_EXCL if make or device else 0)
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if make else 0)
         try:
             self.fd = system.open(path, flags | os.O_DIRECT)
         except OSError as error:
@@ -85,36 +81,8 @@ class Drive:
             if error.errno != errno.EINVAL or not self.direct:
                 raise
             self.close()
-            self.fd = self._open_buffered(os.O_RDWR | (os.O_EXCL if self._device else 0))
+            self.fd = self._open_buffered(os.O_RDWR)
         return self
-
-    def label(self) -> bytes | None:
-        """Return what `set_label` wrote: block devices have no names of files; None where the head is empty.
-
-        Raises:
-            ConfigError: the head holds something that is not ours.
-            StorageError: it cannot be read.
-        """
-        with aligned_memory(HEAD_BYTES) as view:
-            self.read([view], 0)
-            head = bytes(view).rstrip(b"\0")
-        if head and not head.startswith(_LABEL):
-            raise ConfigError(
-                f"`{self.path}` is not empty: its first {HEAD_BYTES} bytes hold something that is not ours, maybe a "
-                f"filesystem. If nobody needs it, fill them with zeros"
-            )
-        return head.removeprefix(_LABEL) or None
-
-    def set_label(self, label: bytes) -> None:
-        """Write the head.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        with aligned_memory(HEAD_BYTES) as view:
-            view[:] = (_LABEL + label).ljust(HEAD_BYTES, b"\0")
-            self.write([view], 0)
-        self.sync()
 
     def check_name(self) -> None:
         """Check that the path still leads to the open file: what is written to a file without a name is lost.
@@ -167,12 +135,7 @@ class Drive:
         if end <= self._end:
             return
         try:
-            if self._device:
-                size = self._system.size(self.fd)
-                if end > size:
-                    raise OSError(errno.ENOSPC, f"the device has {size} bytes")
-            else:
-                self._system.allocate(self.fd, self._end, end - self._end)
+            self._system.allocate(self.fd, self._end, end - self._end)
         except OSError as error:
             raise storage_error(f"take {end} bytes of", self.path, error) from None
         self._end = end
@@ -242,7 +205,7 @@ def storage_error(what: str, path: Path, error: OSError, offset: int | None = No
 
 
 def _close_in_child() -> None:
-    # a child that outlives its parent would keep a block device from the next run, and the space of a removed file
+    # a child that outlives its parent would keep the space of a removed file
     for drive in list(_open):
         drive.close_in_child()
 

@@ -9,10 +9,9 @@ threads for reads, and others for writes: drives do both at once. System calls a
   views first.
 * Errors. The first error is kept, chunks that have not begun are left out, and `wait_host` raises the error at every
   call. `Engine.wait` raises errors that nobody has been told.
-* Checksums. Each chunk gets one (XXH3, 64 bit) beside its read or write, while its bytes are in the cache: of the bytes
-  on the drive, also where they are encrypted. That of the transfer is over those of its chunks in their order, so it
-  does not depend on the order in which chunks end. XXH3 is several times faster than `zlib.crc32`, which would take as
-  much CPU time as a fast drive takes for the transfer.
+* Checksums. Each chunk gets one (XXH3, 64 bit) beside its read or write, while its bytes are in the cache. That of
+  the transfer is over those of its chunks in their order, so it does not depend on the order in which chunks end. XXH3
+  is several times faster than `zlib.crc32`, which would take as much CPU time as a fast drive takes for the transfer.
 * End. `finish` gets this checksum when all chunks are done without an error, before `done` is true. Its error counts.
 """
 
@@ -21,14 +20,13 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import xxhash
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.native._numa import Mapping, Range
-from lightning_cxl.storage.cipher import Seal
+from lightning_cxl.native._numa import Range
 from lightning_cxl.storage.drive import Drive
 
 CHUNK_BYTES = 4 * 2**20
@@ -64,18 +62,15 @@ class StorageTransfer:
     """Reads or writes that are waited for as one. See [Note: Transfers of storage]."""
 
     __slots__ = (
-        "_checksums", "_chunks", "_engine", "_event", "_finish", "_followers", "_left", "_seal", "_waits_for",
-        "_writes", "error",
+        "_checksums", "_chunks", "_engine", "_event", "_finish", "_followers", "_left", "_waits_for", "_writes",
+        "error",
     )  # fmt: skip
 
-    def __init__(
-        self, engine: "Engine", writes: bool, chunks: list[_Chunk], finish: Finish | None, seal: Seal | None
-    ) -> None:
+    def __init__(self, engine: "Engine", writes: bool, chunks: list[_Chunk], finish: Finish | None) -> None:
         self._engine = engine
         self._writes = writes
         self._chunks = chunks
         self._finish = finish
-        self._seal = seal
         self._checksums = [0] * len(chunks)
         self._left = len(chunks)
         self._waits_for = 0
@@ -126,16 +121,10 @@ class Engine:
         self._open: dict[StorageTransfer, None] = {}  # in flight, or failed and nobody was told; in order
         self._closed = False
         self._pid = os.getpid()
-        self._scratch = threading.local()
         self.counts = {"read_bytes": 0, "written_bytes": 0, "num_reads": 0, "num_writes": 0}
 
     def read(
-        self,
-        pieces: Sequence[Piece],
-        *,
-        finish: Finish | None = None,
-        after: Sequence[StorageTransfer] = (),
-        seal: Seal | None = None,
+        self, pieces: Sequence[Piece], *, finish: Finish | None = None, after: Sequence[StorageTransfer] = ()
     ) -> StorageTransfer:
         """Start reading into the memory of `pieces`; neighbours on a drive are read by one call.
 
@@ -143,33 +132,22 @@ class Engine:
             pieces: the order counts for the checksum.
             finish: gets the checksum.
             after: what must be done first.
-            seal: how the bytes on the drives are encrypted; pieces are then no neighbours.
 
         Raises:
             StorageError: the engine is closed.
         """
-        return self._start(False, pieces, finish, after, seal)
+        return self._start(False, pieces, finish, after)
 
     def write(
-        self,
-        pieces: Sequence[Piece],
-        *,
-        finish: Finish | None = None,
-        after: Sequence[StorageTransfer] = (),
-        seal: Seal | None = None,
+        self, pieces: Sequence[Piece], *, finish: Finish | None = None, after: Sequence[StorageTransfer] = ()
     ) -> StorageTransfer:
         """Start writing the memory of `pieces`, which must not change before the transfer is done; as `read`."""
-        return self._start(True, pieces, finish, after, seal)
+        return self._start(True, pieces, finish, after)
 
     def _start(
-        self,
-        writes: bool,
-        pieces: Sequence[Piece],
-        finish: Finish | None,
-        after: Sequence[StorageTransfer],
-        seal: Seal | None,
+        self, writes: bool, pieces: Sequence[Piece], finish: Finish | None, after: Sequence[StorageTransfer]
     ) -> StorageTransfer:
-        transfer = StorageTransfer(self, writes, self._cut(pieces), finish, seal)
+        transfer = StorageTransfer(self, writes, self._cut(pieces), finish)
         with self._lock:
             if self._closed:
                 raise StorageError("the storage is closed: nothing can be read or written")
@@ -251,11 +229,8 @@ class Engine:
             self._end(transfer)
 
     def _move(self, transfer: StorageTransfer, chunk: _Chunk) -> int:
-        drive, writes, seal, views = self._drives[chunk.drive], transfer._writes, transfer._seal, chunk.views
+        drive, writes, views = self._drives[chunk.drive], transfer._writes, chunk.views
         if writes:
-            if seal is not None:
-                views = [self._scratch_memory()[: chunk.nbytes]]
-                seal.encrypt(chunk.drive, chunk.offset, chunk.views[0], views[0])
             drive.write(views, chunk.offset)
         else:
             drive.read(views, chunk.offset)
@@ -266,19 +241,10 @@ class Engine:
             for view in views:
                 several.update(view)
             checksum = several.intdigest()
-        if seal is not None and not writes:
-            seal.decrypt(chunk.drive, chunk.offset, views[0])
         with self._lock:
             self.counts["written_bytes" if writes else "read_bytes"] += chunk.nbytes
             self.counts["num_writes" if writes else "num_reads"] += 1
         return checksum
-
-    def _scratch_memory(self) -> memoryview:
-        """Return memory of this thread for one chunk: the caller's own memory must not be encrypted."""
-        if not hasattr(self._scratch, "view"):
-            mapping = Mapping(self._chunk_bytes)
-            self._scratch.view = memoryview(Range(mapping.address, mapping.nbytes, mapping))
-        return cast(memoryview, self._scratch.view)
 
     def _end(self, transfer: StorageTransfer) -> None:
         finish, transfer._finish = transfer._finish, None

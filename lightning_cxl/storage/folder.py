@@ -42,6 +42,9 @@ class Folder:
             with contextlib.suppress(FileExistsError):
                 system.make_folder(path)
                 sync_folder(path.parent, system)
+            if not stat.S_ISDIR(mode := system.mode(path)):
+                kind = "a block device" if stat.S_ISBLK(mode) else "no folder"
+                raise ConfigError(f"`{path}` is {kind}: give a folder, in a filesystem on the drive")
             self._lock_fd = system.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise storage_error("use folder", path, error) from None
@@ -195,24 +198,6 @@ class Folder:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def is_block_device(path: Path, system: System) -> bool:
-    """Return whether `path` is a block device.
-
-    Raises:
-        ConfigError: there is something that is neither a folder nor a block device.
-        StorageError: the path cannot be looked at.
-    """
-    try:
-        mode = system.mode(path)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise storage_error("look at", path, error) from None
-    if not stat.S_ISDIR(mode) and not stat.S_ISBLK(mode):
-        raise ConfigError(f"`{path}` is neither a folder nor a block device")
-    return stat.S_ISBLK(mode)
 
 
 def _close_in_child() -> None:

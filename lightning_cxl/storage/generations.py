@@ -32,20 +32,10 @@ class Generations:
     Args:
         places: where the manifest lies.
         chunk_bytes: of the store's transfers.
-        key_check: of the store's key.
-
-    Raises:
-        ConfigError: what an earlier run left was encrypted with another key.
     """
 
-    def __init__(self, places: Places, chunk_bytes: int, key_check: str = "") -> None:
+    def __init__(self, places: Places, chunk_bytes: int) -> None:
         found = places.found
-        if found is not None and found.key_check != key_check:
-            given = "this run has another key" if key_check else "this run has no key"
-            is_so = f"is encrypted, and {given}" if found.key_check else "is not encrypted, and this run has a key"
-            advice = "Give the key that it was written with." if found.key_check else "Leave the key out."
-            raise ConfigError(f"`{places.home.path}` holds {found.said()}, which {is_so}. {advice} Or: {WHAT_TO_DO}")
-        self._key_check = key_check
         self._places = places
         self._chunk_bytes = chunk_bytes
         self._last_number = found.last_number if found else 0
@@ -161,7 +151,6 @@ class Generations:
             self._places.store_id,
             self._places.paths,
             self._chunk_bytes,
-            self._key_check,
             self._last_number,
             {**self._found_records, **known},
             tuple(kept),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lightning_cxl.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Entry(NamedTuple):
@@ -16,8 +16,6 @@ class Entry(NamedTuple):
 
     version: int
     checksum: int
-    seal: str
-    """How it is encrypted, see `Sealer.new`; empty where it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +39,7 @@ class Manifest:
     drives: tuple[str, ...]
     """Their paths, for messages."""
     chunk_bytes: int
-    """Checksums depend on it, and encrypted bytes."""
-    key_check: str
-    """Tells whether a key is the one that records are encrypted with; empty where they are not."""
+    """Checksums depend on it."""
     last_number: int
     """Of the generations so far."""
     records: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
@@ -85,7 +81,6 @@ def decode(contents: bytes, path: Path) -> Manifest:
         store_id=fields["store_id"],
         drives=tuple(fields["drives"]),
         chunk_bytes=fields["chunk_bytes"],
-        key_check=fields["key_check"],
         last_number=fields["last_number"],
         records={name: (nbytes, tuple(offsets)) for name, (nbytes, offsets) in fields["records"].items()},
         generations=tuple(_generation(each) for each in fields["generations"]),

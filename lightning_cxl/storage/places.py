@@ -9,20 +9,20 @@ from pathlib import Path
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.storage.drive import Drive
-from lightning_cxl.storage.folder import MANIFEST, PART, Folder, is_block_device
+from lightning_cxl.storage.folder import MANIFEST, PART, Folder
 from lightning_cxl.storage.manifest import Manifest, decode
 from lightning_cxl.storage.system import System
 
 log = logging.getLogger(__name__)
 
-WHAT_TO_DO = "Use another folder, or delete this one if nobody needs it (fill a device's first 256 KiB with zeros)."
+WHAT_TO_DO = "Use another folder, or delete this one if nobody needs it."
 
 
 class Places:
     """Locks folders, cleans them, and opens one drive for each path.
 
     Args:
-        paths: a folder for each drive; others than the first may be block devices.
+        paths: a folder for each drive.
         keeps: whether a generation that lies there is kept.
         system: makes the system calls.
 
@@ -38,33 +38,24 @@ class Places:
         self._files: dict[int, tuple[Folder, Path]] = {}  # by the number of their drive
         with contextlib.ExitStack() as stack:
             folders = self._lock(stack, paths)
-            self.home = next(folder for folder in folders if folder is not None)
+            self.home = folders[0]
             self.found = self._read_manifest(keeps)
             self.files_stay = self.found is not None
             self.store_id = self.found.store_id if self.found else secrets.token_hex(8)
             stack.push(self._leave)
-            for index, (path, folder) in enumerate(zip(paths, folders, strict=True)):
-                self._open_drive(stack, index, path, folder)
+            for index, folder in enumerate(folders):
+                self._open_drive(stack, index, folder)
             self._opened = stack.pop_all()
 
-    def _lock(self, stack: contextlib.ExitStack, paths: Sequence[Path]) -> list[Folder | None]:
+    def _lock(self, stack: contextlib.ExitStack, paths: Sequence[Path]) -> list[Folder]:
         if not paths:
             raise ConfigError("storage needs at least one path: a folder on a drive")
         if len({Path(path).resolve() for path in paths}) < len(paths):
             raise ConfigError(f"each path is used once, got {', '.join(f'`{path}`' for path in paths)}")
-        folders: list[Folder | None] = []
-        for index, path in enumerate(paths):
-            if is_block_device(path, self._system):
-                if index == 0:
-                    raise ConfigError(
-                        f"`{path}` is a block device, which holds data only: the first path must be a folder, for the "
-                        f"lock and the manifest"
-                    )
-                folders.append(None)
-            else:
-                folder = Folder(path, self._system)
-                stack.callback(folder.close)
-                folders.append(folder)
+        folders: list[Folder] = []
+        for path in paths:
+            folders.append(Folder(path, self._system))
+            stack.callback(folders[-1].close)
         return folders
 
     def _read_manifest(self, keeps: bool) -> Manifest | None:
@@ -115,53 +106,32 @@ class Places:
                 f"`{path}` holds a part of a generation whose manifest lies in `{home.parent}`. {WHAT_TO_DO}"
             )
 
-    def _open_drive(self, stack: contextlib.ExitStack, index: int, path: Path, folder: Folder | None) -> None:
+    def _open_drive(self, stack: contextlib.ExitStack, index: int, folder: Folder) -> None:
         new = self.found is None
-        if folder is None:
-            drive = Drive(path, self._system, device=True)
-        else:
-            if new:
-                self._check_other(folder)
-            path = folder.data_path(self.store_id, index)
-            self._files[index] = (folder, path)
-            drive = Drive(path, self._system, make=new)
+        if new:
+            self._check_other(folder)
+        path = folder.data_path(self.store_id, index)
+        self._files[index] = (folder, path)
+        drive = Drive(path, self._system, make=new)
         stack.callback(drive.close)
         drive.prepare()
         self.drives.append(drive)
-        if folder is None:
-            self._check_device(drive, index)
-        else:
-            folder.remove_orphans(self.store_id)
-            folder.sync()
-
-    def _check_device(self, drive: Drive, index: int) -> None:
-        label = drive.label()
-        if self.found is None:
-            if label is not None:
-                self._check_not_needed(drive.path, label)
-            return
-        part = json.loads(label or b"{}")
-        if (part.get("store"), part.get("drive")) != (self.store_id, index):
-            raise CheckpointError(
-                f"`{drive.path}` is not the device that the generation in `{self.home.path}` was written to"
-            )
+        folder.remove_orphans(self.store_id)
+        folder.sync()
 
     def _part(self, drive: int) -> bytes:
         return json.dumps({"store": self.store_id, "drive": drive, "home": str(self.home.path.resolve())}).encode()
 
     def keep_files(self) -> None:
-        """Say that files stay at `close`, and note in other folders and on devices whose they are.
+        """Say that files stay at `close`, and note in other folders whose they are.
 
         Raises:
             StorageError: that cannot be noted.
         """
         if self.files_stay:
             return
-        for index, drive in enumerate(self.drives):
-            if index not in self._files:
-                drive.set_label(self._part(index))
-            elif index > 0:
-                folder = self._files[index][0]
+        for index, (folder, _) in self._files.items():
+            if index > 0:
                 folder.write_new(PART, self._part(index))
                 folder.publish(PART)
         self.files_stay = True

@@ -1,8 +1,6 @@
 """`Record`: what is read and written as one, and what is known of its versions."""
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_cxl.errors import StorageError
@@ -38,14 +36,12 @@ class Record:
         self.versions = versions
         self.entries: list[Entry | None] = [None] * len(versions)  # what was last written to each version
         self.present: int | None = None  # the version that was written last; None: none was
-        self.target: tuple[int, str] | None = None  # version and seal of the last write that has begun
+        self.target: int | None = None  # version of the last write that has begun
         self.num_begun = 0  # writes
         self.last_whole = 0  # the number of the last write that ended without an error
         self.last_write: StorageTransfer | None = None
         self.reads: list[StorageTransfer] = []
         self.window: Window | None = None
-        self.is_seen = False  # whether the window shows encrypted bytes in plain
-        self._num_shown = 0  # how often the window was changed
 
     @property
     def is_written(self) -> bool:
@@ -64,27 +60,21 @@ class Record:
     def extents(self, start: int, nbytes: int) -> Iterator[tuple[Drive | None, int, int]]:
         """Yield where a part of the present bytes lies: drive, offset there, and bytes, in the order of the part.
 
-        The drive is None where its bytes are encrypted, or where no window says which drives there are.
+        The drive is None where no window says which drives there are, or nothing was written.
         """
         entry, end = self.entry(), start + nbytes
-        plain = entry is not None and not entry.seal and self.window is not None
         while start < end:
             index, position = divmod(start, self.part_nbytes)
             length = min(end - start, self.part_nbytes - position)
-            drive = self.window.drives[index] if plain and self.window is not None else None
+            drive = None if entry is None or self.window is None else self.window.drives[index]
             yield drive, position + (self.versions[entry.version] if entry is not None else 0), length
             start += length
-
-    def hide_old(self, seal: str) -> None:
-        """Say that a write with a seal begins: what the window shows of encrypted bytes is old from now on."""
-        if seal:
-            self.show()
 
     def becomes(self, entry: Entry | None) -> None:
         """Say that its bytes are those of `entry` from now on; None: it was never written."""
         self.present = self.target = None
         if entry is not None:
-            self.present, self.target = entry.version, (entry.version, entry.seal)
+            self.present, self.target = entry.version, entry.version
             self.entries[entry.version] = entry
         self.last_whole = self.num_begun
         self.show()
@@ -130,42 +120,14 @@ class Record:
         )
 
     def show(self) -> None:
-        """Let the window show the present version, or the veil where that is encrypted; private pages are dropped."""
-        self.is_seen = False
-        self._num_shown += 1
+        """Let the window show the present version; private pages are dropped."""
         if self.window is None:
             return
         entry = self.entry()
-        if entry is None or entry.seal:
+        if entry is None:
             self.window.hide()
         else:
             self.window.show(self.versions[entry.version])
-
-    def look(self, read: Callable[[], StorageTransfer], lock: threading.Lock) -> None:
-        """Let the window show encrypted bytes in plain, until the next `show`.
-
-        Args:
-            read: starts reading them into the window.
-            lock: the store's.
-
-        Raises:
-            StorageError: as of the read; the window shows none of what it has brought.
-        """
-        with lock:
-            if self.is_seen:
-                return
-            before = self._num_shown
-        transfer = read()
-        try:
-            transfer.wait_host()
-        except BaseException:
-            with contextlib.suppress(StorageError):
-                transfer.wait_host()  # where Ctrl-C has ended the wait, the read goes on
-            with lock:
-                self.show()
-            raise
-        with lock:
-            self.is_seen = self._num_shown == before  # else a write has ended meanwhile
 
 
 def part_nbytes(nbytes: int, num_drives: int) -> int:

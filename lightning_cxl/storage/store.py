@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.cipher import Seal, Sealer
 from lightning_cxl.storage.drive import BLOCK_BYTES, HEAD_BYTES
 from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, StorageTransfer
 from lightning_cxl.storage.generations import Generations
@@ -18,7 +17,6 @@ from lightning_cxl.storage.manifest import Entry, Generation
 from lightning_cxl.storage.places import Places
 from lightning_cxl.storage.record import Record, part_nbytes
 from lightning_cxl.storage.system import System
-from lightning_cxl.storage.veil import Veil
 from lightning_cxl.storage.window import Window, next_unseen
 from lightning_cxl.units import format_bytes
 
@@ -27,12 +25,11 @@ class Store:
     """Records on one or several drives. Thread-safe.
 
     Args:
-        paths: a folder for each drive; others than the first may be block devices, which are used whole.
+        paths: a folder for each drive.
         budget_bytes: most bytes that records take, all drives and versions together.
         keeps: whether records have two versions, so that generations can be committed. See [Note: Generations].
         system: makes the system calls.
         chunk_bytes: of one read or write; a folder that holds a generation keeps its own.
-        key: what lies on the drives is encrypted with this key, 32 or 64 random bytes. See [Note: Encryption at rest].
 
     Raises:
         ConfigError: the paths cannot be used together, another run uses them, or they hold a generation and `keeps` is
@@ -49,13 +46,9 @@ class Store:
         keeps: bool = False,
         system: System | None = None,
         chunk_bytes: int = CHUNK_BYTES,
-        key: bytes | None = None,
     ) -> None:
         if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
-        self._sealer = None if key is None else Sealer(key)
-        self._veil = Veil(budget_bytes)
-        self.is_encrypted = key is not None
         self._budget_bytes = budget_bytes
         self._keeps = keeps
         self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
@@ -71,11 +64,10 @@ class Store:
             found = self._places.found
             self._drives = self._places.drives
             chunk_bytes = found.chunk_bytes if found else chunk_bytes
-            self._generations = Generations(self._places, chunk_bytes, self._sealer.check() if self._sealer else "")
+            self._generations = Generations(self._places, chunk_bytes)
             self._end = HEAD_BYTES
             for nbytes, versions in self._generations.found_records.values():
                 self._end = max(self._end, max(versions) + part_nbytes(nbytes, len(self._drives)))
-            stack.callback(self._veil.close)
             self._engine = Engine(self._drives, chunk_bytes)
             stack.callback(self._engine.close)
             self._opened = stack.pop_all()
@@ -138,8 +130,6 @@ class Store:
     def window(self, record: Record) -> Buffer:
         """Return the address range that shows what was written last; zeros where nothing was.
 
-        With a key every byte is 0xFF until `look`, and again from the next `write` on.
-
         It takes no memory but the page cache. What a user writes there is gone after the next `write` and never
         reaches a drive. It stays valid after `close`. A drive that fails while someone reads ends the process (SIGBUS).
         """
@@ -147,24 +137,12 @@ class Store:
             if record.window is None:
                 self._check_open()
                 try:
-                    veil = self._veil if self.is_encrypted else None
-                    record.window = Window(self._drives, record.part_nbytes, record.padded_nbytes, veil)
+                    record.window = Window(self._drives, record.part_nbytes, record.padded_nbytes)
                     record.show()
                 except BaseException:
                     record.window = None
                     raise
             return record.window.buffer
-
-    def look(self, record: Record) -> Buffer:
-        """Let a window show its bytes in memory if they are encrypted, and return it; what a user wrote may be gone.
-
-        Raises:
-            StorageError: as of `read`.
-        """
-        window = self.window(record)
-        if self.is_encrypted and record.is_written:
-            record.look(lambda: self.read(record, window), self._lock)
-        return window
 
     def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
         """Start reading what was written last, also where that write is still on its way.
@@ -178,10 +156,9 @@ class Store:
             StorageError: nothing was written. At `wait_host`: a drive failed, or the bytes are not those written.
         """
         with self._lock:
-            target, write = record.target, record.num_begun
-            if target is None:
+            version, write = record.target, record.num_begun
+            if version is None:
                 raise StorageError(f"record `{record.name}` cannot be read: nothing was written to it")
-            version, name = target
 
             def check(checksum: int) -> None:
                 with self._lock:
@@ -192,8 +169,7 @@ class Store:
                         raise record.damaged(version, checksum, self._drives[0].path)
 
             before = [*after, *([] if record.last_write is None else [record.last_write])]
-            seal = self._seal(record, version, name)
-            transfer = self._engine.read(record.pieces(version, memory), finish=check, after=before, seal=seal)
+            transfer = self._engine.read(record.pieces(version, memory), finish=check, after=before)
             record.reads = [*(read for read in record.reads if not read.done()), transfer]
             return transfer
 
@@ -211,24 +187,18 @@ class Store:
         with self._changes, self._lock:
             version = self._generations.free_version(record)
             write = record.num_begun + 1
-            name = "" if self._sealer is None else self._sealer.new()
 
             def end(checksum: int) -> None:
                 with self._lock:
-                    record.present, record.entries[version] = version, Entry(version, checksum, name)
+                    record.present, record.entries[version] = version, Entry(version, checksum)
                     self._unsynced.add(record)
                     record.show()
                     record.last_whole = write
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]
-            seal = self._seal(record, version, name)
-            record.hide_old(name)
-            transfer = self._engine.write(record.pieces(version, memory), finish=end, after=after, seal=seal)
-            record.num_begun, record.target, record.last_write, record.reads = write, (version, name), transfer, []
+            transfer = self._engine.write(record.pieces(version, memory), finish=end, after=after)
+            record.num_begun, record.target, record.last_write, record.reads = write, version, transfer, []
             return transfer
-
-    def _seal(self, record: Record, version: int, name: str) -> Seal | None:
-        return None if self._sealer is None else self._sealer.seal(name, record.versions[version])
 
     # -- generations ---------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class System:
         os.fsync(fd)
 
     def size(self, fd: int) -> int:
-        """Return the size of a file or of a block device, in bytes."""
+        """Return the size of a file, in bytes."""
         return os.lseek(fd, 0, os.SEEK_END)
 
     def identity(self, file: Path | int) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.storage.drive import Drive, storage_error
-from lightning_cxl.storage.veil import Veil
 
 
 class _Shown(NamedTuple):
@@ -61,18 +60,15 @@ class Window:
         drives: in the order of the parts.
         part_nbytes: of each part, whole blocks.
         nbytes: of all of them that are used.
-        veil: is shown in the place of the files, which are encrypted.
     """
 
-    def __init__(self, drives: Sequence[Drive], part_nbytes: int, nbytes: int, veil: Veil | None = None) -> None:
+    def __init__(self, drives: Sequence[Drive], part_nbytes: int, nbytes: int) -> None:
         self.drives = drives
         self._part_nbytes = part_nbytes
         self._mapping = Mapping(len(drives) * part_nbytes)
         self.buffer = Buffer(self._mapping.address, nbytes, (), None, self._mapping)
         self._paths = _paths(drives)
-        self._veil = veil
-        if veil is None:
-            _shown[self.buffer] = _Shown(self._paths, 0, 0)
+        _shown[self.buffer] = _Shown(self._paths, 0, 0)
 
     def show(self, offset: int) -> None:
         """Show what lies at `offset` of every drive.
@@ -88,12 +84,5 @@ class Window:
                 raise storage_error("show", drive.path, error, offset) from None
 
     def hide(self) -> None:
-        """Show zeros, or the veil.
-
-        Raises:
-            StorageError: the kernel has no memory for the veil; a part may then read as zeros.
-        """
-        if self._veil is None:
-            self._mapping.hide(0, self._mapping.nbytes)
-        else:
-            self._veil.cover(self._mapping)
+        """Show zeros."""
+        self._mapping.hide(0, self._mapping.nbytes)

@@ -32,7 +32,7 @@ from queue import SimpleQueue
 
 import torch
 
-from lightning_cxl.errors import StorageError, UnsupportedError
+from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.host_tensors import copy_bytes
 from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
@@ -131,10 +131,7 @@ class Hop:
         Raises:
             TierFullError: the store's budget is used up.
             StorageError: the drive has no room for it, or fails.
-            UnsupportedError: the store is encrypted, so that windows do not show weights.
         """
-        if self._store.is_encrypted:
-            raise UnsupportedError("weights on tier `ssd` cannot be encrypted yet: keep them in memory, or use no key")
         record = self._store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
         return WeightRecord(self, record, self._store.window(record))
 

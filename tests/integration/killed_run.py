@@ -1,6 +1,6 @@
 """One training run that is killed again and again, at any moment, and goes on each time with its newest checkpoint.
 
-    python -m tests.integration.killed_run FOLDER --kills 50 [--checkpoint reference] [--key FILE] [--overlap]
+    python -m tests.integration.killed_run FOLDER --kills 50 [--checkpoint reference] [--overlap]
 
 A tiny Llama in bfloat16 with its optimizer state on SSD. Each life is a process of its own: it takes the newest
 checkpoint file that is there, or begins anew, and trains until it is killed or has taken its last step. The parent
@@ -231,7 +231,6 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, help="default: enough for all kills")
     parser.add_argument("--checkpoint", choices=["copy", "reference"], default="reference")
-    parser.add_argument("--key", help="where the key lies with which the state is encrypted")
     parser.add_argument("--state", default="fp32")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--overlap", action="store_true")
@@ -245,8 +244,6 @@ def main() -> int:
     straight, folder = options.folder / "straight", options.folder / "killed"
     errors = options.folder / "errors.txt"
     ssd = {"path": str(options.folder / "ssd"), "budget": "64MiB", "checkpoint": options.checkpoint}
-    if options.key:
-        ssd["key"] = options.key
     tiers = {"ssd": ssd}
 
     if end_of(born(board, errors, straight, options, board, {}), board):

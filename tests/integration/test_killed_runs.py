@@ -28,11 +28,10 @@ FIFTY = pytest.param(50, marks=[pytest.mark.full, pytest.mark.timeout(900)])
     "options",
     [
         ["--checkpoint", "reference"],
-        ["--checkpoint", "reference", "--key", "$SSD_KEY"],
         ["--checkpoint", "copy", "--overlap", "--device", "apart"],
         ["--checkpoint", "reference", "--overlap", "--device", "apart", "--everything"],
     ],
-    ids=["reference", "encrypted", "copy", "everything"],
+    ids=["reference", "copy", "everything"],
 )
 def test_kills(tmp_path, num_kills, options):
     done = subprocess.run(

@@ -23,7 +23,6 @@ from tests.mutants import (
     of_all_folders,
     of_async_saves,
     of_copies,
-    of_encryption,
     of_finetuning,
     of_hf_trainer,
     of_host_shards,
@@ -43,7 +42,6 @@ from tests.mutants.mutant import Mutant
 
 ON_SSD = (
     *of_storage.MUTANTS,
-    *of_encryption.MUTANTS,
     *of_state_on_ssd.MUTANTS,
     *of_weights_on_ssd.MUTANTS,
     *of_inputs_on_ssd.MUTANTS,

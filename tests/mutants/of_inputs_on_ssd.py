@@ -108,13 +108,6 @@ MUTANTS = (
         T_INPUTS,
     ),
     Mutant(
-        "inputs are encrypted where there is a key",
-        _STORE,
-        "return None if self._sealer is None else self._sealer.seal(",
-        "return None if self._sealer is None or not record.keeps else self._sealer.seal(",
-        T_INPUTS,
-    ),
-    Mutant(
         "inputs are in memory where nothing is trained",
         _PLACED,
         "        if placement.tiers[0] != SSD or self.on_ssd is None:  # no",

@@ -46,7 +46,7 @@ MUTANTS = (
         _RECORDS,
         "bool(self.blanks or self._written())",
         "bool(self._written())",
-        ("tests/unit/optim/test_encrypted_state.py",),
+        T_VISITS,
     ),
     Mutant("state is zero once", _RECORDS, "        self.blanks.clear()\n", "", T_VISITS),
     Mutant(

@@ -9,13 +9,11 @@ _FOLDER = "lightning_cxl/storage/folder.py"
 _PLACES = "lightning_cxl/storage/places.py"
 _GENERATIONS = "lightning_cxl/storage/generations.py"
 _RECORD = "lightning_cxl/storage/record.py"
-_CIPHER = "lightning_cxl/storage/cipher.py"
 _NUMA = "cython_ext/_numa.pyx"
 _COPY = "lightning_cxl/storage/record_copy.py"
 T_COPY = ("tests/unit/storage/test_record_copy.py",)
 T_STORE = ("tests/unit/storage/test_store.py",)
 T_ENGINE = ("tests/unit/storage/test_engine.py",)
-T_CIPHER = ("tests/unit/storage/test_cipher.py",)
 T_NOTHING = (f"{T_ENGINE[0]}::test_a_call_that_moves_nothing_is_an_error_and_no_endless_loop",)
 T_PLACES = ("tests/unit/storage/test_places.py",)
 _FAULTS = "tests/unit/storage/test_faults.py"
@@ -165,7 +163,7 @@ MUTANTS = (
         "                pass\n",
         T_ENGINE,
     ),
-    Mutant("new data files are synced into their folder", _PLACES, "            folder.sync()\n", "", T_POWER),
+    Mutant("new data files are synced into their folder", _PLACES, "        folder.sync()\n", "", T_POWER),
     Mutant(
         "after a failed sync nothing counts as written",
         _STORE,
@@ -216,9 +214,9 @@ MUTANTS = (
         T_PLACES,
     ),
     Mutant(
-        "a device with something else on it is left alone",
-        _DRIVE,
-        "if head and not head.startswith(_LABEL):",
+        "a block device is refused",
+        "lightning_cxl/storage/folder.py",
+        "if not stat.S_ISDIR(mode := system.mode(path)):",
         "if False:",
         T_PLACES,
     ),
@@ -235,37 +233,6 @@ MUTANTS = (
         "        if nbytes > (left := self._budget_bytes - self._reserved_bytes):\n",
         "        if left := 0:\n",
         T_STORE,
-    ),
-    # -- encryption
-    Mutant("each write has its own tweak", _CIPHER, "        self._num_writes += 1\n", "", T_CIPHER),
-    Mutant("each place has its own tweak", _CIPHER, "drive << 48 | block", "block", T_CIPHER),
-    Mutant(
-        "each run has its own key",
-        _CIPHER,
-        "self._run_key = self._derive(self._salt",
-        'self._run_key = self._derive(b""',
-        T_CIPHER,
-    ),
-    Mutant(
-        "another key is refused",
-        _GENERATIONS,
-        "if found is not None and found.key_check != key_check:",
-        "if False:",
-        T_CIPHER,
-    ),
-    Mutant(
-        "the caller's memory is not encrypted",
-        _ENGINE,
-        "views = [self._scratch_memory()[: chunk.nbytes]]",
-        "pass",
-        T_CIPHER,
-    ),
-    Mutant(
-        "an encrypted window shows nothing encrypted",
-        _RECORD,
-        "if entry is None or entry.seal:",
-        "if entry is None:",
-        T_CIPHER,
     ),
     # -- copies into other files
     Mutant("whole blocks are shared", _COPY, "or offset % BLOCK_BYTES:", "or False:", T_COPY),
@@ -287,7 +254,6 @@ MUTANTS = (
         T_COPY,
     ),
     Mutant("what was shared counts", _COPY, "        self.shared_bytes += nbytes\n", "", T_COPY),
-    Mutant("encrypted blocks are not shared", _RECORD, "and not entry.seal and", "and", T_COPY),
     Mutant(
         "a refused direct write goes another way",
         _COPY,

@@ -55,6 +55,7 @@ def test_paths_of_the_tier_ssd_are_absolute_whoever_starts_the_run_where(monkeyp
         ({"tiers": {"ssd": None}}, '"ssd" needs a path'),
         ({"tiers": {"ssd": {"budget": "1TiB"}}}, '"ssd" needs a path'),
         ({"tiers": {"ssd": {"path": "/a", "size": 1}}}, "no option 'size'; its options are path, budget, checkpoint"),
+        ({"tiers": {"ssd": {"path": "/a", "key": "$KEY"}}}, "does not encrypt.*LUKS.*fscrypt"),
         ({"tiers": {"ssd": {"path": "/a", "checkpoint": "move"}}}, 'must be "copy" or "reference", got \'move\''),
         ({"tiers": {"ssd": {"path": "/a", "budget": "3 apples"}}}, "budget of \"ssd\": cannot read '3 apples'"),
         ({"tiers": {"ssd": {"path": "/a", "budget": -1}}}, 'budget of "ssd": .*non-negative'),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-MISSING = ("bitsandbytes", "cryptography", "datasets", "jsonargparse", "peft", "matplotlib")
+MISSING = ("bitsandbytes", "datasets", "jsonargparse", "peft", "matplotlib")
 WITHOUT = """
 import importlib.metadata as metadata, sys
 from importlib.machinery import PathFinder

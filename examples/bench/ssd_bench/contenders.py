@@ -4,16 +4,13 @@ import ctypes
 import errno
 import os
 import random
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.cipher import KEY_BYTES, Seal
 from lightning_cxl.storage.drive import Drive
 from lightning_cxl.storage.engine import Engine, Piece
 from lightning_cxl.storage.system import System
@@ -22,7 +19,6 @@ from ssd_bench.disk_area import DiskArea
 from ssd_bench.fio import Pass
 
 OURS, ALONE, LOOP = "lightning_cxl", "lightning_cxl, tensor by tensor", "plain loop"
-ENCRYPTED = "lightning_cxl, encrypted"
 _TRIALS = 2
 _UNIT_BYTES = 64 << 20
 """Tensors of one unit are read and written as one."""
@@ -119,24 +115,22 @@ def our_engine(area: DiskArea) -> Iterator[Engine]:
 def our_contenders(job: Job, engine: Engine, *, writes: bool) -> Iterator[DiskContender]:
     """Yield this package's storage: small tensors in units, as a run has them; and each by itself, which a run avoids.
 
-    Units also encrypted, where `cryptography` is installed. All compute the checksums that a run computes.
+    Both compute the checksums that a run computes.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(job.area.memory))
     whole = Buffer(address, job.area.nbytes, (), None, job.area.memory)
     start = engine.write if writes else engine.read
 
-    def contender(name: str, part_bytes: int, seal: Seal | None = None) -> DiskContender:
+    def contender(name: str, part_bytes: int) -> DiskContender:
         pieces = [Piece(0, offset, whole.slice(offset, nbytes)) for offset, nbytes in job.parts(part_bytes)]
 
         def run() -> None:
-            for transfer in [start([piece], seal=seal) for piece in pieces]:
+            for transfer in [start([piece]) for piece in pieces]:
                 transfer.wait_host()
 
         return DiskContender(name, lambda: clocked(job, run, writes=writes))
 
     unit_bytes = max(job.tensor_bytes, _UNIT_BYTES // job.tensor_bytes * job.tensor_bytes)
     yield contender(OURS, unit_bytes)
-    if find_spec("cryptography") is not None:
-        yield contender(ENCRYPTED, unit_bytes, Seal(secrets.token_bytes(max(KEY_BYTES)), 1, 0))
     if job.tensor_bytes < _UNIT_BYTES:
         yield contender(ALONE, job.tensor_bytes)

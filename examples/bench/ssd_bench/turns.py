@@ -18,7 +18,6 @@ from lightning_cxl.units import format_bytes, parse_bytes
 from ssd_bench import fio
 from ssd_bench.contenders import (
     ALONE,
-    ENCRYPTED,
     OURS,
     DiskContender,
     Job,
@@ -131,7 +130,7 @@ def take_turns(contenders: Sequence[DiskContender], rounds: int, before: Callabl
 def show(results: Results, title: str, nbytes: int, turns: Turns) -> None:
     """Print what contenders reached, add it, and judge ours against the fastest of the others."""
     timings = turns.timings
-    best = timings.fastest(name for name in timings.seconds if name not in (OURS, ENCRYPTED, ALONE))
+    best = timings.fastest(name for name in timings.seconds if name not in (OURS, ALONE))
     assert best is not None  # the plain loop is always there
     print(f"\n{title}")
     rows: list[tuple[str, ...]] = [("", "GB/s", "spread", f"x {best}", "CPU s/GiB")]
@@ -144,10 +143,6 @@ def show(results: Results, title: str, nbytes: int, turns: Turns) -> None:
         results.add(f"{title}: {name}: CPU time", processor, "s/GiB")
     print_columns(rows)
     results.at_least(f"{title}: {OURS} / {best}", timings.ratio(best, OURS), "x", GOAL)
-    if ENCRYPTED in timings.seconds:
-        ratio = timings.ratio(OURS, ENCRYPTED)
-        results.add(f"{title}: {ENCRYPTED} / {OURS}", ratio, "x")
-        print(f"  {ENCRYPTED} / {OURS}: {ratio:.2f} x")
     results.add(f"{title}: CPU time of other processes", timings.others_fraction, "of all")
     if timings.others_fraction > QUIET_FRACTION:
         print(f"  doubtful: other processes took {timings.others_fraction:.0%} of the CPU time meanwhile")

@@ -38,7 +38,6 @@ from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint, optimizer_tensors
-from lightning_cxl.run.ssd_checkpoint import unseen
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.empty import refuse_unready
@@ -201,9 +200,7 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         """Return the state of an optimizer for a checkpoint; one that refers to state on SSD needs no values of it."""
         if self._root is not None:
             return optimizer_tensors(unwrap(optimizer), self._name_of())
-        refers = self._on_ssd is not None and self._on_ssd.refers
-        with unseen([unwrap(optimizer)] if refers else []):
-            return super().optimizer_state(optimizer)
+        return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""

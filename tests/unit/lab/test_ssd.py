@@ -9,7 +9,7 @@ import pytest
 import ssd
 from adam_bench import problems
 from ssd_bench import contenders, disk_area, fio, turns
-from ssd_bench.contenders import ALONE, ENCRYPTED, LOOP, OURS, DiskContender, Job
+from ssd_bench.contenders import ALONE, LOOP, OURS, DiskContender, Job
 from ssd_bench.fio import Pass, Setting
 
 from lightning_cxl.errors import ConfigError, LightningCXLError
@@ -131,21 +131,6 @@ def test_each_contender_moves_all_tensors_and_no_other_byte(area, name, tensor_b
         assert contents(area) == new[:used] + before[used:]
 
 
-def test_what_is_encrypted_is_decrypted_and_moves_as_many_bytes(area, monkeypatch):
-    key = os.urandom(64)
-    monkeypatch.setattr(contenders.secrets, "token_bytes", lambda nbytes: key[:nbytes])  # each has one of its own
-    job = Job(area, 64 << 10)
-    with contenders.our_engine(area) as engine:
-        new = os.urandom(area.nbytes)
-        area.memory[:] = new
-        in_process(job, engine, writes=True)[ENCRYPTED].go()
-        assert area.memory[:] == new
-        assert contents(area) != new and len(set(contents(area)[:4096])) > 200
-        area.memory[:] = bytes(area.nbytes)
-        in_process(job, engine, writes=False)[ENCRYPTED].go()
-        assert area.memory[:] == new
-
-
 def test_a_write_counts_when_it_is_on_the_disk_and_a_read_needs_no_sync(area, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
@@ -165,7 +150,7 @@ def test_small_tensors_are_one_transfer_and_large_ones_have_one_each(area, monke
     def transfers(tensor_bytes: int, name: str) -> int:
         with contenders.our_engine(area) as engine:
             started, real = [], engine.read
-            monkeypatch.setattr(engine, "read", lambda pieces, seal: started.append(pieces) or real(pieces))
+            monkeypatch.setattr(engine, "read", lambda pieces: started.append(pieces) or real(pieces))
             in_process(Job(area, tensor_bytes), engine, writes=False)[name].go()
             return len(started)
 
@@ -247,11 +232,9 @@ def test_all_contenders_are_shown_and_ours_is_judged_against_the_fastest_other(t
     for title in ("32 tensors of 64.0 KiB", "2 tensors of 1.0 MiB"):
         for direction in ("read", "write"):
             names = {name.split(": ")[1] for name in speeds if name.startswith(f"{direction}, {title}")}
-            own = {OURS, ENCRYPTED, ALONE, LOOP}
+            own = {OURS, ALONE, LOOP}
             assert own < names
             assert sorted(name.split(",")[0] for name in names - own) == ["fio io_uring", "fio libaio"]
-            encrypted = rows[f"{direction}, {title}: {ENCRYPTED} / {OURS}"]
-            assert encrypted["value"] > 0 and encrypted["goal"] is None  # it is shown, and not judged
     judged = [row for row in rows.values() if row["goal"] is not None]
     assert len(judged) == 4 and all(row["goal"] == turns.GOAL for row in judged)
     shown = capsys.readouterr().out

@@ -38,13 +38,12 @@ class OnSsd:
         parameters: list[torch.nn.Parameter],
         num_slots: float = 2,
         system: System | None = None,
-        key: bytes | None = None,
         **options,
     ) -> None:
         self.parameters = parameters
         self.largest_bytes = 0
         self.allocated = 0
-        self.store = Store([folder], budget_bytes=1 << 30, system=system, key=key)
+        self.store = Store([folder], budget_bytes=1 << 30, system=system)
         self.visits = StateVisits(self.store, HostSlots(self.allocate, int(num_slots * 120_000)))
         self.records = [self.visits.reserve(f"unit {index}", 200_000) for index in range(NUM_RECORDS)]
         self.optimizer = CPUAdam(parameters, allocate_state=self.flat, visits=self.visits, **options)
@@ -487,3 +486,29 @@ def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) ->
         own.visits.close()
     with contextlib.suppress(StorageError):
         own.store.close()
+
+
+def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(tmp_path, monkeypatch):
+    """And lies on the drive: a checkpoint may refer to it."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32))
+    give_gradients(own.parameters, 0)
+    visit, visited = own.visits.visit, []
+
+    def interrupted(records):
+        if visited:
+            raise KeyboardInterrupt
+        visited.extend(records)
+        return visit(records)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(own.visits, "visit", interrupted)
+        own.optimizer.step()
+    assert not visited[0].is_dirty()
+    state, records = own.optimizer.state, set()
+    for parameter in own.parameters:
+        record = own.optimizer.kept.of(parameter).record
+        records |= {record} - {None, *visited}
+        if record in records:
+            assert not state[parameter]["exp_avg"].any() and not state[parameter]["exp_avg_sq"].any()
+    assert records and all(record.record.is_written for record in records)
+    own.close()

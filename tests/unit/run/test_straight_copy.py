@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import secrets
 import zipfile
 from pathlib import Path
 
@@ -129,13 +128,6 @@ def test_a_file_that_shares_blocks_is_the_same(tmp_path):
             assert archive.testzip() is None
         run.visits.close()
         run.store.close()
-
-
-def test_encrypted_state_is_plain_in_a_checkpoint(state, tmp_path):
-    run = state(2, key=secrets.token_bytes(32))
-    run.save(tmp_path / "x.ckpt")
-    run.check(torch.load(tmp_path / "x.ckpt", weights_only=True))
-    assert run.visits._slots._memory.nbytes == 2 * run.records[0].record.padded_nbytes
 
 
 def test_what_someone_writes_while_it_is_saved_is_in_the_file(state, tmp_path):

@@ -4,12 +4,11 @@ import errno
 import json
 import logging
 import os
-import shutil
 import stat
 
 import pytest
 
-from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
+from lightning_cxl.errors import ConfigError, StorageError
 from lightning_cxl.storage.drive import HEAD_BYTES
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
@@ -168,86 +167,16 @@ def test_a_filesystem_that_refuses_direct_transfers_is_used_through_its_cache(tm
     assert [entry.message.count("O_DIRECT") for entry in caplog.records] == [1]
 
 
-# -- block devices: a file that says it is one -------------------------------------------------------------------------
+def test_a_block_device_is_refused(tmp_path):
+    class DeviceSystem(System):
+        def mode(self, path):
+            return stat.S_IFBLK
 
-
-class DeviceSystem(System):
-    """Takes a file for a block device."""
-
-    def __init__(self, device):
-        self.device = device
-        self.flags = 0
-
-    def mode(self, path):
-        return stat.S_IFBLK if path == self.device else super().mode(path)
-
-    def open(self, path, flags):
-        if path == self.device:
-            self.flags = flags
-            flags &= ~os.O_EXCL
-        return super().open(path, flags)
-
-    def allocate(self, fd, offset, nbytes):
-        assert os.fstat(fd).st_ino != self.device.stat().st_ino
-        super().allocate(fd, offset, nbytes)
-
-
-@pytest.fixture
-def device(tmp_path):
-    path = tmp_path / "device"
-    path.write_bytes(bytes(HEAD_BYTES + 16 * BLOCK))
-    return path
-
-
-def test_a_block_device_holds_data_and_is_opened_for_one_run_alone(tmp_path, device):
-    system = DeviceSystem(device)
-    paths = [tmp_path / "home", device]
-    contents = committed(paths, system)
-    assert system.flags & os.O_EXCL and not system.flags & os.O_CREAT
-    check_restored(paths, contents, system)
-    assert device.stat().st_size == HEAD_BYTES + 16 * BLOCK
-
-
-def test_a_block_device_of_a_run_that_kept_nothing_is_free(tmp_path, device):
-    for home in ("home", "other"):
-        store = Store([tmp_path / home, device], budget_bytes=BUDGET, keeps=True, system=DeviceSystem(device))
-        put(store, store.reserve("state", 5 * BLOCK), 1)
-        store.close()
-        shutil.rmtree(tmp_path / home)
-
-
-def test_a_block_device_that_is_full_says_so(tmp_path, device):
-    store = Store([tmp_path / "home", device], budget_bytes=BUDGET, system=DeviceSystem(device))
-    store.reserve("first", 32 * BLOCK)
-    with pytest.raises(StorageError, match="the device has"):
-        store.reserve("second", 1)
-    store.close()
-
-
-def test_a_block_device_cannot_be_the_first_path(tmp_path, device):
-    with pytest.raises(ConfigError, match="first path must be a folder"):
-        Store([device, tmp_path / "home"], budget_bytes=BUDGET, system=DeviceSystem(device))
-
-
-def test_a_block_device_with_something_else_on_it_is_left_alone(tmp_path, device):
-    with open(device, "r+b") as file:
-        file.seek(65600)  # where btrfs has its mark
-        file.write(b"_BHRfS_M")
-    before = device.read_bytes()
-    with pytest.raises(ConfigError, match="is not empty"):
-        Store([tmp_path / "home", device], budget_bytes=BUDGET, system=DeviceSystem(device))
-    assert device.read_bytes() == before
-
-
-def test_another_block_device_is_not_taken_for_the_one_with_the_generation(tmp_path, device):
-    system = DeviceSystem(device)
-    contents = committed([tmp_path / "home", device], system)
-    with pytest.raises(ConfigError, match="whose manifest lies in"):
-        Store([tmp_path / "other", device], budget_bytes=BUDGET, system=system)
-    check_restored([tmp_path / "home", device], contents, system)
-    device.write_bytes(bytes(HEAD_BYTES + 16 * BLOCK))
-    with pytest.raises(CheckpointError, match="is not the device"):
-        check_restored([tmp_path / "home", device], contents, system)
+    with pytest.raises(ConfigError, match="is a block device: give a folder"):
+        Store([tmp_path], budget_bytes=BUDGET, system=DeviceSystem())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no folder"):
+        Store([tmp_path / "file"], budget_bytes=BUDGET)
 
 
 def test_the_part_file_names_home_and_store(tmp_path):

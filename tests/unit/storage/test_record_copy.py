@@ -2,7 +2,6 @@
 
 import errno
 import os
-import secrets
 import zlib
 
 import pytest
@@ -133,13 +132,6 @@ def test_nothing_is_shared_where_a_copy_would_have_no_room(stored, tmp_path):
     parts = [(0, NBYTES), (0, NBYTES), (0, 10 * BLOCK)]
     assert_copied(copied(tmp_path, record, memory, parts, system), contents, parts)
     assert (system.shared, system.written) == (NBYTES + 10 * BLOCK, NBYTES)
-
-
-def test_encrypted_blocks_are_not_shared(stored, tmp_path):
-    record, memory, contents = stored(2, key=secrets.token_bytes(32))
-    system = OneDisk()
-    assert_copied(copied(tmp_path, record, memory, PARTS, system), contents, PARTS)
-    assert system.asked == 0
 
 
 @pytest.mark.parametrize("when", ["opened", "first written", "written later"])

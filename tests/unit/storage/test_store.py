@@ -417,7 +417,7 @@ def test_a_damaged_manifest_says_so(opened, tmp_path, damage):
     (manifest,) = tmp_path.rglob("*.json")
     text = manifest.read_text()
     manifest.write_text(
-        {"flip": text.replace("step", "stop"), "cut": text[:50], "format": text.replace('t": 1', 't": 9')}[damage]
+        {"flip": text.replace("step", "stop"), "cut": text[:50], "format": text.replace('t": 2', 't": 9')}[damage]
     )
     with pytest.raises(CheckpointError, match="format 9" if damage == "format" else "is damaged"):
         opened(keeps=True)
@@ -490,7 +490,7 @@ def test_files_of_runs_that_are_gone_are_removed_and_others_are_not(opened, tmp_
 def test_paths_must_be_folders_and_different(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ConfigError, match="neither a folder nor"):
+    with pytest.raises(ConfigError, match="is no folder"):
         Store([file], budget_bytes=1)
     with pytest.raises(ConfigError, match="at least one path"):
         Store([], budget_bytes=1)

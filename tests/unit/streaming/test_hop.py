@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lightning_cxl.errors import StorageError, UnsupportedError
+from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
@@ -494,13 +494,6 @@ def test_a_slot_of_which_a_copy_cannot_be_started_has_no_unit(two, monkeypatch):
     with pytest.raises(StorageError):
         slot.fetch(unit, ())
     assert not slot.is_image_of(unit)
-
-
-def test_weights_are_not_encrypted_yet(tmp_path):
-    store = Store([tmp_path], budget_bytes=1 << 20, key=b"k" * 32)
-    with pytest.raises(UnsupportedError, match="cannot be encrypted yet"):
-        Hop(store, HostSlots(lambda nbytes: None, 4096), HostEngine()).reserve("unit", 4096)
-    store.close()
 
 
 def test_what_is_written_back_is_not_older_than_an_update(two):

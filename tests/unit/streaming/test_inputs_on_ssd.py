@@ -2,7 +2,6 @@
 
 import gc
 import os
-import secrets
 import signal
 import threading
 import time
@@ -14,7 +13,6 @@ from torch import nn
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.area import Area
-from lightning_cxl.storage.drive import HEAD_BYTES
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
@@ -73,11 +71,11 @@ class Net(nn.Module):
 class Rig:
     """A net whose inputs lie on SSD, and one whose inputs lie in memory."""
 
-    def __init__(self, folder, engine, memory, num_slots=2.0, key=None):
+    def __init__(self, folder, engine, memory, num_slots=2.0):
         self.gate = Gate()
         self.allocated = []
         self.folder = folder
-        self.store = Store([folder], budget_bytes=1 << 24, system=self.gate, key=key)
+        self.store = Store([folder], budget_bytes=1 << 24, system=self.gate)
         self.area = Area(self.store, "inputs", 0, 1)
         slots = HostSlots(self.allocate, int(num_slots * 2 * BLOCK))
         self.inputs = InputsOnSsd(self.store, self.area, slots, engine)
@@ -410,31 +408,6 @@ def test_a_trip_that_is_interrupted_before_it_begins_does_not_keep_the_thread(on
     if again.is_alive():
         monkeypatch.setattr(on_host.inputs.hop, "_thread", None)  # its end would be waited for
     assert not again.is_alive()
-
-
-@pytest.mark.parametrize("is_secret", [True, False], ids=["with a key", "without"])
-def test_no_input_lies_on_the_drive_in_plain_where_there_is_a_key(tmp_path, engine, memory, is_secret):
-    rig = Rig(tmp_path, engine, memory, key=secrets.token_bytes(64) if is_secret else None)
-    samples, seen = [], []
-
-    def note(_block, arguments):
-        raw = arguments[0].detach().cpu().contiguous().numpy().tobytes()
-        samples.extend(raw[start : start + 16] for start in range(0, len(raw) - 16, 128))
-
-    hooks = [block.register_forward_pre_hook(note) for block in rig.net.blocks]
-    for step in range(2):
-        loss = rig.loss()
-        wait_until_written(rig, (step + 1) * NUM_BLOCKS)
-        seen.append(rig.on_drive()[HEAD_BYTES:])
-        del loss
-    for hook in hooks:
-        hook.remove()
-    assert sum(sample in seen[1] for sample in samples) == (0 if is_secret else len(samples))
-    # the same inputs at the same places: each write is encrypted anew
-    first, second = ({raw[at : at + 16] for at in range(0, NUM_BLOCKS * INPUT_BYTES, 16)} for raw in seen)
-    assert len(first) > 100 and first.isdisjoint(second) == is_secret
-    assert_same(rig.grads(), rig.expected())
-    rig.close()
 
 
 def test_one_tensor_given_to_two_units_is_stored_once(two):
