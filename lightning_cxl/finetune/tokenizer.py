@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_cxl.cache import cache_folder
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.weights.hf import without_code
 
 END_OF_TEXT = "<|endoftext|>"
 _RECIPE = "bpe1"  # part of the cache key: change it when train_tokenizer() changes
@@ -59,7 +60,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         ConfigError: there is none, or it has no end-of-text token to put between documents.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        tokenizer = without_code(AutoTokenizer.from_pretrained, name_or_path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"cannot load a tokenizer from {name_or_path!r} (a local folder or a hub id): "
