@@ -10,7 +10,7 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from lightning_cxl.cache import cache_folder
+from lightning_cxl.cache import private_folder
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.conversations import LineError, form_of_file, read_text
 
@@ -92,7 +92,7 @@ def load_documents(files: Sequence[Path], *, by_line: bool = False) -> Dataset:
             data_files=[str(path) for path in files],
             sample_by="line" if by_line else "document",
             split="train",
-            cache_dir=str(cache_folder() / "datasets"),
+            cache_dir=str(private_folder("datasets")),
         )
     except (DatasetGenerationError, FileNotFoundError) as error:
         raise ConfigError(f"cannot read the {len(files)} text files: {error.__cause__ or error}") from error

@@ -20,7 +20,7 @@ from lightning_cxl.integrations.lightning.lightning_api import LightningModule, 
 from lightning_cxl.sequences.attention import packed_arguments, separate
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.sharding.fsdp import gathered, is_cut
-from lightning_cxl.weights.hf import from_pretrained
+from lightning_cxl.weights.hf import from_pretrained, without_code
 from lightning_cxl.weights.qlora import quantization_fields, with_adapters
 
 _RNG_KEY = "causal_lm_rng"
@@ -321,7 +321,7 @@ class CausalLM(LightningModule):
                 # quantized, or experts that must be merged
                 with contextlib.nullcontext() if must_be_ours else contextlib.suppress(UnsupportedError):
                     return from_pretrained(AutoModelForCausalLM, name_or_path, mapped=self.mapped, **options)
-            return AutoModelForCausalLM.from_pretrained(name_or_path, **options)
+            return without_code(AutoModelForCausalLM.from_pretrained, name_or_path, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"cannot load {name_or_path!r} (a local folder or a hub id): {type(error).__name__}: {error}"

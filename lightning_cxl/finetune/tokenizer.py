@@ -9,8 +9,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_cxl.cache import cache_folder
+from lightning_cxl.cache import private_folder
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.weights.hf import without_code
 
 END_OF_TEXT = "<|endoftext|>"
 _RECIPE = "bpe1"  # part of the cache key: change it when train_tokenizer() changes
@@ -46,7 +47,7 @@ def cached_tokenizer(texts: Iterable[str], vocab_size: int, corpus_key: str) -> 
         vocab_size: Largest number of tokens.
         corpus_key: What identifies the corpus (`corpus_fingerprint`).
     """
-    folder = cache_folder() / "tokenizers" / f"{_RECIPE}-{corpus_key}-{vocab_size}"
+    folder = private_folder("tokenizers") / f"{_RECIPE}-{corpus_key}-{vocab_size}"
     if not folder.is_dir():
         _write_whole(train_tokenizer(texts, vocab_size), folder)
     return load_tokenizer(str(folder))
@@ -59,7 +60,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         ConfigError: there is none, or it has no end-of-text token to put between documents.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        tokenizer = without_code(AutoTokenizer.from_pretrained, name_or_path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"cannot load a tokenizer from {name_or_path!r} (a local folder or a hub id): "
@@ -72,7 +73,6 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 
 def _write_whole(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save so that `folder` appears complete or not at all, also when two processes train at once."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-")
     try:
         tokenizer.save_pretrained(unfinished)

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 OnOverflow = Literal["skip", "error", "ignore"]
 _ADVICE = (
-    "Lower the learning rate or the initial loss scale, clip gradients (`gradient_clip_val`), check the data and the "
-    "loss, or find the operation with `Trainer(detect_anomaly=True)`."
+    "Lower the learning rate or the initial loss scale, clip gradients, check the data and the loss, or find the "
+    "operation with `torch.autograd.set_detect_anomaly(True)`."
 )
 
 

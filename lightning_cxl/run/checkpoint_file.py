@@ -68,7 +68,8 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
     It may be larger than memory, as that of state on SSD is.
 
     Raises:
-        CheckpointError: the file is damaged or not a checkpoint, or cannot be mapped.
+        CheckpointError: the file is damaged or not a checkpoint, cannot be mapped, or has types that torch does not
+            know to be harmless.
         FileNotFoundError: there is no such file.
     """
     if not path.exists():
@@ -79,7 +80,7 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
             loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         if mmap and "weights_only" in str(error).lower():
-            raise  # a sound file with other types in it: torch's own advice is the right one
+            raise needs_code(path, error) from error  # a sound file with other types in it
         raise _damaged(path, error) from error
     except CheckpointError:
         raise
@@ -88,6 +89,16 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
     if not isinstance(loaded, dict):
         raise _damaged(path, TypeError(f"it holds a {type(loaded).__name__}, not a dict"))
     return loaded
+
+
+def needs_code(path: Path, error: Exception) -> CheckpointError:
+    """Return what to say in the place of torch's error, which advises to run whatever code a file asks for."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    asked = next((line for line in lines if "GLOBAL" in line or "WeightsUnpickler" in line), type(error).__name__)
+    return CheckpointError(
+        f"checkpoint `{path}` was not read: {asked.partition(' Please use')[0]} Reading it could run code. If you "
+        "trust whoever has written it, name the class of that value in `torch.serialization.add_safe_globals([...])`"
+    )
 
 
 def _pages(path: str, nbytes: int) -> torch.UntypedStorage:

@@ -19,6 +19,7 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER
 from lightning_cxl.optim.resharded import of_this_shard
+from lightning_cxl.run.checkpoint_file import needs_code
 from lightning_cxl.run.checkpoint_folder import META, lying_at
 from lightning_cxl.run.folder_pickles import PlainReader, PlainValues, RefusedError
 from lightning_cxl.run.saved_generation import KEY
@@ -94,7 +95,7 @@ class ShardedCheckpoint:
         """Return what is no tensor."""
         try:
             loaded: dict[str, Any] = torch.load(self._path / META, map_location="cpu", weights_only=weights_only)
-        except (OSError, EOFError, RuntimeError) as error:
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise self._damaged(error) from error
         return loaded
 
@@ -250,12 +251,8 @@ class ShardedCheckpoint:
         error = first_failure(error)
         if isinstance(error, RefusedError):
             return CheckpointError(f"checkpoint `{self._path}` was not read: {error}. Reading it could run code")
-        asked = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), None)
-        if isinstance(error, pickle.UnpicklingError) and asked is not None:
-            return CheckpointError(
-                f"checkpoint `{self._path}` was not read: {asked}. Reading it could run code. If you trust whoever has "
-                "written it, name the class of that value in `torch.serialization.add_safe_globals([...])`"
-            )
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+            return needs_code(self._path, error)
         text = str(error).strip().splitlines()
         return CheckpointError(
             f"cannot read checkpoint `{self._path}`: {type(error).__name__}: {text[0] if text else 'no reason given'}. "

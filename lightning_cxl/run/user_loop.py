@@ -191,13 +191,30 @@ class UserLoop:
         Args:
             is_last: the step comes next, not another backward of it. Afterwards gradients are complete, as ``.grad``
                 of `holders`; after another one only where the loop may read them then.
+
+        Raises:
+            ConfigError: no model was prepared.
         """
+        if not self._prepared:
+            raise ConfigError(
+                "no model has been prepared, so nothing of this backward would be offloaded: before training, call "
+                "`model, optimizer = accelerator.prepare(model, optimizer)`, or `fabric.setup(model, optimizer)`"
+            )
         runs = [each.run for each in self._prepared.values() if each.run.optimizers]
         for run in runs:
             run.start_backward()
         yield
         for run in runs:
             run.finish_backward(is_last=is_last)
+        for each in self._prepared.values():
+            if not each.run.optimizers and any(p.grad is not None for p in peek(each.model)):
+                warnings.warn(
+                    f"{type(each.model).__name__} gets gradients and was prepared without an optimizer: they stay "
+                    "where torch makes them, and so does the state of an optimizer that steps with them. Prepare the "
+                    "optimizer, too, or call `model.requires_grad_(False)`",
+                    LightningCXLWarning,
+                    stacklevel=2,
+                )
 
     def holders(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Return the tensors whose ``.grad`` is the gradient of given parameters: their masters, where they have some.

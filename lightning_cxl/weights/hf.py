@@ -175,6 +175,25 @@ def with_original_names(model: Any, tensors: list[NamedTensor]) -> list[NamedTen
     return [item._replace(name=names.get(id(empty[item.name]), item.name)) for item in tensors]
 
 
+def without_code(load: Callable[..., Any], name: str | Path, **options: Any) -> Any:
+    """Call a `from_pretrained` of transformers so that it neither runs Python code of a model nor asks whether it may.
+
+    Raises:
+        ConfigError: the model cannot be had without.
+    """
+    try:
+        return load(name, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(
+            "the model needs Python code of its own (`auto_map` in its config.json), and such code is never run here "
+            "(trust_remote_code=False): it could do with this machine whatever you can. Use a model that transformers "
+            "has itself; or read that code, keep it as a module of yours, and give the class in it: "
+            "`lightning_cxl.from_pretrained(TheClass, folder)`"
+        ) from error
+
+
 def _config(model_class: Any, path: Path, overrides: dict[str, Any]) -> Any:
     """Return the config in a folder, with fields replaced."""
     from transformers import AutoConfig
@@ -185,7 +204,7 @@ def _config(model_class: Any, path: Path, overrides: dict[str, Any]) -> Any:
             "must be downloaded first (`hf download NAME --local-dir FOLDER`)."
         )
     config_class = getattr(model_class, "config_class", None) or AutoConfig
-    config = config_class.from_pretrained(path, **overrides)
+    config = without_code(config_class.from_pretrained, path, **overrides)
     unknown = [name for name in overrides if not hasattr(config, name) and name != "attn_implementation"]
     if unknown:
         raise ConfigError(f"{type(config).__name__} has no field {', '.join(map(repr, unknown))}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from tests import training_device
 from tests.integration.accelerate_loop import (
     adamw,
@@ -407,4 +407,17 @@ def test_models_that_share_parameters_are_refused(kind, options):
     accelerator.prepare(actor, adamw(actor))
     with pytest.raises(UnsupportedError, match=r"shares 6 parameters, such as `\S+`, with Headed"):
         accelerator.prepare(trunk if kind == "a part" else Headed(trunk))
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("options", [{"stream_weights": False}], ids=str)
+def test_a_training_without_us_is_said(options):
+    accelerator = make_accelerator(options)
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="no model has been prepared"):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+    model.zero_grad()
+    accelerator.prepare(model)
+    with pytest.warns(LightningCXLWarning, match="Linear gets gradients and was prepared without an optimizer"):
+        accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
     accelerator.free_memory()

@@ -12,7 +12,6 @@
 """
 
 import json
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,8 +92,7 @@ def _opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], Mapping[str, 
         path = _only_model(path)
     if is_sharded_checkpoint(path):
         folder = ShardedCheckpoint(path)
-        with _only_plain_values(path):
-            rest = folder.rest(weights_only=True)
+        rest = folder.rest(weights_only=True)
         yield Checkpoint(path, [*weights_in(folder, rest)], _files_in(path, rest)), lambda: masters_of(folder)
         return
 
@@ -134,18 +132,7 @@ def _only_model(path: Path) -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    with _only_plain_values(path):
-        return load_file(path, "cpu", True)
-
-
-@contextmanager
-def _only_plain_values(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"`{path}` holds more than tensors and plain values, and code in files is not run: {error}"
-        ) from error
+    return load_file(path, "cpu", True)
 
 
 def _of_file(path: Path, loaded: dict[str, Any]) -> Checkpoint:

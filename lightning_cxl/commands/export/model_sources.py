@@ -16,7 +16,7 @@ from lightning_cxl.commands.export.layouts import CONFIG
 from lightning_cxl.commands.export.stored import Dequantised, Renamed, innermost
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.weights.empty import empty_weights
-from lightning_cxl.weights.hf import FileNames, build_model, with_original_names
+from lightning_cxl.weights.hf import FileNames, build_model, with_original_names, without_code
 from lightning_cxl.weights.match import match_names, refuse_mismatch
 from lightning_cxl.weights.save import LaterValues, named_tensors
 from lightning_cxl.weights.sources import WeightSource, values_of
@@ -35,7 +35,7 @@ def build_empty(config: Mapping[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, CONFIG).write_text(json.dumps(dict(config)))
         try:
-            made = transformers.AutoConfig.from_pretrained(folder)
+            made = without_code(transformers.AutoConfig.from_pretrained, folder)
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(f"the {CONFIG} names no model that transformers knows: {error}") from error
     kind = next(iter(made.architectures or ()), "")

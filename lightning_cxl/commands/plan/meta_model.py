@@ -13,6 +13,7 @@ from lightning_cxl.commands.measuring.timing import reason
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.hf import without_code
 from lightning_cxl.weights.hf_quantizer import Quantizer
 from lightning_cxl.weights.model_names import is_cached, require_model
 from lightning_cxl.weights.published import SHAPES, published
@@ -106,7 +107,7 @@ def _config(name: str) -> Any:
         return CONFIG_MAPPING[fields.pop("model_type")](**fields)
     require_model(name, f", no known shape ({', '.join(SHAPES)})")
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=is_folder or is_cached(name))
+        config = without_code(AutoConfig.from_pretrained, name, local_files_only=is_folder or is_cached(name))
     except Exception as error:  # as above
         where = f"the config.json in {name!r}" if is_folder else f"the config of {name!r}"
         raise ConfigError(f"{where} cannot be used: {reason(error)}") from error

@@ -71,3 +71,14 @@ def test_fingerprint_depends_on_text_and_order_alone(text_folder, tmp_path):
     assert corpus_fingerprint(load_documents(copies[::-1])) != first
     copies[0].write_text("changed")
     assert corpus_fingerprint(load_documents(copies)) != first
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_nobody_else_enters_the_cache_of_texts(tmp_path, exists):
+    folder = cache_folder() / "datasets"
+    if exists:
+        folder.mkdir(mode=0o755, parents=True)
+    (tmp_path / "a.txt").write_text("a secret")
+    load_documents([tmp_path / "a.txt"])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(folder in path.parents for path in cache_folder().rglob("*.arrow"))

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.run.checkpoint_file import load_file
 from lightning_cxl.run.sharded_checkpoint import save
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 
@@ -64,6 +65,21 @@ def test_a_value_that_asks_for_code_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"was not read.*mkdir"):
         folder.read({"optimizer_0.value": None})
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("value", [Hostile("made"), Kept()], ids=["blocked", "unknown"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_no_error_advises_to_run_code(tmp_path, kind, value):
+    if kind == "file":
+        torch.save({"value": value}, tmp_path / "a.ckpt")
+    else:
+        torch.save({"value": value}, folder_with(tmp_path / "a.ckpt") / "meta.pt")
+    with pytest.raises(CheckpointError, match=r"was not read: .*(mkdir|Kept).*add_safe_globals") as found:
+        if kind == "file":
+            load_file(tmp_path / "a.ckpt", "cpu", None)
+        else:
+            ShardedCheckpoint(tmp_path / "a.ckpt").rest(weights_only=None)
+    assert "False" not in str(found.value)
 
 
 def test_a_class_that_the_user_names_is_read(tmp_path):

@@ -8,7 +8,11 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
+from lightning_cxl.commands.export.model_sources import build_empty
+from lightning_cxl.commands.plan.meta_model import model_on_meta
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.finetune.tokenizer import load_tokenizer
 from tests.models import TINY_LLAMA
 
 BERT = {
@@ -278,3 +282,23 @@ def test_importing_the_package_does_not_import_transformers():
 
     code = "import sys, lightning_cxl; assert 'transformers.modeling_utils' not in sys.modules"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.parametrize("kind", ["model", "plan", "export", "tokenizer", "main job"])
+def test_code_of_a_model_is_neither_run_nor_asked_about(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("builtins.input", lambda text: pytest.fail("asked"))
+    names = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
+    config = {"model_type": "strange", "auto_map": {**names, "AutoTokenizer": ["strange.Tokenizer", None]}}
+    (tmp_path / "strange.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps(config))
+    load = {
+        "model": lambda: from_pretrained(tf.AutoModelForCausalLM, tmp_path),
+        "plan": lambda: model_on_meta(str(tmp_path)),
+        "export": lambda: build_empty(config),
+        "tokenizer": lambda: load_tokenizer(str(tmp_path)),
+        "main job": lambda: CausalLM(name_or_path=str(tmp_path)).configure_model(),
+    }[kind]
+    with pytest.raises(ConfigError, match=r"code of its own.*trust_remote_code=False.*lightning_cxl\.from_pretrained"):
+        load()
+    assert not (tmp_path / "ran").exists()
