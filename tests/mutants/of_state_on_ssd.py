@@ -213,6 +213,13 @@ MUTANTS = (
         ("tests/unit/run/test_large_checkpoint.py",),
     ),
     Mutant(
+        "flipped bits of a checkpoint are found",
+        _FILE,
+        "            _check(path)\n",
+        "            pass\n",
+        ("tests/unit/run/test_large_checkpoint.py",),
+    ),
+    Mutant(
         "a checkpoint that cannot be mapped is not called damaged",
         _FILE,
         "    except CheckpointError:\n        raise\n",
