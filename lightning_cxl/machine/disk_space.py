@@ -1,5 +1,6 @@
 """How much the tier `ssd` may hold: its budget, or what is free on its drives."""
 
+import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -7,6 +8,10 @@ from pathlib import Path
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.ssd_options import SsdOptions
 
+log = logging.getLogger(__name__)
+
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+_ON_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse")
 _USED = 0.98  # of what is free: a file system needs some for itself, and slows down when it is full
 
 
@@ -17,9 +22,11 @@ def ssd_capacity_bytes(options: SsdOptions) -> int:
     file system share what is free there. A folder that does not exist yet counts as the nearest one around it.
 
     Raises:
-        ConfigError: a path is no folder.
+        ConfigError: a path is no folder, or lies in memory.
     """
     folders = [existing_folder(path) for path in options.paths]
+    for folder in folders:
+        _check_kind(folder)
     if options.budget_bytes is not None:
         return options.budget_bytes
     drives = Counter(map(drive_of, folders))
@@ -50,6 +57,28 @@ def existing_folder(path: Path) -> Path:
                 return folder
             break
     raise ConfigError(f'tiers: the path {path} of "ssd" is no folder: {folder} is something else')
+
+
+def filesystem_of(folder: Path) -> str:
+    """Return the type of the filesystem that a folder lies on, such as ``"ext4"``; empty where it is not known."""
+    drive = drive_of(folder)
+    number = f"{os.major(drive)}:{os.minor(drive)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        of_mount, _, of_filesystem = line.partition(" - ")
+        if of_mount.split()[2] == number:
+            return of_filesystem.split()[0]
+    return ""
+
+
+def _check_kind(folder: Path) -> None:
+    kind = filesystem_of(folder)
+    if kind in _IN_MEMORY:
+        raise ConfigError(
+            f'tiers: the path of "ssd" lies in memory: `{folder}` is on {kind}. Give a folder on a drive; `df -T` says '
+            f"what folders are on"
+        )
+    if kind.partition(".")[0] in _ON_NETWORK:
+        log.warning(f"tier ssd: `{folder}` is on {kind}: all state goes through it in every step; use a local drive")
 
 
 def _free_bytes(folder: Path) -> int:

@@ -20,7 +20,7 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 * A record that was never written is not read. State that starts at zero is made zero in the slot; who looks visits it.
 * Several threads may visit different records at a time: the worker of overlapped updates, and the step itself. A
   record that is visited is not read ahead, and not visited a second time: what was read would be old.
-* A slot is given back when nothing reads or writes it any more, also where a visit is interrupted.
+* A slot is given back when nothing reads or writes it any more, also where a visit is interrupted: [Note: Ctrl-C].
 * Errors of reads are raised by the visit, those of writes by a later visit or by `wait`.
 """
 
@@ -37,7 +37,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.record_index import RecordIndex
 from lightning_cxl.optim.state_records import StateRecord, Visit
 from lightning_cxl.storage.engine import StorageTransfer
-from lightning_cxl.storage.slots import HostSlots
+from lightning_cxl.storage.slots import HostSlots, Stay, uninterrupted
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.visitor import Visitor
 
@@ -100,6 +100,7 @@ class StateVisits:
         """Return the record in which some of the tensors lie; None where all are in memory."""
         return self._records.find(tensors)
 
+    @uninterrupted
     def expect(self, records: Sequence[Visitor]) -> None:
         """Start reading records that are visited next in this order, as far as there are slots."""
         with self._changed:
@@ -118,61 +119,16 @@ class StateVisits:
         Raises:
             StorageError: a read, or a write before, has failed.
         """
-        with self._entering(records), self._in_slots(records) as fetched:
-            with self._changed:
-                self.num_visits += len(records)
-                if self._latest is not None:
-                    self._next[self._latest] = tuple(records)
-                self._latest = records[0]
-            self._wait_for(fetched)
-            self.expect(self._following(records[0]))
-            for record, each in fetched.items():
-                record.fill(each.slot)
-            yield Visit([(record.window, each.slot) for record, each in fetched.items()])
-            with self._changed:
-                self._before_write()
-                for record in records:
-                    slot = fetched[record].slot
-                    self._writing.append(_Written(slot, self._store.write(record.record, slot)))
-                    del fetched[record]  # the slot belongs to the write, also where the next write cannot begin
-                    self._touched.pop(record, None)
-                    record.clean()
-
-    @contextmanager
-    def _entering(self, records: Sequence[Visitor]) -> Iterator[None]:
-        """Return a region that one thread at a time is in for a record, and in which nobody reads it ahead."""
-        with self._changed:
-            while not self._visited.isdisjoint(records):
-                self._changed.wait()
-            self._visited.update(records)
+        guests = _Guests(self, records)
         try:
-            yield
+            guests.enter()
+            guests.begin()
+            yield Visit([(record.window, each.slot) for record, each in guests.fetched.items()])
+            guests.write()
         finally:
-            with self._changed:
-                self._visited.difference_update(records)
-                self._changed.notify_all()
+            guests.leave()
 
-    @contextmanager
-    def _in_slots(self, records: Sequence[Visitor]) -> Iterator["dict[Visitor, _Fetched]"]:
-        """Yield slots, with reads that were started; what is still in the dictionary at the end is given back."""
-        with self._changed:
-            fetched = self._fetch_now(records)
-        try:
-            yield fetched
-        finally:
-            with self._changed:
-                for slot, read, _ in fetched.values():
-                    if read is None or read.done():
-                        self._slots.give_back(slot)
-                    else:
-                        self._writing.append(_Written(slot, read))
-
-    @staticmethod
-    def _wait_for(fetched: "dict[Visitor, _Fetched]") -> None:
-        for each in fetched.values():
-            if each.read is not None:
-                each.read.wait_host()
-
+    @uninterrupted
     def check(self) -> None:
         """Read state that is written and compare checksums, before someone copies what windows show.
 
@@ -191,16 +147,21 @@ class StateVisits:
         Raises:
             StorageError: a drive has failed, or has damaged the record.
         """
-        with self._entering([record]), self._in_slots([record]) as fetched:
-            self._wait_for(fetched)
-            yield fetched[record].slot
+        guests = _Guests(self, [record])
+        try:
+            guests.enter()
+            yield guests.fetched[record].slot
+        finally:
+            guests.leave()
 
+    @uninterrupted
     def touched(self, record: Visitor) -> None:
         """Learn that someone has written to tensors of a record; it is written when they are many."""
         self._touched[record] = None
         if sum(each.record.padded_nbytes for each in self._touched) > self._slots.cap_bytes:
             self.wait()  # the end of a write drops what someone has written to the window meanwhile
 
+    @uninterrupted
     def wait(self) -> None:
         """Return when all windows show the state of the last update, and all that someone wrote to them is written.
 
@@ -215,6 +176,7 @@ class StateVisits:
                 if not record.record.is_whole:
                     raise record.record.not_whole()
 
+    @uninterrupted
     def show_weights(self) -> None:
         """Return when parameters show what visits have made of them.
 
@@ -225,6 +187,7 @@ class StateVisits:
             if (write := record.record.last_write) is not None:
                 write.wait_host()
 
+    @uninterrupted
     def forget(self) -> None:
         """Let go of what was read ahead: records are about to change by another way than a visit.
 
@@ -241,6 +204,7 @@ class StateVisits:
         for record in self._records:
             record.clean()
 
+    @uninterrupted
     def close(self) -> None:
         """Finish all reads and writes, and let go of the slots. Idempotent.
 
@@ -341,3 +305,71 @@ class StateVisits:
                 self._writing.popleft()
                 if slot is not None:
                     self._slots.give_back(slot)
+
+
+class _Guests(Stay):
+    """Records of one visit, and their slots.
+
+    Args:
+        visits: whose records they are.
+        records: of the visit.
+    """
+
+    def __init__(self, visits: StateVisits, records: Sequence[Visitor]) -> None:
+        self.fetched: dict[Visitor, _Fetched] = {}
+        """Slots, with reads that were started; what is still in here at the end is given back."""
+        self._visits = visits
+        self._records = records
+        self._has_entered = False
+
+    @uninterrupted
+    def enter(self) -> None:
+        """Wait until no other thread visits the records, which nobody reads ahead then, and bring them to slots."""
+        visits = self._visits
+        with visits._changed:
+            while not visits._visited.isdisjoint(self._records):
+                visits._changed.wait()
+            visits._visited.update(self._records)
+            self._has_entered = True
+            self.fetched = visits._fetch_now(self._records)
+        for each in self.fetched.values():
+            if each.read is not None:
+                each.read.wait_host()
+
+    @uninterrupted
+    def begin(self) -> None:
+        """Read ahead what came after this visit the last time, and bring to the slots what the drives have not."""
+        visits, first = self._visits, self._records[0]
+        with visits._changed:
+            visits.num_visits += len(self._records)
+            if visits._latest is not None:
+                visits._next[visits._latest] = tuple(self._records)
+            visits._latest = first
+        visits.expect(visits._following(first))
+        for record, each in self.fetched.items():
+            record.fill(each.slot)
+
+    @uninterrupted
+    def write(self) -> None:
+        """Start writing the slots."""
+        visits = self._visits
+        with visits._changed:
+            visits._before_write()
+            for record in self._records:
+                slot = self.fetched[record].slot
+                visits._writing.append(_Written(slot, visits._store.write(record.record, slot)))
+                del self.fetched[record]  # the slot belongs to the write, also where the next write cannot begin
+                visits._touched.pop(record, None)
+                record.clean()
+
+    def _give_back(self) -> None:
+        visits = self._visits
+        with visits._changed:
+            for slot, read, _ in self.fetched.values():
+                if read is None or read.done():
+                    visits._slots.give_back(slot)
+                else:
+                    visits._writing.append(_Written(slot, read))
+            if self._has_entered:
+                visits._visited.difference_update(self._records)
+                visits._changed.notify_all()

@@ -18,6 +18,8 @@ from lightning_cxl.run.partial_file import open_partial, remove_left
 from lightning_cxl.storage.system import sync_folder
 from lightning_cxl.torch_private import mapping_files_with
 
+_STEP_BYTES = 4 * 2**20
+
 
 def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
     """Write `checkpoint` straight to a local file, which appears under its name only when it is complete.
@@ -65,7 +67,7 @@ def _take_place(partial: Path, target: Path) -> None:
 def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
     """Read a local checkpoint through a private memory map: its pages count as file cache, not as a second copy.
 
-    It may be larger than memory, as that of state on SSD is.
+    It may be larger than memory, as that of state on SSD is. It is read once before, to compare its checksums.
 
     Raises:
         CheckpointError: the file is damaged or not a checkpoint, cannot be mapped, or has types that torch does not
@@ -76,6 +78,8 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     mmap = zipfile.is_zipfile(path)  # files of torch before 1.6 are not
     try:
+        if mmap:
+            _check(path)
         with mapping_files_with(_pages):
             loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=weights_only)
     except pickle.UnpicklingError as error:
@@ -99,6 +103,25 @@ def needs_code(path: Path, error: Exception) -> CheckpointError:
         f"checkpoint `{path}` was not read: {asked.partition(' Please use')[0]} Reading it could run code. If you "
         "trust whoever has written it, name the class of that value in `torch.serialization.add_safe_globals([...])`"
     )
+
+
+def _check(path: Path) -> None:
+    """Compare the checksums of a file, which torch does not; it writes 0 where it shall compute none.
+
+    Raises:
+        CheckpointError: a part has other bytes than were written, or cannot be read.
+        zipfile.BadZipFile: as above.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if not entry.CRC:
+                continue
+            try:
+                with archive.open(entry) as part:
+                    while part.read(_STEP_BYTES):
+                        pass
+            except OSError as error:
+                raise CheckpointError(f"cannot read checkpoint `{path}`: {error.strerror or error}") from error
 
 
 def _pages(path: str, nbytes: int) -> torch.UntypedStorage:

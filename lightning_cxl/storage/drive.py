@@ -26,7 +26,9 @@ _ADVICE = {
     errno.EIO: "The drive may be failing: see the kernel's log (`dmesg`).",
     errno.ENOENT: "Does the folder still exist?",
     errno.EACCES: "Whose is it, and who may write there?",
-    errno.EOPNOTSUPP: "This filesystem cannot take space in advance: use another one.",
+    errno.ELOOP: "It is a link: remove the link.",
+    errno.ENAMETOOLONG: "Use a folder with a shorter path.",
+    errno.EOPNOTSUPP: "This filesystem cannot take space in advance: use ext4, XFS or btrfs.",
 }
 
 
@@ -137,6 +139,8 @@ class Drive:
         try:
             self._system.allocate(self.fd, self._end, end - self._end)
         except OSError as error:
+            if error.errno == errno.EINVAL:  # libc writes where the kernel cannot take space, and not to whole blocks
+                error = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
             raise storage_error(f"take {end} bytes of", self.path, error) from None
         self._end = end
 

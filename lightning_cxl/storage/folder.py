@@ -14,7 +14,7 @@ from lightning_cxl.storage.system import System, sync_folder
 
 MANIFEST = "lightning_cxl-manifest.json"
 PART = "lightning_cxl-part.json"
-"""Lies in the other folders of a store that keeps a generation, and says where its manifest is."""
+"""Lies in the folders of a store that keeps a generation, and says where its manifest is."""
 _LOCK = "lightning_cxl.lock"
 _NEW = ".new"
 _DATA = re.compile(r"lightning_cxl-(?P<store>[0-9a-f]{16})-\d+\.data")
@@ -45,7 +45,7 @@ class Folder:
             if not stat.S_ISDIR(mode := system.mode(path)):
                 kind = "a block device" if stat.S_ISBLK(mode) else "no folder"
                 raise ConfigError(f"`{path}` is {kind}: give a folder, in a filesystem on the drive")
-            self._lock_fd = system.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
+            self._lock_fd = system.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
             raise storage_error("use folder", path, error) from None
         try:

@@ -144,6 +144,7 @@ class Generations:
             self._unsure.append(new)
         self._places.home.publish(MANIFEST)
         self.kept, self._unsure = kept, []
+        self._places.mark_home()
 
     def _manifest(self, kept: list[Generation], records: Iterable[Record]) -> Manifest:
         known = {record.name: (record.nbytes, record.versions) for record in records}

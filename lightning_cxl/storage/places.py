@@ -94,8 +94,8 @@ class Places:
             fields = json.loads(part)
             home = Path(fields["home"]) / MANIFEST
             needed = decode(home.read_bytes(), home).store_id == fields["store"]
-        except FileNotFoundError:  # without the folder nobody knows: its disk may not be mounted
-            needed = not home.parent.is_dir()
+        except FileNotFoundError:  # the disk of the folder may not be mounted, or someone has lost the manifest
+            needed = not home.parent.is_dir() or (home.parent / PART).exists()
         except (ValueError, KeyError, TypeError, OSError, CheckpointError) as error:
             raise ConfigError(
                 f"`{path}` holds a part of another run, and it cannot be checked whether that is needed: {error}. "
@@ -103,7 +103,9 @@ class Places:
             ) from None
         if needed:
             raise ConfigError(
-                f"`{path}` holds a part of a generation whose manifest lies in `{home.parent}`. {WHAT_TO_DO}"
+                f"`{path}` holds a part of a generation whose manifest is `{home}`"
+                f"{'' if home.exists() else ', which is missing: mount its drive, or put it back from a backup'}. "
+                f"{WHAT_TO_DO}"
             )
 
     def _open_drive(self, stack: contextlib.ExitStack, index: int, folder: Folder) -> None:
@@ -135,6 +137,16 @@ class Places:
                 folder.write_new(PART, self._part(index))
                 folder.publish(PART)
         self.files_stay = True
+
+    def mark_home(self) -> None:
+        """Note, once the manifest is there, that there is one: if it gets lost, the data must not be deleted.
+
+        Raises:
+            StorageError: that cannot be noted.
+        """
+        if self.home.read(PART) is None:
+            self.home.write_new(PART, self._part(0))
+            self.home.publish(PART)
 
     def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:

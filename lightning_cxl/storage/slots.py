@@ -1,10 +1,111 @@
-"""`HostSlots`: host memory that records visit, one piece with a hard cap."""
+"""`HostSlots`: host memory that records visit, one piece with a hard cap; and who holds slots where Ctrl-C may come.
 
+[Note: Ctrl-C]
+Python raises ``KeyboardInterrupt`` in the main thread, between any two bytecodes: a slot may have been taken and not
+be noted yet. So one thread, which no signal reaches, does for the main thread all that changes slots, lists and
+records (`uninterrupted`). The main thread puts a request, and waits. Requests are done in the order in which they were
+put, also where the main thread has stopped waiting. What a region of code holds belongs to an object, a `Stay`, that
+is made before anything is taken: it is given back when the region ends, and if that is interrupted, too, when the
+object dies.
+"""
+
+import _thread
+import os
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import wraps
+from queue import SimpleQueue
+from typing import ParamSpec, TypeVar
 
 from lightning_cxl.memory.blocks import BlockList
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.drive import BLOCK_BYTES
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _Requests:
+    """Calls that one thread makes in turn; a forked child has a thread of its own."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._serving = _thread.allocate_lock()  # of two threads, where a start was interrupted, one serves
+        self._is_started = False
+
+    def put(self, call: Callable[[], object]) -> None:
+        if not self._is_started:
+            _thread.start_new_thread(self._serve, ())
+            self._is_started = True
+        self._queue.put(call)
+
+    def _serve(self) -> None:
+        with self._serving:
+            while True:
+                with suppress(BaseException):  # a call notes its own errors; of what is given back late nobody waits
+                    self._queue.get()()
+
+
+_requests = _Requests()
+
+
+def _renew() -> None:
+    global _requests
+    _requests = _Requests()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return a function that Ctrl-C ends the wait for, and not what it does. See [Note: Ctrl-C]."""
+
+    @wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _T:
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args, **options)
+        done = _thread.allocate_lock()
+        found: list[_T] = []
+        errors: list[BaseException] = []
+        done.acquire()
+
+        def run() -> None:
+            try:
+                found.append(function(*args, **options))
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.release()
+
+        _requests.put(run)
+        done.acquire()
+        if errors:
+            raise errors.pop()  # out of the list, which frames of the error refer to
+        return found.pop()
+
+    return call
+
+
+class Stay:
+    """Holds slots for a region of the caller's code. See [Note: Ctrl-C]."""
+
+    is_over = False
+
+    @uninterrupted
+    def leave(self) -> None:
+        """Give back what is held. Idempotent."""
+        if not self.is_over:
+            self.is_over = True
+            self._give_back()
+
+    def _give_back(self) -> None:
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        """Give back what an interrupted end has not."""
+        if not self.is_over:
+            _requests.put(self.leave)
 
 
 class HostSlots:

@@ -19,14 +19,14 @@ window, so they can be read at any time like weights in memory. To the device::
   take more memory than the slots have. Whoever looks waits for copies and for the record's write: the end of a write
   drops the private pages.
 * Who asks for a copy never waits for another one. A slot is given back when nothing reads or writes it any more, also
-  where someone is interrupted.
+  where someone is interrupted: [Note: Ctrl-C].
 * Errors of a read are raised where the copy is waited for; those of a write where someone looks, or at the end.
 """
 
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
@@ -38,7 +38,7 @@ from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
-from lightning_cxl.storage.slots import HostSlots
+from lightning_cxl.storage.slots import HostSlots, Stay, uninterrupted
 from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.fetch import Fetch, HasRecord, SlotKeeper, Trip
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
@@ -143,18 +143,23 @@ class Hop:
         """
         self.check_process()
         fetch = Fetch(home, destination, after)
+        try:
+            self._ask(fetch)
+        except BaseException:
+            fetch.drop()  # whose destination is not kept for it
+            raise
+        return fetch
+
+    @uninterrupted
+    def _ask(self, fetch: Fetch) -> None:
         with self._changed:
             self._start_thread()
             self._free_done()
-            try:
-                self._queue.put(fetch)  # first: the thread ends what Ctrl-C interrupts
-                self._waiting.append(fetch)
-                self._start_reads()
-            except BaseException:
-                fetch.drop()  # whose destination is not kept for it
-                raise
-        return fetch
+            self._queue.put(fetch)
+            self._waiting.append(fetch)
+            self._start_reads()
 
+    @uninterrupted
     def send(self, trip: Trip, nbytes: int) -> Buffer:
         """Return a slot for what leaves for SSD; waits for one. The thread runs the trip in turn.
 
@@ -191,21 +196,28 @@ class Hop:
         Raises:
             StorageError: the write has failed.
         """
-        with self._lent(record) as (slot, uses):
-            yield slot
-            uses.append(self._store.write(record, slot))
-            uses[0].wait_host()
+        lent = _Lent(self, record)
+        try:
+            yield lent.take()
+            lent.use(self._store.write)
+        finally:
+            lent.leave()
 
+    @uninterrupted
     def check(self, record: Record) -> None:
         """Read a record and compare its checksum.
 
         Raises:
             StorageError: a drive has failed, or has damaged the record.
         """
-        with self._lent(record) as (slot, uses):
-            uses.append(self._store.read(record, slot))
-            uses[0].wait_host()
+        lent = _Lent(self, record)
+        try:
+            lent.take()
+            lent.use(self._store.read)
+        finally:
+            lent.leave()
 
+    @uninterrupted
     def write_back(self, home: WeightRecord) -> None:
         """Write what someone has written to a window, and drop the private pages. No one else writes to it meanwhile.
 
@@ -218,6 +230,7 @@ class Hop:
             with self.writing(home.record) as slot:
                 copy_bytes(home.window, slot)
 
+    @uninterrupted
     def looked_at(self, home: WeightRecord) -> None:
         """Learn that someone may write to a window; write those that were looked at before, when they are large.
 
@@ -229,6 +242,7 @@ class Hop:
             for each in [each for each in self._looked_at if each is not home]:
                 self.write_back(each)
 
+    @uninterrupted
     def close(self) -> None:
         """End the thread, and let go of the slots. Nobody asks for copies any more. Idempotent."""
         thread, self._thread = self._thread, None
@@ -243,26 +257,6 @@ class Hop:
     def forget_looks(self, home: WeightRecord) -> None:
         """Learn that an update brings what someone has written to a window."""
         self._looked_at.pop(home, None)
-
-    @contextmanager
-    def _lent(self, record: Record) -> Iterator[tuple[Buffer, list[StorageTransfer]]]:
-        """Yield a slot for a record, and a list for what then reads or writes the slot."""
-        uses: list[StorageTransfer] = []
-        slot = self._take(record.padded_nbytes)
-        try:
-            yield slot, uses
-        finally:
-            with self._changed:
-                if all(use.done() for use in uses):
-                    self._slots.give_back(slot)
-                else:  # interrupted
-                    self._copying.append((slot, uses[0]))
-                self._changed.notify_all()
-
-    def _take(self, nbytes: int) -> Buffer:
-        """Return a slot for the calling thread, which waits for it behind those that wait already."""
-        with self._changed:
-            return self._take_locked(nbytes)
 
     def _take_locked(self, nbytes: int) -> Buffer:
         while self._waiting or (slot := self._slots.take(nbytes)) is None:
@@ -317,11 +311,10 @@ class Hop:
                 return
             record = fetch.home.record
             try:
-                if fetch.slot is None:  # else Ctrl-C came when its read was started, and that may be going on
-                    fetch.slot = self._slots.take(record.padded_nbytes)
+                fetch.slot = self._slots.take(record.padded_nbytes)
                 if fetch.slot is None:
                     return
-                fetch.read = self._store.read(record, fetch.slot, after=record.reads)
+                fetch.read = self._store.read(record, fetch.slot)
             except Exception as error:  # for whoever waits for this copy
                 fetch.refused = error
             self._waiting.popleft()
@@ -340,3 +333,39 @@ class Hop:
     def _free_done(self) -> None:
         while self._copying and self._copying[0][1].done():
             self._slots.give_back(self._copying.popleft()[0])
+
+
+class _Lent(Stay):
+    """A slot for one record, and what reads or writes it."""
+
+    def __init__(self, hop: Hop, record: Record) -> None:
+        self._hop = hop
+        self._record = record
+        self._slot: Buffer | None = None
+        self._use: StorageTransfer | None = None
+
+    @uninterrupted
+    def take(self) -> Buffer:
+        """Return the slot; waits for it behind those that wait already."""
+        with self._hop._changed:
+            self._slot = self._hop._take_locked(self._record.padded_nbytes)
+            return self._slot
+
+    @uninterrupted
+    def use(self, start: Callable[[Record, Buffer], StorageTransfer]) -> None:
+        """Read or write the slot.
+
+        Raises:
+            StorageError: that has failed.
+        """
+        assert self._slot is not None
+        self._use = start(self._record, self._slot)
+        self._use.wait_host()
+
+    def _give_back(self) -> None:
+        with self._hop._changed:
+            if self._slot is not None and self._use is not None and not self._use.done():
+                self._hop._copying.append((self._slot, self._use))
+            elif self._slot is not None:
+                self._hop._slots.give_back(self._slot)
+            self._hop._changed.notify_all()

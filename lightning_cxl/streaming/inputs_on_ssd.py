@@ -29,7 +29,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.area import Area
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
-from lightning_cxl.storage.slots import HostSlots
+from lightning_cxl.storage.slots import HostSlots, uninterrupted
 from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.fetch import Fetch
 from lightning_cxl.streaming.hop import Hop
@@ -58,6 +58,7 @@ class InputsOnSsd:
         self._lock = threading.Lock()
         self.is_closed = False
 
+    @uninterrupted
     def place(self, nbytes: int) -> "InputOnSsd":
         """Return a place for an image.
 
@@ -113,13 +114,13 @@ class InputOnSsd:
             TierFullError: there is no memory for slots.
         """
         leaving = _Leaving(self)
-        copy = None
+        beginning = _Beginning(leaving)
         try:
             slot = self._inputs.hop.send(leaving, self.record.padded_nbytes)
             image = slot.tensor((lead + source.numel(),), source.dtype)
-            copy = self._inputs.engine.d2h(source, image[lead:], from_here=True)
-        finally:  # also where Ctrl-C comes as soon as the thread has the trip, which it could not end
-            leaving.begin(copy)
+            leaving.copy = copy = self._inputs.engine.d2h(source, image[lead:], from_here=True)
+        finally:
+            beginning.is_over()
         return copy
 
     def write(self, slot: Buffer) -> StorageTransfer:
@@ -149,21 +150,18 @@ class _Leaving:
     def __init__(self, image: InputOnSsd) -> None:
         self.slot: Buffer | None = None
         self._image = weakref.ref(image)
-        self._copy: Transfer | None = None
-        self._is_begun = threading.Event()
-
-    def begin(self, copy: Transfer | None) -> None:
-        """Say that the copy from the device was started; None: it could not be."""
-        self._copy = copy
-        self._is_begun.set()
+        self.copy: Transfer | None = None
+        """From the device; None once `is_begun`: it could not be started."""
+        self.is_begun = threading.Event()
 
     def start(self, engine: TransferEngine) -> "_Written | None":
         """Wait for the copy, and start the write; None where nobody needs it."""
-        self._is_begun.wait()
-        if self._copy is None:
+        self.is_begun.wait()
+        if self.copy is None:
+            engine.synchronize()  # Ctrl-C may have come between the start of the copy and the note of it
             return None
         try:
-            self._copy.wait_host()
+            self.copy.wait_host()
             image = self._image()
             assert self.slot is not None
             return None if image is None else _Written(image.write(self.slot))
@@ -174,7 +172,18 @@ class _Leaving:
 
     def end(self, error: BaseException | None) -> None:
         """Let go of the slot."""
-        self._copy = self.slot = None
+        self.copy = self.slot = None
+
+
+class _Beginning:
+    """Lets a trip go on when it dies: Ctrl-C may come at any place once the thread has the trip."""
+
+    def __init__(self, leaving: _Leaving) -> None:
+        self.is_over = leaving.is_begun.set
+        """Says that the copy from the device was started, or never will be."""
+
+    def __del__(self) -> None:
+        self.is_over()
 
 
 class _Written:

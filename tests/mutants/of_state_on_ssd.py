@@ -66,8 +66,8 @@ MUTANTS = (
     Mutant(
         "a visit that fails gives its slot back",
         _VISITS,
-        "                        self._slots.give_back(slot)\n                    else:",
-        "                        pass\n                    else:",
+        "                    visits._slots.give_back(slot)\n                else:",
+        "                    pass\n                else:",
         T_VISITS,
     ),
     Mutant("a slot that is read into is kept", _VISITS, "if read is None or read.done():", "if True:", T_VISITS),
@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "a record is visited by one thread at a time",
         _VISITS,
-        "            while not self._visited.isdisjoint(records):\n                self._changed.wait()\n",
+        "            while not visits._visited.isdisjoint(self._records):\n                visits._changed.wait()\n",
         "",
         T_VISITS,
     ),
@@ -210,6 +210,13 @@ MUTANTS = (
         _FILE,
         "        with mapping_files_with(_pages):\n",
         "        if True:\n",
+        ("tests/unit/run/test_large_checkpoint.py",),
+    ),
+    Mutant(
+        "flipped bits of a checkpoint are found",
+        _FILE,
+        "            _check(path)\n",
+        "            pass\n",
         ("tests/unit/run/test_large_checkpoint.py",),
     ),
     Mutant(

@@ -209,8 +209,8 @@ MUTANTS = (
     Mutant(
         "a part whose home is not there is not taken",
         _PLACES,
-        "needed = not home.parent.is_dir()",
-        "needed = False",
+        "needed = not home.parent.is_dir() or",
+        "needed = False or",
         T_PLACES,
     ),
     Mutant(
@@ -219,6 +219,23 @@ MUTANTS = (
         "if not stat.S_ISDIR(mode := system.mode(path)):",
         "if False:",
         T_PLACES,
+    ),
+    Mutant(
+        "a missing manifest lets nobody delete the data",
+        _PLACES,
+        " or (home.parent / PART).exists()",
+        "",
+        T_PLACES,
+    ),
+    Mutant(
+        "a folder in memory is no drive",
+        "lightning_cxl/machine/disk_space.py",
+        "    if kind in _IN_MEMORY:\n",
+        "    if False:\n",
+        ("tests/unit/machine/test_disk_space.py",),
+    ),
+    Mutant(
+        "a lock that is a link is not followed", "lightning_cxl/storage/folder.py", " | os.O_NOFOLLOW", "", T_PLACES
     ),
     Mutant(
         "files stay where a generation is kept",

@@ -14,6 +14,7 @@ _STORE = "lightning_cxl/storage/store.py"
 _ON_SSD = "lightning_cxl/run/state_on_ssd.py"
 _CPU_ADAM = "lightning_cxl/optim/cpu_adam.py"
 _RECORDS = "lightning_cxl/inventory/records.py"
+T_CTRL_C = ("tests/unit/streaming/test_ctrl_c.py",)
 T_HOP = ("tests/unit/streaming/test_hop.py",)
 _RUN = "tests/integration/test_weights_on_ssd.py"
 T_WAYS = (f"{_RUN}::test_every_way_to_train_gives_the_same",)
@@ -51,9 +52,7 @@ MUTANTS = (
         "while self._copying:",
         T_HOP,
     ),
-    Mutant(
-        "a slot that is still written is not given away", _HOP, "if all(use.done() for use in uses):", "if True:", T_HOP
-    ),
+    Mutant("a slot that is still written is not given away", _HOP, "and not self._use.done():", "and False:", T_HOP),
     Mutant(
         "who asks for a copy does not wait for another one",
         _HOP,
@@ -78,36 +77,25 @@ MUTANTS = (
         T_HOP,
     ),
     Mutant(
-        "an interrupted request is ended by the thread",
-        _HOP,
-        "                self._queue.put(fetch)  # first: the thread ends what Ctrl-C interrupts\n"
-        "                self._waiting.append(fetch)\n"
-        "                self._start_reads()\n",
-        "                self._waiting.append(fetch)\n"
-        "                self._start_reads()\n"
-        "                self._queue.put(fetch)\n",
-        T_HOP,
-    ),
-    Mutant(
         "an interrupted request copies nothing",
         _HOP,
-        "                fetch.drop()  #",
-        "                pass  #",
+        "            fetch.drop()  #",
+        "            pass  #",
         T_HOP,
     ),
     Mutant(
-        "an interrupted request keeps its slot until it is ended",
-        _HOP,
-        "                if fetch.slot is None:  # else",
-        "                if True:  # else",
-        T_HOP,
+        "Ctrl-C does not reach slots",
+        "lightning_cxl/storage/slots.py",
+        "        if threading.current_thread() is not threading.main_thread():\n",
+        "        if True:\n",
+        T_CTRL_C,
     ),
     Mutant(
-        "a slot is not free while an interrupted request reads into it",
-        _HOP,
-        "fetch.slot, after=record.reads)",
-        "fetch.slot)",
-        T_HOP,
+        "an end that Ctrl-C interrupts is made up for",
+        "lightning_cxl/storage/slots.py",
+        "            _requests.put(self.leave)\n",
+        "            pass\n",
+        T_CTRL_C,
     ),
     Mutant("a forked child is told", _HOP, "if os.getpid() != self._pid:", "if False:", T_HOP),
     Mutant("weights are checked before they are copied", _ON_SSD, "self._hop.check(home.record)", "pass", T_CHECKED),

@@ -1,12 +1,15 @@
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.machine import disk_space
 from lightning_cxl.machine.disk_space import drive_bytes, ssd_capacity_bytes
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.ssd_options import SsdOptions
+from tests.training_device import kernels_answer
 
 
 @pytest.fixture
@@ -27,6 +30,7 @@ def drives(monkeypatch, tmp_path):
             return real(path, **kwargs) if found is None or kwargs else SimpleNamespace(st_dev=found[0])
 
         monkeypatch.setattr("lightning_cxl.machine.disk_space.os.stat", stat)
+        monkeypatch.setattr(disk_space, "filesystem_of", lambda folder: "")
         return [tmp_path / name for name in given]
 
     return make
@@ -72,3 +76,21 @@ def test_the_size_of_drives_counts_each_once(drives, monkeypatch):
 def test_a_file_system_that_does_not_say_its_size_is_as_large_as_the_tier(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_frsize=4096))
     assert Topology.fake().with_ssd(SsdOptions((tmp_path,), 1 << 30)).ssd.drive_bytes == 1 << 30
+
+
+def test_a_folder_in_memory_is_refused_and_one_on_a_network_is_warned_of(tmp_path, monkeypatch, caplog):
+    options = SsdOptions((tmp_path / "new",), 1 << 30)
+    for kind in ("tmpfs", "ramfs"):
+        monkeypatch.setattr(disk_space, "filesystem_of", lambda folder, kind=kind: kind)
+        with pytest.raises(ConfigError, match=f"lies in memory.*is on {kind}.*Give a folder on a drive"):
+            ssd_capacity_bytes(options)
+    for kind, is_said in (("ext4", False), ("", False), ("nfs4", True), ("fuse.sshfs", True), ("fuseblk", False)):
+        caplog.clear()
+        monkeypatch.setattr(disk_space, "filesystem_of", lambda folder, kind=kind: kind)
+        assert ssd_capacity_bytes(options) == 1 << 30
+        assert (f"is on {kind}:" in caplog.text) is is_said
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no /dev/shm")
+def test_the_kernel_says_what_is_memory():
+    assert kernels_answer(Path("/dev/shm")) == "tmpfs" and kernels_answer(Path("/proc")) == "proc"

@@ -74,3 +74,14 @@ def test_a_file_that_cannot_be_mapped_is_not_called_damaged(tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint_file, "pages_of_file", refuses)
     with pytest.raises(CheckpointError, match=r"cannot map checkpoint .*it\.ckpt`: No such device$"):
         load_file(tmp_path / "it.ckpt", "cpu", True)
+
+
+@pytest.mark.parametrize("at", [0, 2_000_000, 3_999_999])
+def test_bits_that_were_flipped_are_found(tmp_path, at):
+    path = tmp_path / "it.ckpt"
+    torch.save({"a": torch.ones(1_000_000), "b": torch.zeros(3)}, path)
+    contents = bytearray(path.read_bytes())
+    contents[contents.index(torch.ones(16).numpy().tobytes()) + at] ^= 4
+    path.write_bytes(contents)
+    with pytest.raises(CheckpointError, match=r"it\.ckpt.*Bad CRC.*resume from another one"):
+        load_file(path, "cpu", True)

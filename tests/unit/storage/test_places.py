@@ -60,7 +60,7 @@ def test_a_part_whose_home_is_not_there_is_not_taken(tmp_path):
     paths = folders(tmp_path, 2)
     contents = committed(paths)
     paths[0].rename(tmp_path / "not mounted")
-    with pytest.raises(ConfigError, match="whose manifest lies in"):
+    with pytest.raises(ConfigError, match="whose manifest is"):
         Store([paths[1]], budget_bytes=BUDGET)
     (tmp_path / "not mounted").rename(paths[0])
     check_restored(paths, contents)
@@ -69,7 +69,8 @@ def test_a_part_whose_home_is_not_there_is_not_taken(tmp_path):
 def test_a_part_whose_home_holds_no_such_generation_any_more_is_taken(tmp_path):
     paths = folders(tmp_path, 2)
     committed(paths)
-    (paths[0] / "lightning_cxl-manifest.json").unlink()
+    for name in ("manifest", "part"):
+        (paths[0] / f"lightning_cxl-{name}.json").unlink()
     Store([paths[1]], budget_bytes=BUDGET).close()
     assert {path.name for path in paths[1].iterdir()} == {"lightning_cxl.lock"}
 
@@ -184,3 +185,38 @@ def test_the_part_file_names_home_and_store(tmp_path):
     committed(paths)
     part = json.loads((paths[1] / "lightning_cxl-part.json").read_text())
     assert part["home"] == str(paths[0]) and (paths[1] / f"lightning_cxl-{part['store']}-1.data").exists()
+
+
+@pytest.mark.parametrize("num_drives", [1, 2])
+def test_a_missing_manifest_lets_nobody_delete_the_data(tmp_path, num_drives):
+    paths = folders(tmp_path, num_drives)
+    contents = committed(paths)
+    manifest = paths[0] / "lightning_cxl-manifest.json"
+    manifest.rename(tmp_path / "lost")
+    for keeps in (True, False):
+        with pytest.raises(ConfigError, match=r"whose manifest is .*missing.* back from a backup"):
+            Store(paths, budget_bytes=BUDGET, keeps=keeps)
+    if num_drives > 1:  # nor where only the other drive is used
+        with pytest.raises(ConfigError, match="missing"):
+            Store(paths[1:], budget_bytes=BUDGET)
+    (tmp_path / "lost").rename(manifest)
+    check_restored(paths, contents)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "lightning_cxl.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(StorageError, match="It is a link: remove the link"):
+        Store([tmp_path], budget_bytes=BUDGET)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_filesystem_that_takes_no_space_in_advance_and_a_name_that_is_too_long_say_what_to_do(tmp_path):
+    class NoSpace(System):
+        def allocate(self, fd, offset, nbytes):
+            raise OSError(errno.EINVAL, "Invalid argument")  # so does libc on ext2
+
+    with pytest.raises(StorageError, match="cannot take space in advance: use ext4, XFS or btrfs"):
+        Store([tmp_path / "ext2"], budget_bytes=BUDGET, system=NoSpace())
+    with pytest.raises(StorageError, match="shorter path"):
+        Store([tmp_path / ("x" * 300)], budget_bytes=BUDGET)

@@ -414,7 +414,7 @@ def test_a_damaged_manifest_says_so(opened, tmp_path, damage):
     store.reserve("state", BLOCK)
     store.commit({"step": 5})
     store.close()
-    (manifest,) = tmp_path.rglob("*.json")
+    (manifest,) = tmp_path.rglob("*manifest.json")
     text = manifest.read_text()
     manifest.write_text(
         {"flip": text.replace("step", "stop"), "cut": text[:50], "format": text.replace('t": 2', 't": 9')}[damage]

@@ -1,0 +1,152 @@
+"""Ctrl-C between any two bytecodes of a visit, a fetch or an input on SSD: no slot is lost, and training can go on."""
+
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.native._numa import Mapping
+from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.storage.area import Area
+from lightning_cxl.storage.slots import HostSlots
+from lightning_cxl.storage.store import Store
+from lightning_cxl.streaming.hop import Hop
+from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
+from lightning_cxl.transfer.engine import HostEngine
+
+NBYTES = 64 << 10
+NUM_RECORDS = 3  # more than there are slots
+
+
+def memory_of(nbytes: int) -> Buffer:
+    mapping = Mapping(nbytes)
+    return Buffer(mapping.address, nbytes, (), None, mapping)
+
+
+class Visits:
+    def __init__(self, store: Store, slots: HostSlots) -> None:
+        self.visits = StateVisits(store, slots)
+        self.records = [self.visits.reserve(f"unit {index}", NBYTES) for index in range(NUM_RECORDS)]
+        self.use()
+
+    def use(self) -> None:
+        for record in self.records:
+            with self.visits.visit([record]):
+                pass
+
+    def close(self) -> None:
+        self.visits.wait()
+        self.visits.close()
+
+
+class Weights:
+    def __init__(self, store: Store, slots: HostSlots) -> None:
+        self.hop = Hop(store, slots, HostEngine())
+        self.homes = [self.hop.reserve(f"unit {index}", NBYTES) for index in range(NUM_RECORDS)]
+        for home in self.homes:
+            with home.filling() as slot:
+                slot.tensor((NBYTES,), torch.uint8).fill_(7)
+
+    def use(self) -> None:
+        shown = [home.buffer.tensor((NBYTES,), torch.uint8) for home in self.homes]
+        into = [torch.empty(NBYTES, dtype=torch.uint8) for _ in shown]
+        fetches = [h.fetch(HostEngine(), s, i, []) for h, s, i in zip(self.homes, shown, into, strict=True)]
+        for fetch, found in zip(fetches, into, strict=True):
+            fetch.wait()
+            assert bool((found[10:] == 7).all())
+        for home, tensor in zip(self.homes, shown, strict=True):
+            tensor[:10] = 9
+            home.looked_at()
+        for home in self.homes:
+            home.looks_are_over()
+
+    def close(self) -> None:
+        self.hop.close()
+
+
+class Inputs:
+    def __init__(self, store: Store, slots: HostSlots) -> None:
+        area = Area(store, "inputs", 2 * NUM_RECORDS * NBYTES, 1)
+        self.inputs = InputsOnSsd(store, area, slots, HostEngine())
+        self.use()
+
+    def use(self) -> None:
+        images = [self.inputs.place(NBYTES) for _ in range(NUM_RECORDS)]
+        for value, image in enumerate(images):
+            image.store(torch.full((NBYTES,), value, dtype=torch.uint8), 0)
+        for value, image in reversed(list(enumerate(images))):
+            into = torch.empty(NBYTES, dtype=torch.uint8)
+            image.fetch(into).wait()
+            assert bool((into == value).all())
+
+    def close(self) -> None:
+        self.inputs.close()
+
+
+def interrupted(function: Callable[[], None], at: int) -> bool:
+    """Call a function with Ctrl-C at bytecode `at` of this package; return whether it has so many."""
+    count, came = 0, False
+
+    def in_frame(frame, event, _argument):
+        nonlocal count, came
+        if event == "opcode":
+            count += 1
+            if count == at:
+                came = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return in_frame
+
+    def begins(frame, _event, _argument):
+        name = frame.f_code.co_filename
+        if "/lightning_cxl/" in name or name.endswith("contextlib.py"):
+            frame.f_trace_opcodes = True
+            return in_frame
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(begins)
+    try:
+        function()
+    except KeyboardInterrupt:  # `suppress` would be traced, too
+        pass
+    finally:
+        sys.settrace(before)
+    return came
+
+
+def ends(function: Callable[[], None]) -> None:
+    """Call a function in a thread, so that a test that would hang fails."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "it waits for ever"
+    assert not errors, errors
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("stride", [97, pytest.param(1, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("kind", [Visits, Weights, Inputs])
+def test_ctrl_c_at_any_bytecode_loses_no_slot(tmp_path, kind, stride):
+    at, came = 1, True
+    while came:
+        store, slots = Store([tmp_path], budget_bytes=1 << 26), HostSlots(memory_of, 5 * NBYTES // 2)
+        run = kind(store, slots)
+        came = interrupted(run.use, at)
+        ends(run.use)
+        ends(run.close)
+        assert slots._num_taken == 0, f"bytecode {at}"
+        ends(store.close)
+        at += stride
+    assert at > 500
