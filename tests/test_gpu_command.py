@@ -3,10 +3,15 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from lightning_cxl.errors import PinnedMemoryError
+from tests import training_device
 from tests.gpu import __main__ as gpu
+from tests.integration.training import reference
 
 
 def python(code: str) -> list[str]:
@@ -58,3 +63,40 @@ def test_the_file_is_written_and_tells_what_was_not_run(tmp_path):
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr  # a part that was not run is no success
     assert json.loads(path.read_text())["states"] == {"overlap": "no time"}
+
+
+def test_tests_that_take_long_are_left_out(tmp_path):
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--device')\n")
+    tests = tmp_path / "test_two.py"
+    tests.write_text("import pytest\n\ndef test_short(): pass\n\n@pytest.mark.full\ndef test_long(): assert False\n")
+    assert gpu.pytest([str(tests)], "cpu", 100)["state"] == "passed"
+
+
+def test_updates_run_behind_the_backward_where_the_overlap_is_measured():
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.checks", "overlap", "apart"]
+    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=False, timeout=400)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert json.loads(line)["updates_behind_backward"] >= 6 * 8  # steps and units
+
+
+def test_the_reference_on_cuda_has_its_optimizer_on_the_cpu(monkeypatch):
+    """CUDA's rounds otherwise: nothing would be equal bit for bit."""
+    monkeypatch.setattr(training_device, "current", torch.device("cuda", 0))
+    config = reference().config
+    assert (config.stream_weights, config.activation_offload, config.cpu_adam) == (False, False, False)
+
+
+def test_what_is_page_locked_on_cuda_is_counted(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no driver")
+
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    devices = training_device.CountedCuda()
+    devices.register(4096, 10)
+    driver.cudaHostRegister = refuse
+    with pytest.raises(PinnedMemoryError):
+        devices.register(8192, 10)
+    assert devices.registered == {4096}
+    devices.unregister(4096)
+    assert not devices.registered

@@ -6,7 +6,8 @@
   ``on_device``; in tests/integration all tests do, but for those that are about the CPU as the device and say so by the
   marker ``on_cpu``.
 * The plain run that results are compared with is Lightning's `SingleDeviceStrategy` on the same device. There the same
-  kernels run on the same values, so results are equal bit for bit.
+  kernels run on the same values, so results are equal bit for bit. On CUDA it is our own with weights that stay on the
+  device: the optimizer computes on the CPU in both, and kernels that add in one order are chosen.
 * Memory of the device, and pinned memory that is given back, is poisoned in every test on the device apart. A test that
   looks for races makes copies or kernels late, too (fixture ``late``). On other devices nothing can be made late.
 * After each test nothing may be left: no race seen, no memory of the device, no host memory registered.
@@ -21,11 +22,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_cxl.devices.cuda import CudaDevices
 from lightning_cxl.devices.device_type import register_device_type
 from lightning_cxl.machine import disk_space
 from lightning_cxl.run.unclosed import close_garbage
 from tests import apart
 from tests.apart_accelerator import ApartAccelerator, ApartDevices
+
+
+class CountedCuda(CudaDevices):
+    """CUDA, and which addresses are page-locked."""
+
+    def __init__(self) -> None:
+        self.registered: set[int] = set()
+
+    def register(self, address: int, nbytes: int) -> None:
+        super().register(address, nbytes)
+        self.registered.add(address)
+
+    def unregister(self, address: int) -> None:
+        super().unregister(address)
+        self.registered.discard(address)
+
 
 NAMES = ("apart", "cpu", "cuda")
 kernels_answer = disk_space.filesystem_of
@@ -50,6 +68,7 @@ chosen = CPU
 current = CPU
 """Where the present test trains."""
 _apart_devices = ApartDevices()
+_cuda_devices = CountedCuda()
 unavailable: str | None = None
 """Why the chosen device cannot be used."""
 
@@ -66,6 +85,10 @@ def choose(name: str) -> None:
     elif name == "cuda":
         unavailable = None if torch.cuda.is_available() else "needs a CUDA device"
         chosen = torch.device("cuda", 0)
+        register_device_type(_cuda_devices)
+        torch.backends.cudnn.deterministic = True
+        for kind in ("flash", "mem_efficient", "cudnn"):  # kernels of attention that add in any order
+            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
 
 
 def accelerator():
@@ -137,6 +160,8 @@ def held() -> dict[str, int]:
         return {}
     clear_workspaces()
     found = {"bytes on the device": torch.accelerator.memory_allocated(chosen.index)}
+    if chosen.type == "cuda":
+        found["registrations"] = len(_cuda_devices.registered)
     if chosen.type == "apart":
         usage = apart.host_usage()
         found |= {"registrations": usage.registrations, "copies under way in freed memory": usage.waiting_blocks}

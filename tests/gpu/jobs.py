@@ -1,13 +1,15 @@
 """The training runs that the checks look at: a transformer of the size that suits the device."""
 
 import gc
+import itertools
 import random
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -15,6 +17,7 @@ from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.optim.adam_step import AdamStep
 from lightning_cxl.run import run
+from lightning_cxl.updates.unit_updates import UnitUpdates
 from tests import training_device
 from tests.integration.training import make_trainer, offload
 from tests.models import TinyTransformer
@@ -70,6 +73,28 @@ def data(lengths: list[int]) -> DataLoader:
     return DataLoader([(each[:, :-1], each[:, 1:]) for each in tokens], batch_size=None)
 
 
+class BetweenSteps(Callback):
+    """Batches of a loader; `act` is called with how many steps are over, when the next batch is asked for or none is.
+
+    Hooks at the ends of steps would do so, too, but with one of them updates do not run behind the backward.
+    """
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self._act = act
+        self.loader: Any = ()
+
+    def __len__(self) -> int:  # Lightning fetches ahead what has no length
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.loader):
+            self._act(index)
+            yield batch
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self._act(len(self))
+
+
 PLAIN = None
 """Lightning alone."""
 RESIDENT = {"stream_weights": False, "activation_offload": False}
@@ -81,6 +106,7 @@ def fit(
     options: dict[str, Any] | None,
     depth: int = 4,
     lengths: list[int] | None = None,
+    act: Callable[[int], None] = lambda _: None,
     **trainer: Any,
 ) -> Job:
     """Train from a fixed seed with options of the strategy, or `PLAIN`, and return the module."""
@@ -88,8 +114,11 @@ def fit(
     lengths = lengths or [size().length] * STEPS
     seed_everything(11, verbose=False)
     job = Job(depth)
-    strategy = "auto" if options is None else offload(**options)
-    make_trainer(strategy, max_steps=len(lengths), **trainer).fit(job, data(lengths))
+    strategy = SingleDeviceStrategy(training_device.current) if options is None else offload(**options)
+    steps = BetweenSteps(act)
+    steps.loader = data(lengths)
+    callbacks = [steps, *trainer.pop("callbacks", ())]
+    make_trainer(strategy, max_steps=len(lengths), callbacks=callbacks, **trainer).fit(job, steps)
     return job
 
 
@@ -125,25 +154,6 @@ def peak(depth: int) -> dict[str, int]:
     }
 
 
-class Profiled(Callback):
-    """Notes what the device does in the last step."""
-
-    def __init__(self) -> None:
-        self.intervals: dict[str, list[tuple[float, float]]] = {}
-        self._recording: Any = nullcontext()
-
-    def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        if index == STEPS - 1:
-            torch.accelerator.synchronize()
-            self._recording = _recording(self.intervals)
-            self._recording.__enter__()
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
-        if index == STEPS - 1:
-            torch.accelerator.synchronize()
-            self._recording.__exit__(None, None, None)
-
-
 class _recording:
     """Fills intervals, in seconds, by kind: ``kernel``, ``h2d`` and ``d2h``."""
 
@@ -175,15 +185,24 @@ class _recording:
 
 
 def copies_beside_compute() -> dict[str, float]:
-    """Return how long copies and kernels of a step took, and for how long of that both ran at the same time."""
+    """Return how long copies and kernels of the last step took, and for how long of that both ran at the same time."""
     if training_device.chosen.type == "apart":
         from tests import apart
 
         apart.set_delay(kernel=2e-4, h2d=2e-3)
-    profiled = Profiled()
-    fit({"on_overflow": "ignore"}, 8, callbacks=[profiled])
-    merged = {kind: _union(each) for kind, each in profiled.intervals.items()}
-    found = {f"{kind}_s": _length(each) for kind, each in merged.items()}
+    intervals: dict[str, list[tuple[float, float]]] = {}
+    recording, updates = _recording(intervals), []
+
+    def record(steps: int) -> None:
+        if steps >= STEPS - 1:
+            torch.accelerator.synchronize()
+            recording.__enter__() if steps < STEPS else recording.__exit__(None, None, None)
+
+    update = UnitUpdates._update_arrived
+    UnitUpdates._update_arrived = lambda *arguments: (updates.append(1), update(*arguments))
+    fit({"on_overflow": "ignore"}, 8, act=record)
+    merged = {kind: _union(each) for kind, each in intervals.items()}
+    found = {"updates_behind_backward": len(updates), **{f"{kind}_s": _length(each) for kind, each in merged.items()}}
     for kind in ("h2d", "d2h"):
         both = _length(merged[kind]) + _length(merged["kernel"]) - _length(_union(merged[kind] + merged["kernel"]))
         found[f"{kind}_beside_compute_s"] = both
@@ -216,19 +235,11 @@ def registrations_by_step() -> tuple[list[int], int]:
         calls.append(nbytes)
 
     kind.register = noted
-    counts: list[int] = []
-
-    class Count(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.before = len(calls)
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            counts.append(len(calls) - self.before)
-
+    seen: list[int] = []
     draw, longest = random.Random(3), 4 * size().length
     lengths = [longest, longest, *(draw.randint(longest // 4, longest) for _ in range(18))]
-    fit(STREAMED, 6, lengths, callbacks=[Count()])
-    return counts, sum(calls)
+    fit(STREAMED, 6, lengths, act=lambda _: seen.append(len(calls)))
+    return [after - before for before, after in itertools.pairwise(seen)], sum(calls)
 
 
 def fail_in(where: str) -> str:

@@ -40,8 +40,9 @@ def assert_same(one, other):
         assert torch.equal(one[1][name], value), name
 
 
-def assert_as_plain(**arguments):
-    assert_same(fit(EXACT, **arguments), fit("auto", **arguments))
+def assert_as_plain(*, plain_task=None, **arguments):
+    plain = arguments if plain_task is None else {**arguments, "task": plain_task}
+    assert_same(fit(EXACT, **arguments), fit("auto", **plain))
     plain = fit({"overlap_step": False}, **arguments)
     for options in ({}, IGNORE):
         assert_same(fit(options, **arguments), plain)
@@ -121,7 +122,8 @@ def test_a_step_does_not_write_what_is_being_fetched(options):
 
 @pytest.mark.parametrize("task", [Clamps, ClampsGroups, Shrinks, Assigns])
 def test_writes_between_steps_count(task):
-    assert_as_plain(task=task)
+    # the groups of the reference may hold masters of what stays on the device
+    assert_as_plain(task=task, plain_task=Clamps if task is ClampsGroups else None)
 
 
 class Validates(Task):

@@ -32,32 +32,45 @@ def run_cxl_offload(args: argparse.Namespace, clock: StepClock) -> dict[str, flo
 
     import lightning_cxl
 
+    host, profile = HostWork(), Profile(args, clock)
+    losses: list[torch.Tensor] = []
+
+    def end_step(steps: int) -> None:
+        clock.lap(float(losses[-1]))
+        profile.after(steps, host)
+
     class Job(pl.LightningModule):
         def configure_model(self) -> None:
             if not hasattr(self, "model"):
                 self.model = make_model(args.shape, args.seq)
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            return self.model(batch)
+            loss = self.model(batch)
+            losses[:] = [loss.detach()]
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
 
         def train_dataloader(self) -> Any:
-            return batches(args.shape, args.seq, args.batch)
+            return Laps()
 
-    host, profile = HostWork(), Profile(args, clock)
+        def on_train_end(self) -> None:
+            end_step(args.steps + 1)
 
-    class Laps(pl.Callback):
-        def on_train_start(self, *_: Any) -> None:
+    class Laps:
+        """A step ends when the next batch is asked for: with a hook there, updates do not run behind the backward."""
+
+        def __len__(self) -> int:  # Lightning fetches ahead what has no length
+            return args.steps + 1
+
+        def __iter__(self) -> Any:
             clock.start()
-
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            profile.before(trainer.global_step, host)
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-            clock.lap(float(outputs["loss"]))
-            profile.after(trainer.global_step, host)
+            for step, batch in zip(range(len(self)), batches(args.shape, args.seq, args.batch), strict=False):
+                if step:
+                    end_step(step)
+                profile.before(step, host)
+                yield batch
 
     strategy = lightning_cxl.CXLOffloadStrategy(
         on_overflow="ignore", state=args.state, stream_weights=True, overlap_step=True
@@ -65,9 +78,11 @@ def run_cxl_offload(args: argparse.Namespace, clock: StepClock) -> dict[str, flo
     trainer = pl.Trainer(
         accelerator="gpu" if args.device == "cuda" else "cpu", devices=1, strategy=strategy, max_steps=args.steps + 1,
         precision="bf16-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Laps()],
+        enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Job())
+    if not host.num_behind_backward:
+        raise SystemExit("no update ran behind the backward: another schedule than that which was to be measured")
     return profile.seconds
 
 

@@ -40,12 +40,23 @@ class HostWork:
     def __init__(self) -> None:
         from lightning_cxl.gradients.meter import GradientMeter
         from lightning_cxl.optim.adam_step import AdamStep
+        from lightning_cxl.updates.unit_updates import UnitUpdates
 
         self.seconds = 0.0
+        self.num_behind_backward = 0
+        """Updates of units that have run behind the backward."""
         for owner, name in (
-            (AdamStep, "apply"), (GradientMeter, "copy"), (GradientMeter, "accumulate"), (GradientMeter, "sums"),
+            (AdamStep, "apply"), (GradientMeter, "copy_all"), (GradientMeter, "accumulate_all"),
+            (GradientMeter, "sums"),
         ):  # fmt: skip
             setattr(owner, name, _timed(getattr(owner, name), self))
+        update = UnitUpdates._update_arrived
+
+        def counted(*args: Any) -> None:
+            self.num_behind_backward += 1
+            update(*args)
+
+        UnitUpdates._update_arrived = counted  # type: ignore[method-assign]
 
 
 def _timed(function: Any, work: HostWork) -> Any:
