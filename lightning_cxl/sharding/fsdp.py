@@ -36,7 +36,13 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
-from lightning_cxl.sharding.torch_private import move_shard, padded_size, put_shard, sharded_parameters
+from lightning_cxl.sharding.torch_private import (
+    has_all_reduce_hook,
+    move_shard,
+    padded_size,
+    put_shard,
+    sharded_parameters,
+)
 from lightning_cxl.shards import is_sharded, local, shard_of
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -170,7 +176,7 @@ def _reshard_after_evaluation(root: nn.Module, _inputs: object, _output: object)
 
 
 def refuse_other_cuts(model: nn.Module) -> None:
-    """Refuse parameters that a user has cut in another way than by rows.
+    """Refuse parameters that a user has cut in another way than by rows, and all-reduce hooks.
 
     Raises:
         UnsupportedError: names the first.
@@ -180,6 +186,12 @@ def refuse_other_cuts(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"`{name}` is cut as {parameter.placements}: shards of rows alone (`Shard(0)`) can be kept on tiers. "
                 "Leave `shard_placement_fn` and tensor parallelism out, or leave the model to be cut here"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and has_all_reduce_hook(module):  # reduced gradients are of another stream
+            raise UnsupportedError(
+                f"`{name}` has an all-reduce hook, and gradients leave the device while it may still run: take "
+                "`set_all_reduce_hook` out. Machines that replicate a model reduce with `replicate_machines=True`"
             )
 
 

@@ -4,6 +4,7 @@ A process is one of ``world size`` ranks, each with one device. Functions here n
 """
 
 import atexit
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,14 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.sharding.gloo_threads import wait_for_gloo
 
 atexit.register(wait_for_gloo)
+
+
+@atexit.register  # runs before `wait_for_gloo`
+def leave_nccl() -> None:
+    """End the process group of a process that ends well: threads of NCCL's would meet a driver that is gone."""
+    if dist.is_initialized() and "nccl" in dist.get_backend_config() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
 
 REPLICATE, SHARD = "replicate", "shard"
 """The dimensions of a mesh: ranks along `SHARD` hold one copy of the training state together."""

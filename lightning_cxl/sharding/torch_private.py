@@ -55,6 +55,11 @@ def _groups(module: Any) -> list[Any]:
     return list(groups)
 
 
+def has_all_reduce_hook(module: Any) -> bool:
+    """Return whether a user has set what runs behind the reductions of a module."""
+    return any(group._all_reduce_hook is not None for group in _groups(module))
+
+
 def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
     """Put `shard` in the place of the local part of a parameter, before the first forward of the model.
 

@@ -18,6 +18,27 @@ _TEST = "tests/unit/sharding/test_watch.py"
 
 MUTANTS = (
     Mutant(
+        "a process that ends well destroys a group with NCCL",
+        "lightning_cxl/sharding/processes.py",
+        "        dist.destroy_process_group()\n",
+        "        pass\n",
+        ("tests/unit/sharding/test_leave_nccl.py",),
+    ),
+    Mutant(
+        "an error that ends a process leaves its group as it is",
+        "lightning_cxl/sharding/processes.py",
+        ' and not hasattr(sys, "last_value")',
+        "",
+        ("tests/unit/sharding/test_leave_nccl.py",),
+    ),
+    Mutant(
+        "all-reduce hooks of a user are refused",
+        "lightning_cxl/sharding/fsdp.py",
+        "        if isinstance(module, FSDPModule) and has_all_reduce_hook(module):",
+        "        if False:",
+        ("tests/unit/sharding/test_all_reduce_hooks.py",),
+    ),
+    Mutant(
         "Python ends after the threads of gloo",
         "lightning_cxl/sharding/processes.py",
         "atexit.register(wait_for_gloo)",

@@ -120,6 +120,16 @@ def test_gradients_that_wait_on_the_devices_are_reduced_once(plan):
     assert moved[1]["copies from the device"] < moved[0]["copies from the device"]
 
 
+def test_devices_keep_reduced_gradients_where_machines_replicate_the_model(plan):
+    alone, replicated = (
+        plan("--num-nodes", "3", "--devices", "4", "--between-nodes", way, *GATHERED)[2]
+        for way in ("shard", "replicate")
+    )
+    kept = replicated["device_parts"]["gradients that machines have reduced"]
+    assert kept == 2 * replicated["num_parameters"] // 4  # of 2 bytes
+    assert "gradients that machines have reduced" not in alone["device_parts"]
+
+
 def test_the_text_says_what_each_device_and_each_machine_does(plan):
     status, text, data = plan("--num-nodes", "3", "--devices", "4", "--between-nodes", "replicate", *GATHERED)
     assert status == 0
