@@ -30,13 +30,13 @@ struct cxl_call {
     cxl_work work;
     void *job;
     unsigned int mode; /* of floating-point numbers */
-    int running;       /* workers that have not returned; atomic, a futex */
+    unsigned running;  /* workers that have not returned; atomic, a futex */
 };
 
 struct cxl_worker {
     struct cxl_worker *next; /* in the list of idle ones */
     struct cxl_call *call;
-    int wakes;               /* a futex: counts calls */
+    unsigned wakes;          /* a futex: counts calls */
     int thread;
     cpu_set_t cpus, cpus_now; /* to run on, and set at present */
 };
@@ -44,18 +44,18 @@ struct cxl_worker {
 static pthread_mutex_t cxl_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct cxl_worker *cxl_idle; /* the one used last comes first */
 
-static void cxl_wait(int *address, const int value)
+static void cxl_wait(unsigned *address, const unsigned value)
 {
     syscall(SYS_futex, address, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
 
-static void cxl_wake(int *address) { syscall(SYS_futex, address, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
+static void cxl_wake(unsigned *address) { syscall(SYS_futex, address, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
 
 static void *cxl_serve(void *argument)
 {
     struct cxl_worker *worker = argument;
     prctl(PR_SET_NAME, "cxl-kernel"); /* for top, py-spy and the tests */
-    for (int seen = 0;; seen++) {
+    for (unsigned seen = 0;; seen++) {
         while (__atomic_load_n(&worker->wakes, __ATOMIC_ACQUIRE) == seen)
             cxl_wait(&worker->wakes, seen);
         struct cxl_call *call = worker->call;
@@ -155,7 +155,7 @@ static void cxl_run_threads(const int num_threads, const int spread, const cxl_w
         cxl_wake(&worker->wakes);
     }
     work(job, 0);
-    for (int left; used && (left = __atomic_load_n(&call.running, __ATOMIC_ACQUIRE)) > 0;)
+    for (unsigned left; used && (left = __atomic_load_n(&call.running, __ATOMIC_ACQUIRE)) > 0;)
         cxl_wait(&call.running, left);
     if (!used)
         return;

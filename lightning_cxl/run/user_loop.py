@@ -124,9 +124,10 @@ class UserLoop:
                 attach_files(optimizer, run)
                 undo.callback(detach_files, optimizer)
             undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
-            for module in model.modules():
-                module.__dict__[MOVE] = _Move(module, model, self)
-                undo.callback(vars(module).pop, MOVE, None)
+            asked: list[nn.Module] = []
+            for module in (each for each in model.modules() if any(True for _ in each.parameters())):
+                undo.callback(_put_back, module, MOVE, vars(module).get(MOVE))
+                module.__dict__[MOVE] = _Move(module, model, self, asked)
         except BaseException:
             self._end(model, after_error=True)
             raise
@@ -311,17 +312,18 @@ class UserLoop:
 class _Move(ReplacedMethod):
     """Stands in for what ``.to``, ``.cpu`` and others of a module come to: a move to another device ends the run."""
 
-    def __init__(self, module: nn.Module, model: nn.Module, loop: UserLoop) -> None:
+    def __init__(self, module: nn.Module, model: nn.Module, loop: UserLoop, asked: list[nn.Module]) -> None:
         super().__init__(getattr(module, MOVE))
         self._model = weakref.ref(model)
         self._loop = weakref.ref(loop)
+        self._asked = asked  # of all modules of the model: one call of the whole comes to each of its parts
 
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **keywords: Any) -> Any:
         """Move or convert the module; see `torch.nn.Module`."""
         model, loop = self._model(), self._loop()
-        if model is None or loop is None or not loop.knows(model):
+        if model is None or loop is None or not loop.knows(model) or self._asked:
             return self._plain(fn, *args, **keywords)
-        here = torch.empty(0, device=loop.device)
+        here = torch.zeros(1, device=loop.device)
         there = fn(here).device
         if there != here.device:
             loop._let_go(model)
@@ -331,7 +333,18 @@ class _Move(ReplacedMethod):
                 LightningCXLWarning,
                 stacklevel=3,
             )
-        return self._plain(fn, *args, **keywords)
+        self._asked.append(model)
+        try:
+            return self._plain(fn, *args, **keywords)
+        finally:
+            self._asked.clear()
+
+
+def _put_back(module: nn.Module, name: str, own: Any) -> None:
+    """Take a stand-in away; `own` is what the user had put on the instance, if anything."""
+    vars(module).pop(name, None)
+    if own is not None:
+        vars(module)[name] = own
 
 
 class _Forward:
