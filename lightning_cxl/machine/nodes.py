@@ -1,5 +1,6 @@
 """The machine's NUMA nodes as the kernel describes them under ``/sys`` and ``/proc``."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,13 @@ def allowed_node_ids(root: Path) -> frozenset[int] | None:
     """Return the nodes that this process's cpuset lets it allocate from, None when there is no restriction to read."""
     text = read_status(root, "Mems_allowed_list")
     return None if text is None else frozenset(parse_id_list(text))
+
+
+def gpu_node_ids(root: Path) -> frozenset[int]:
+    """Return the nodes that are the memory of a GPU, as on a GH200, where the GPU's own allocator uses them."""
+    texts = [read_text(path) or "" for path in root.glob("proc/driver/nvidia/gpus/*/numa_status")]
+    found = [re.search(r"^(?:NUMA )?Nodes?:\s*(\d[\d,-]*)", text, re.MULTILINE | re.IGNORECASE) for text in texts]
+    return frozenset(node_id for match in found if match is not None for node_id in parse_id_list(match[1]))
 
 
 def read_nodes(root: Path) -> tuple[Node, ...]:

@@ -142,6 +142,8 @@ class Topology:
         root = Path(root)
         allowed = nodes.allowed_node_ids(root)
         found = [node for node in nodes.read_nodes(root) if node.capacity_bytes > 0]
+        of_gpus = nodes.gpu_node_ids(root)
+        found = [node for node in found if node.node_id not in of_gpus]  # torch allocates from them
         usable = [node for node in found if allowed is None or node.node_id in allowed]
         notes = tuple(
             f"node {node.node_id} ({'DRAM' if node.has_cpus else 'CXL'}, {format_bytes(node.capacity_bytes)}) is left "

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.sharding.gloo_threads import wait_for_gloo
+from lightning_cxl.sharding.torch_private import set_timeout_s, timeout_s
 
 atexit.register(wait_for_gloo)
 
@@ -92,7 +93,10 @@ def make_mesh(device: torch.device, num_machines: int, per_machine: int, *, repl
             f"{dist.get_world_size()} were started: make `num_nodes` and `devices` fit what the launcher starts"
         )
     if replicate and num_machines > 1:
-        return init_device_mesh(device.type, (num_machines, per_machine), mesh_dim_names=(REPLICATE, SHARD))
+        mesh = init_device_mesh(device.type, (num_machines, per_machine), mesh_dim_names=(REPLICATE, SHARD))
+        for group in mesh.get_all_groups():  # torch gives them a timeout of their own
+            set_timeout_s(group, timeout_s(dist.group.WORLD))
+        return mesh
     return init_device_mesh(device.type, (num_machines * per_machine,), mesh_dim_names=(SHARD,))
 
 

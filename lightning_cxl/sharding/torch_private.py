@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ to_copy = find("torch", "ops.aten._to_copy.default", "copy shards on the host to
 
 _default_gather = find(f"{_FSDP}._fsdp_collectives", "DefaultAllGather", "gather into memory that is used again")
 _default_reduce = find(f"{_FSDP}._fsdp_collectives", "DefaultReduceScatter", "reduce in memory that is used again")
+
+_set_timeout = find(
+    "torch.distributed.distributed_c10d", "_set_pg_timeout", "give every process group the timeout of the first"
+)
 
 GLOO_THREAD = "pt_gloo_runloop"
 """The name that torch gives each thread of a process group in which gloo's collectives run."""
@@ -147,6 +152,12 @@ def timeout_s(group: Any) -> float | None:
         with suppress(RuntimeError):  # a backend written in Python is not known by its devices
             limits.append(getattr(getattr(group._get_backend(device), "options", None), "_timeout", None))
     return max((float(limit.total_seconds()) for limit in limits if limit is not None), default=None)
+
+
+def set_timeout_s(group: Any, seconds: float | None) -> None:
+    """Let ranks of a group wait for one another for so long; None: as they do."""
+    if seconds is not None:
+        _set_timeout(timedelta(seconds=seconds), group)
 
 
 def fsdp_units(model: nn.Module) -> list[FsdpUnit]:

@@ -39,6 +39,13 @@ def test_memory_only_nodes_are_cxl(machine, name, cards):
     assert topology.notes == ()
 
 
+def test_the_memory_of_a_gpu_is_no_tier(machine):
+    """Such a node has no CPUs, either."""
+    status = "proc/driver/nvidia/gpus/0009:01:00.0/numa_status"
+    topology = Topology.detect(machine("3node", {status: "Node: 1\nStatus: online\n"}))
+    assert topology.tier("cxl").node_ids == (2,)
+
+
 def test_nearer_cards_come_first(machine):
     topology = Topology.detect(machine("3node", {f"{NODE}/node1/distance": "28 10 28\n"}))
     assert topology.tier("cxl").node_ids == (2, 1)
