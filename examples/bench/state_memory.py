@@ -60,7 +60,7 @@ def held(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, torch
 
 def run(state: str, precision: str, config: Path, file: Path) -> dict[str, Any]:
     command = [
-        sys.executable, "-m", "lightning_cxl", "fit", "--config", str(config), "--trainer.max_steps", "2",
+        sys.executable, "-P", "-m", "lightning_cxl", "fit", "--config", str(config), "--trainer.max_steps", "2",
         "--trainer.default_root_dir", str(file.parent), "--trainer.precision", precision,
         "--trainer.strategy", "lightning_cxl.CXLOffloadStrategy",
         f"--trainer.strategy.state={state}", "--trainer.logger", "false", "--trainer.limit_val_batches", "0",

@@ -24,7 +24,7 @@ BASELINE = "fp32"
 def run(state: str, seed: int, steps: int, config: Path, folder: Path) -> dict[str, dict[int, float]]:
     """Train once and return the curves by name: ``{"train_loss": {step: loss}, "val_loss": ...}``."""
     command = [
-        sys.executable, "-m", "lightning_cxl", "fit", "--config", str(config),
+        sys.executable, "-P", "-m", "lightning_cxl", "fit", "--config", str(config),
         "--seed_everything", str(seed), "--trainer.max_steps", str(steps),
         "--trainer.val_check_interval", str(max(1, steps // 6)),
         "--trainer.strategy", "lightning_cxl.CXLOffloadStrategy", f"--trainer.strategy.state={state}",
