@@ -92,7 +92,7 @@ def cut(
         whole: frozen parameters that are not cut: every process has all of each, where it lies now.
 
     Raises:
-        UnsupportedError: its user has cut the model in a way that tiers cannot have.
+        UnsupportedError: its user has cut the model in a way that tiers cannot have; a parameter has no dimensions.
 
     Returns:
         The root, which must be called for the parameters outside of units to be gathered.
@@ -102,6 +102,7 @@ def cut(
         refuse_other_cuts(model)
         reshard(model)
     else:
+        _refuse_scalars(model, ignored)
         values = {} if engine.computes_on_host else _without_values(model, engine.device, ignored)
         with large_blocks_apart():  # shards go on to their tiers, and must leave no holes
             for _, unit in units:
@@ -192,6 +193,17 @@ def refuse_other_cuts(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"`{name}` has an all-reduce hook, and gradients leave the device while it may still run: take "
                 "`set_all_reduce_hook` out. Machines that replicate a model reduce with `replicate_machines=True`"
+            )
+
+
+def _refuse_scalars(model: nn.Module, whole: set[nn.Parameter]) -> None:
+    """Refuse a parameter that has no rows to cut, before any unit is cut."""
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim and parameter not in whole:
+            raise UnsupportedError(
+                f"`{name}` has no dimensions, and several processes cut each parameter by its rows: register it with "
+                f"shape (1,), or, right after the model is made or loaded, do `p = model.get_parameter('{name}'); "
+                "p.data = p.data.reshape(1)`; or train with one process"
             )
 
 
