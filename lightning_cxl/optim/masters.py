@@ -89,9 +89,13 @@ class WeightPair:
         """
         if self.is_shared or is_sharded(self.compute):
             return
-        self._plain_type, self.look = type(self.compute), look
+        self._plain_type, grad = type(self.compute), torch_private.plain_grad(self.compute)
+        torch_private.set_plain_grad(self.compute, None)
         _in_front[id(self.compute)] = self
         self.compute.__class__ = _front_of(self._plain_type)
+        if grad is not None:  # from before the run
+            self.compute.grad = grad
+        self.look = look
 
     def remove_front(self) -> None:
         """Give the compute parameter its own class back."""
