@@ -38,6 +38,9 @@ AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
 """Returns an uninitialised host tensor like a compute parameter, placed by the policy for that role."""
 
 
+_CHUNK_ELEMENTS = 2**20  # of which a few copies do not count
+
+
 class WeightPair:
     """The compute and the master weights of one trained parameter, and in which precision its gradient is kept.
 
@@ -242,9 +245,13 @@ class MasterWeights:
         for pair in self:
             if pair.is_shared or not pair.may_be_written:
                 continue
-            master = local(pair.master)
-            compute = local(pair.compute.detach()).to(master.device)
-            master.copy_(torch.where(_agree(master, compute), master, compute.to(master.dtype)))
+            whole = local(pair.master), local(pair.compute.detach())
+            is_flat = all(tensor.is_contiguous() for tensor in whole)
+            parts = [tensor.view(-1).split(_CHUNK_ELEMENTS) if is_flat else (tensor,) for tensor in whole]
+            for master, written in zip(*parts, strict=True):
+                compute = written.to(master.device)
+                if not torch.equal(master.to(compute.dtype), compute):
+                    master.copy_(torch.where(_agree(master, compute), master, compute.to(master.dtype)))
             pair.version = pair.compute._version
 
     @torch.no_grad()
