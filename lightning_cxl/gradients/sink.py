@@ -310,7 +310,7 @@ class GradientSink:
             UnsupportedError: the user has assigned the gradient of a shard whose master is separate.
         """
         for pair, _ in self._watched.values():
-            if not pair.is_shared and plain_grad(pair.compute) is not None:
+            if not pair.is_shared and is_sharded(pair.compute) and plain_grad(pair.compute) is not None:
                 raise UnsupportedError(
                     f"`{pair.name}` was assigned a gradient (`p.grad = ...`) on the model. With several processes its "
                     "master weights are separate: assign it to the parameter in `optimizer.param_groups`"

@@ -19,9 +19,10 @@ next step compares then. Autograd, which reads and writes ``.grad`` past Python,
 Shards keep torch's ``.grad`` and ``.data``: DTensors have no subclasses, and FSDP2 sets their ``.grad`` itself.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -35,6 +36,9 @@ from lightning_cxl.transfer.engine import HostEngine, Transfer, TransferEngine
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
 """Returns an uninitialised host tensor like a compute parameter, placed by the policy for that role."""
+
+
+_CHUNK_ELEMENTS = 2**20  # of which a few copies do not count
 
 
 class WeightPair:
@@ -88,29 +92,40 @@ class WeightPair:
         """
         if self.is_shared or is_sharded(self.compute):
             return
-        own, self.look = type(self.compute), look
-        self._plain_type = own
-        # compilers keep classes, which must not keep a run
-        self.compute.__class__ = type(own.__name__, (_Front, own), {"_pair_of_run": weakref.ref(self)})
+        self._plain_type, grad = type(self.compute), torch_private.plain_grad(self.compute)
+        torch_private.set_plain_grad(self.compute, None)
+        _in_front[id(self.compute)] = self
+        self.compute.__class__ = _front_of(self._plain_type)
+        if grad is not None:  # from before the run
+            self.compute.grad = grad
+        self.look = look
 
     def remove_front(self) -> None:
         """Give the compute parameter its own class back."""
         if self._plain_type is not None:
             self.compute.__class__, self._plain_type, self.look = self._plain_type, None, _nothing
+            _in_front.pop(id(self.compute), None)
 
 
 def _nothing() -> None:
     """No gradients are on their way."""
 
 
+_in_front: weakref.WeakValueDictionary[int, WeightPair] = weakref.WeakValueDictionary()  # by id of the `_Front`
+
+
+@functools.cache  # compilers compile once more for each class
+def _front_of(own: type[Parameter]) -> type[Parameter]:
+    return type(own.__name__, (_Front, own), {})
+
+
 class _Front:
     """A compute parameter whose master is separate. See [Note: Compute and master weights]."""
 
     __slots__ = ()
-    _pair_of_run: ClassVar[weakref.ref[WeightPair]]
 
     def _pair(self: Any) -> WeightPair | None:
-        pair = self._pair_of_run()
+        pair = _in_front.get(id(self))
         return pair if pair is not None and pair.compute is self else None  # else a new object of this class
 
     @property
@@ -141,6 +156,8 @@ class _Front:
     @property
     def data(self: Any) -> torch.Tensor:
         """The weights, to which someone may write."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.detach()  # type: ignore[no-any-return]  # writes to which torch counts
         data, pair = torch_private.plain_data(self), self._pair()
         return data if pair is None else pair.gives_out(data)
 
@@ -228,9 +245,13 @@ class MasterWeights:
         for pair in self:
             if pair.is_shared or not pair.may_be_written:
                 continue
-            master = local(pair.master)
-            compute = local(pair.compute.detach()).to(master.device)
-            master.copy_(torch.where(_agree(master, compute), master, compute.to(master.dtype)))
+            whole = local(pair.master), local(pair.compute.detach())
+            is_flat = all(tensor.is_contiguous() for tensor in whole)
+            parts = [tensor.view(-1).split(_CHUNK_ELEMENTS) if is_flat else (tensor,) for tensor in whole]
+            for master, written in zip(*parts, strict=True):
+                compute = written.to(master.device)
+                if not torch.equal(master.to(compute.dtype), compute):
+                    master.copy_(torch.where(_agree(master, compute), master, compute.to(master.dtype)))
             pair.version = pair.compute._version
 
     @torch.no_grad()

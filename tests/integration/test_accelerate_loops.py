@@ -445,6 +445,27 @@ def test_gradients_between_backward_and_step():
     compare(run)
 
 
+@pytest.mark.parametrize("is_dropped", [True, False])
+@pytest.mark.parametrize("options", [{}, {"stream_weights": True}, {"master": "fp32"}, EXACT], ids=str)
+def test_gradients_from_before_the_run(options, is_dropped):
+    """They can be dropped, and count once: also those of parameters that the step does not use."""
+    found, (first, second) = [], token_data(2)
+    for offload in (PLAIN, options):
+        torch.manual_seed(5)
+        model = TinyTransformer(depth=5, dropout=0.0).bfloat16()
+        loss_of(model, first).backward()
+        model.unused.weight.grad = torch.ones_like(model.unused.weight)
+        accelerator = make_accelerator(offload)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if is_dropped:
+            optimizer.zero_grad()
+        accelerator.backward(loss_of(model, [t.to(accelerator.device) for t in second]))
+        found.append([0.0 if p.grad is None else p.grad.float().norm().item() for p in model.parameters()])
+        optimizer.step()
+        model, optimizer = accelerator.free_memory(model, optimizer)
+    assert found[1] == pytest.approx(found[0], rel=0.02, abs=1e-4)
+
+
 def test_unscaled_gradients():
     def run(accelerator):
         model, optimizer = made()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
@@ -126,6 +127,40 @@ def test_blocks_that_must_be_one_graph(how):
 
     plain, ours = run(full, "auto", Counting()), run(full, offload(**EXACT), Counting())
     assert_identical(plain[:2], ours[:2])
+
+
+class AsksItsWeights(nn.Module):
+    """A block whose forward looks at attributes of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.linear(x) * self.linear.weight.data.abs().max()
+
+
+@pytest.mark.parametrize("options", [EXACT, {"master": "fp32"}, {**EXACT, "stream_weights": False}], ids=str)
+def test_one_graph_serves_all_blocks_whose_masters_are_separate(options):
+    depth = torch._dynamo.config.recompile_limit + 2
+
+    class Deep(nn.Module):
+        def __init__(self, backend):
+            super().__init__()
+            self.embed = nn.Embedding(37, 16)
+            self.blocks = nn.ModuleList(AsksItsWeights() for _ in range(depth))
+            self.head = nn.Linear(16, 37)
+            compiled_in_place(self, backend=backend, fullgraph=True)
+
+        def forward(self, x):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    backend = Counting("aot_eager")
+    make_trainer(offload(**options), max_steps=2, precision="bf16-true").fit(Task(Deep(backend)), token_data())
+    assert backend.num_graphs == 1
 
 
 class ChangingLength(Task):

@@ -52,6 +52,13 @@ MUTANTS = (
         T_SEPARATE,
     ),
     Mutant(
+        "gradients from before the run belong to the master",
+        _MASTERS,
+        "        torch_private.set_plain_grad(self.compute, None)\n",
+        "        grad = None\n",
+        T_LOOPS,
+    ),
+    Mutant(
         "who asks for `.data` may write to it",
         _MASTERS,
         "        self.version = -1\n",

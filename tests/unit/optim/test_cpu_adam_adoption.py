@@ -118,3 +118,27 @@ def test_a_copy_of_an_adopted_optimizer_knows_whose_state_stays_float32():
         twin.step()
         kept = ["exp_avg" in twin.state[parameter] for parameter in twin.param_groups[0]["params"]]
         assert kept == [True, False]
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 2**20 + 7), (2**20 + 7, 3)], ids=str)
+def test_reading_data_costs_no_memory_and_writes_through_it_count(shape, is_transposed):
+    weights = torch.randn(shape).bfloat16()
+    compute = torch.nn.Parameter(weights.mT.contiguous().mT if is_transposed and weights.ndim == 2 else weights)
+    masters = MasterWeights({}, lambda compute, role, dtype: torch.empty(compute.shape, dtype=dtype))
+    pair = masters.adopt(compute, "fp32")
+    pair.master.data.mul_(1 + 2**-12)  # less than the compute weights can tell
+    expected = pair.master.detach().clone()
+    pair.put_front(lambda: None)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        assert compute.data is not None
+        masters.absorb_changes()
+    assert torch.equal(pair.master, expected)
+    if compute.is_contiguous():
+        assert max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * 2**20
+    if compute.numel():
+        last = tuple(size - 1 for size in shape)
+        compute.data[last] = expected[last] = 5.0
+        masters.absorb_changes()
+        assert torch.equal(pair.master, expected)
+    pair.remove_front()
