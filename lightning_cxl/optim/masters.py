@@ -247,7 +247,7 @@ class MasterWeights:
                 continue
             whole = local(pair.master), local(pair.compute.detach())
             is_flat = all(tensor.is_contiguous() for tensor in whole)
-            parts = [tensor.view(-1).split(_CHUNK_ELEMENTS) if is_flat else (tensor,) for tensor in whole]
+            parts = [torch.split(tensor.view(-1), _CHUNK_ELEMENTS) if is_flat else (tensor,) for tensor in whole]
             for master, written in zip(*parts, strict=True):
                 compute = written.to(master.device)
                 if not torch.equal(master.to(compute.dtype), compute):
