@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import random
+import typing
 from collections import namedtuple
 
 import numpy as np
@@ -354,6 +355,93 @@ def test_losses_that_a_unit_appends_have_a_backward_of_their_own(offload):
         x.square().mean().backward()
 
     compare(Stack(Collecting, num_blocks=6), offload, step)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    kind: typing.ClassVar[int] = 3
+    x: torch.Tensor = None
+
+
+@dataclasses.dataclass
+class ReadOnly:
+    x: torch.Tensor
+    number: int = 0
+
+    def __getstate__(self):
+        return self.__dict__
+
+    @property
+    def number(self):
+        return 2
+
+    @number.setter
+    def number(self, value):
+        if not isinstance(value, property):
+            raise AttributeError("read-only")
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Refusing(dict):
+    def __setitem__(self, key, value):
+        raise TypeError("frozen")
+
+
+class Immutable(dict):
+    def __copy__(self):
+        return self
+
+
+class Two(tuple):
+    def __new__(cls, left, right):
+        return super().__new__(cls, (left, right))
+
+
+def nested(x):
+    for _ in range(600):
+        x = [x]
+    return x
+
+
+def innermost(value):
+    while isinstance(value, list):
+        (value,) = value
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda x: Slotted(x), lambda given: given.x * given.kind),
+        (lambda x: ReadOnly(x), lambda given: given.x * given.number),
+        (lambda x: Refusing(x=x), lambda given: given["x"]),
+        (lambda x: Immutable(x=x), lambda given: given["x"]),
+        (lambda x: Two(x, 2), lambda given: given[0] * given[1]),
+        (lambda x: x.max(1, keepdim=True), lambda given: given.values * given.indices),
+        (nested, innermost),
+    ],
+    ids=["slots", "read-only", "refusing", "immutable", "tuple", "structseq", "deep"],
+)
+def test_containers_of_any_class_are_passed_on(offload, make, read):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, given):
+            return x + torch.tanh(self.linear(x) * read(given))
+
+    def step(model):
+        x = model.stem(torch.randn(4, 8))
+        given = make(x.sin().detach())
+        for block in model.blocks:
+            x = block(x, given)
+        x.square().mean().backward()
+        assert isinstance(read(given), torch.Tensor)
+
+    compare(Stack(Block, num_blocks=6), offload, step)
 
 
 def test_a_cache_in_a_container_grows_once(offload):
