@@ -19,8 +19,9 @@ Not seen: state outside the unit's modules, in objects behind an attribute, or i
 [Note: Random numbers of a recompute]
 checkpoint() repeats what a unit draws from torch's default generators. Here the same is done for Python's and numpy's
 global ones, and for generators of torch, numpy and Python among the unit's arguments and the attributes of its modules,
-and in containers there. A state is kept only if the forward has moved it, so a generator that a unit does not use is
-never touched. The recompute starts from that state, and afterwards the generator is where it was before.
+and in small containers there. A state is kept only if it has moved during the forward. The recompute starts from that
+state, and afterwards the generator is where it was. As with torch's own, another thread that draws meanwhile from a
+global generator moves it, too, and what it draws during the recompute is drawn once more afterwards.
 """
 
 import collections
@@ -42,6 +43,9 @@ from lightning_cxl.streaming.versions import stale_error, version_of
 _SMALL_NUMEL = 1 << 14
 _INTERNAL = (frozenset(nn.Module().__dict__) - {"training"}) | {"forward"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+_SEARCHED = frozenset((*_CONTAINERS, tuple))
+_PASSED = frozenset((int, float, str, bool, type(None), torch.Tensor))
+_MAX_SEARCHED = 64  # items: a vocabulary holds no generators
 
 
 class ModuleState:
@@ -58,7 +62,8 @@ class ModuleState:
         kept: dict[int, _Kept] = {}
         found = [(module, _attributes(module)) for module in unit.modules()]
         self._before = [(module, _keep(attributes, kept), _keep(module._buffers, kept)) for module, attributes in found]
-        self._draws = list(map(_Draws, _generators([arguments, *[attributes for _, attributes in found]])))
+        values = [arguments, *[attributes.values() for _, attributes in found]]
+        self._draws = list(map(_Draws, _generators(values)))
         self._shown = [(module, name, _hold(each)) for module, name, each in _own_parameters(unit)]
         self._unsettled = list(kept.values())
         self._compared: list[_Kept] = []  # in the order in which they were asked for
@@ -210,8 +215,8 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]
     return lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state))
 
 
-def _generators(values: Any) -> list[Any]:
-    """Return the global generators besides torch's, and those in `values` and in containers there."""
+def _generators(values: Iterable[Iterable[Any]]) -> list[Any]:
+    """Return the global generators besides torch's, and those in `values` and in small containers there."""
     numpy_random = sys.modules.get("numpy.random")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     found: dict[int, Any] = {id(random): random}
@@ -219,15 +224,16 @@ def _generators(values: Any) -> list[Any]:
         kinds += (numpy_random.Generator, numpy_random.RandomState)
         found[id(numpy_random)] = numpy_random
     searched: set[int] = set()
-    to_search = [values]
+    to_search = list(values)
     while to_search:
-        container = to_search.pop()
-        searched.add(id(container))
-        for each in container.values() if isinstance(container, dict) else container:
+        for each in to_search.pop():
+            if type(each) in _PASSED:
+                continue
             if isinstance(each, kinds):
                 found[id(each)] = each
-            elif type(each) in (*_CONTAINERS, tuple) and id(each) not in searched:
-                to_search.append(each)
+            elif type(each) in _SEARCHED and len(each) <= _MAX_SEARCHED and id(each) not in searched:
+                searched.add(id(each))
+                to_search.append(each.values() if isinstance(each, dict) else each)
     return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
 
 

@@ -535,7 +535,7 @@ MUTANTS = (
     Mutant(
         "a recompute draws what generators in containers of the module gave",
         _STATE,
-        "            elif type(each) in (*_CONTAINERS, tuple)",
+        "            elif type(each) in _SEARCHED",
         "            elif False",
         T_CALLS,
     ),
