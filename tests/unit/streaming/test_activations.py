@@ -372,7 +372,7 @@ class ReadOnly:
         return self.__dict__
 
     @property
-    def number(self):
+    def number(self):  # noqa: F811
         return 2
 
     @number.setter
