@@ -47,7 +47,7 @@ print("steps", trainer.global_step)
 """
 COMMAND = """
 from lightning_cxl.__main__ import main
-sys.argv = ["lightning_cxl", "fit", "--help"]
+sys.argv = ["lightning_cxl", "fit", "--help", "all"]
 main()
 """
 

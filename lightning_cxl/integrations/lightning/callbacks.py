@@ -71,7 +71,8 @@ class OffloadProgressBar(RichProgressBar):
     def _print_line(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = self.get_metrics(trainer, pl_module)
         shown = (f"{name} {_number(value)}" for name, value in metrics.items())
-        print(f"step {trainer.global_step}/{_last_step(trainer)}  " + "  ".join(shown), flush=True)
+        of_how_many = f"/{_last_step(trainer)}" if trainer.state.fn == "fit" else ""
+        print(f"step {trainer.global_step}{of_how_many}  " + "  ".join(shown), flush=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
