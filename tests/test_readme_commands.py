@@ -49,6 +49,7 @@ def test_the_commands_are_found():
 
 
 @pytest.mark.full
+@pytest.mark.alone  # benchmarks that look at clocks and memory
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_every_command_of_the_readme_works_in_a_new_environment(tmp_path):
