@@ -134,7 +134,7 @@ def test_a_job_that_memory_cannot_hold_ends_well_with_the_tier_ssd(group, tmp_pa
     status, lines = group.run_module("limited_ssd_run", folders[1], *group.files, too_little)
     assert status == 0, lines
     limited = lines[-1]
-    assert limited["plan_of_memory"]["status"] == 2 and "together" in limited["refusal"], "planned and refused alike"
+    assert limited["plan_of_memory"]["status"] == 3 and "together" in limited["refusal"], "planned and refused alike"
     assert limited["plan_with_ssd"]["status"] == 0
     planned = limited["plan_with_ssd"]["found"]["ssd"]["used_bytes"]
     assert 0 < limited["on_ssd"] < 10 * free["num_parameters"]
