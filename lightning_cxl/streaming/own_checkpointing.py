@@ -4,7 +4,8 @@
 Two checkpoints around one block give the same losses, but run its forward three times. Hugging Face models show that
 they checkpoint by a flag, which is set on blocks and on what contains them: it is False while the model is attached,
 and True again afterwards. A ``torch.utils.checkpoint`` in the user's own forward shows itself only when a unit's first
-forward runs within a backward. It may span more than a unit, so it is left to the user, who is told once.
+forward runs within a backward. It may span more than a unit, so it is left to the user, who is told once. Where it is
+not reentrant and spans units alone, it has saved nothing that needs a recompute of its own.
 """
 
 import logging

@@ -60,9 +60,9 @@ def test_hugging_face_checkpointing_that_is_enabled_during_the_run():
 
 
 class Checkpointing(TinyTransformer):
-    """Checkpoints its blocks, `span` at a time."""
+    """Checkpoints its blocks, `span` at a time, and with `more` an operator beside them."""
 
-    use_reentrant, span = False, 1
+    use_reentrant, span, more = False, 1, False
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -73,21 +73,30 @@ class Checkpointing(TinyTransformer):
     def some(self, x, start):
         for block in self.blocks[start : start + self.span]:
             x = block(x)
-        return x
+        return torch.sin(x) if self.more else x
 
 
 @pytest.mark.parametrize(("span", "streams"), [(1, True), (2, True), (4, True), (2, False)])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_in_the_users_forward_nest_with_ours(use_reentrant, span, streams, caplog):
-    def make():
+@pytest.mark.parametrize("more", [False, True])
+def test_checkpoints_in_the_users_forward_nest_with_ours(more, use_reentrant, span, streams, caplog):
+    """One that is not reentrant, and has units alone, computes none a third time: then nothing is told."""
+    calls = []
+
+    def make(forwards=None):
         model = Checkpointing(depth=4)
-        model.use_reentrant, model.span = use_reentrant, span
+        model.use_reentrant, model.span, model.more = use_reentrant, span, more
+        if forwards is not None:
+            part = next(part for part in model.blocks[0].modules() if isinstance(part, torch.nn.Linear))
+            part.register_forward_pre_hook(lambda *_: forwards.append(1))
         return model
 
     with caplog.at_level(logging.INFO, "lightning_cxl"):
-        ours = train(make, offload(stream_weights=streams, **EXACT), steps=4)
+        ours = train(lambda: make(calls), offload(stream_weights=streams, **EXACT), steps=4)
     assert_identical(train(make, "auto", steps=4), ours)
-    assert len([record for record in caplog.records if "computed three times" in record.message]) == 1
+    is_third = more or use_reentrant
+    assert len(calls) == 4 * (3 if is_third else 2)
+    assert len([record for record in caplog.records if "computed three times" in record.message]) == is_third
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

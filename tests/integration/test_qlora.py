@@ -199,13 +199,13 @@ def copies(monkeypatch):
     to_device, to_host = [], []
     start = engine.DeviceEngine._start
 
-    def noted(self, stream, copies, *rest):
+    def noted(self, stream, copies, *rest, **options):
         for source, destination in copies:
             if destination.device.type == "cpu":
                 to_host.append(destination.data_ptr())
             else:
                 to_device.append(source.data_ptr())
-        return start(self, stream, copies, *rest)
+        return start(self, stream, copies, *rest, **options)
 
     monkeypatch.setattr(engine.DeviceEngine, "_start", noted)
     return to_device, to_host
