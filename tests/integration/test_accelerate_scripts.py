@@ -33,6 +33,7 @@ def check_trained(made):
     assert any(each.report()["optimizers"] for each in made), "nothing was trained with our accelerator"
 
 
+@pytest.mark.filterwarnings("ignore:RegressionModel was moved to `cpu`, which ends its run")  # as it does
 @pytest.mark.parametrize("script", ["test_script"], indirect=True)
 def test_the_test_script(script, monkeypatch, capsys):
     module, made = script
@@ -43,6 +44,7 @@ def test_the_test_script(script, monkeypatch, capsys):
 
 
 @pytest.mark.on_cpu
+@pytest.mark.filterwarnings("ignore:RegressionModel gets gradients and was prepared without")  # one half of test_sync
 @pytest.mark.parametrize("script", ["test_script", "test_sync"], indirect=True)
 def test_scripts_on_the_cpu(script, capsys):
     module, made = script
