@@ -69,8 +69,16 @@ def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy:
             found[key] = _attempt(model, settings, machine, policy, steps)
         return found[key]
 
-    axes = _axes(settings, machine)
-    ways = [next((way for step in axis if (way := attempt((step,)))), None) for axis in axes]
+    def weakest(axis: Sequence[Step]) -> Way | None:
+        # the strongest first: where it does not help, the others need no look, and each look may be a dry run
+        return next(way for step in axis if (way := attempt((step,)))) if attempt((axis[-1],)) else None
+
+    options, others = _options(settings, machine.device.is_host), _others(settings, machine)
+    ways = [weakest(axis) for axis in options]
+    if not any(ways):
+        ways = [_fewest(attempt, (), options)]
+    ways += [weakest(axis) for axis in others]
+    axes = options + others
     if not any(ways):
         ways = [_fewest(attempt, (), axes)]
     ways += [attempt((base,)) or _fewest(attempt, (base,), axes) for base in _adapters(settings, machine)]
@@ -115,9 +123,8 @@ def _fewest(
     return way
 
 
-def _axes(settings: Settings, machine: Machine) -> list[list[Step]]:
-    """Return what can be changed, the cheapest first; of each, the values from the weakest to the strongest."""
-    is_host = machine.device.is_host
+def _options(settings: Settings, is_host: bool) -> list[list[Step]]:
+    """Return options that can be changed, the cheapest first; of each, the values from the weakest to the strongest."""
     streams = not is_host if settings.stream_weights == "auto" else settings.stream_weights
     axes: list[list[Step]] = []
 
@@ -145,15 +152,23 @@ def _axes(settings: Settings, machine: Machine) -> list[list[Step]]:
     in_parts = {"between_nodes": "shard", "weights": "gathered"}
     cut = Step("the model cut over all machines", "--between-nodes shard --weights gathered", in_parts)
     may(settings.num_nodes > 1 and settings.between_nodes == "replicate", cut)
+    return axes
+
+
+def _others(settings: Settings, machine: Machine) -> list[list[Step]]:
+    """Return what costs more than an option, as `_options` does: a drive, smaller batches, shorter sequences, memory."""
+    axes: list[list[Step]] = []
     on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=_LARGE_BYTES))
     drive = Step('optimizer state and weights on a drive, tiers={"ssd": {"path": DIR}}', "--ssd DIR", machine=on_drives)
-    may(machine.ssd is None, drive)
+    if machine.ssd is None:
+        axes.append([drive])
     for name, flag in (("batch", "--batch"), ("sequence", "--seq")):
         sizes = [getattr(settings, name) >> shift for shift in range(1, _MOST_HALVES + 1)]
-        may(True, *(Step(f"{name} {size}", f"{flag} {size}", {name: size}) for size in sizes if size))
+        axes.append([Step(f"{name} {size}", f"{flag} {size}", {name: size}) for size in sizes if size])
     more = _with_another_card(machine)
-    may(more is not None, Step("another card like the last one", machine=more))
-    return axes
+    if more is not None:
+        axes.append([Step("another card like the last one", machine=more)])
+    return [axis for axis in axes if axis]
 
 
 def _adapters(settings: Settings, machine: Machine) -> list[Step]:

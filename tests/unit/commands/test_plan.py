@@ -153,6 +153,18 @@ def test_several_changes_where_no_single_one_helps(plan):
     assert any('lora={"r": 16}' in each for each in texts(data)[1:])
 
 
+def test_options_that_fit_together_are_said_beside_what_a_drive_does(plan, deep_model):
+    """No option alone is enough, a drive would be: those who have none are told which options are."""
+    _, _, both = plan("--state", "8bit", "--overlap", "backward", model=deep_model)
+    room = f"{sum(both['roles'].values()) // 2 + (1 << 20)}B"
+    for one in (["--state", "8bit"], ["--overlap", "backward"]):
+        assert plan(*one, dram=room, cxl=room, model=deep_model)[0] == 3
+    _, _, data = plan(dram=room, cxl=room, model=deep_model)
+    first, second = data["what_fits"][:2]
+    assert shlex.split(first["command"])[-4:] == ["--overlap", "backward", "--state", "8bit"]
+    assert "on a drive" in second["text"]
+
+
 def test_a_sequence_that_is_longer_than_the_model_has_positions_for(plan):
     with pytest.raises(ConfigError, match=r"has positions for .* tokens .*give --seq "):
         plan("--seq", "100000")
