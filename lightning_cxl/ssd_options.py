@@ -29,8 +29,6 @@ class SsdOptions:
     which is kept until the next checkpoint."""
     is_part: bool = False
     """Whether the folders are those of one of several processes, below the ones that the user has named."""
-    num_sharers: int = 1
-    """Processes of this machine that use these drives, all alike."""
 
     @property
     def versions(self) -> int:

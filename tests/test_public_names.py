@@ -101,7 +101,7 @@ ARGUMENTS = {
 }
 KEYS_OF_FILES = {
     Machine: "name tiers device cache host_bytes write_contention source has_speeds ssd links",
-    MachineSsd: "capacity_bytes read_bytes_per_s write_bytes_per_s drive_bytes num_drives versions",
+    MachineSsd: "capacity_bytes read_bytes_per_s write_bytes_per_s num_drives versions",
     MachineTier: "name kind capacity_bytes num_nodes adam_bytes_per_s device_read_bytes_per_s device_write_bytes_per_s "
     "device_write_buffer_bytes latency_ns backed_by",
     Device: "name memory_bytes flops h2d_bytes_per_s d2h_bytes_per_s copy_latency_s count is_host",

@@ -34,12 +34,6 @@ def ssd_capacity_bytes(options: SsdOptions) -> int:
     return int(least * len(folders) * _USED)
 
 
-def drive_bytes(options: SsdOptions) -> int:
-    """Return the size of the drives together, as their file systems say it."""
-    found = {drive_of(folder): os.statvfs(folder) for folder in map(existing_folder, options.paths)}
-    return sum(each.f_blocks * each.f_frsize for each in found.values())
-
-
 def drive_of(folder: Path) -> int:
     """Return what tells drives apart: the device of the file system."""
     return os.stat(folder).st_dev

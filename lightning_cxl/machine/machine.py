@@ -63,8 +63,6 @@ class MachineSsd:
     read_bytes_per_s: Rate | None = None
     """Of all drives together; None where it is not known."""
     write_bytes_per_s: Rate | None = None
-    drive_bytes: Size | None = None
-    """Size of the drives, which their wear depends on; None: as `capacity_bytes`."""
     num_drives: int = 1
     """Over which every record is cut."""
     versions: int = 1
@@ -76,8 +74,6 @@ class MachineSsd:
             raise ConfigError(
                 f"ssd: num_drives must be at least 1 and versions 1 or 2, got {self.num_drives} and {self.versions}"
             )
-        if self.drive_bytes == 0:
-            raise ConfigError("ssd: drive_bytes must be positive, or left out, got 0")
 
     @property
     def has_speeds(self) -> bool:

@@ -18,7 +18,7 @@ from lightning_cxl.machine.machine import Cache, Device, Machine, MachineSsd, Ma
 from lightning_cxl.machine.reader import read, read_fields
 
 _OF_THE_HARDWARE = ("name", "kind", "num_nodes", "backed_by")
-_OF_THE_DRIVES = ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s", "drive_bytes")
+_OF_THE_DRIVES = ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ def ssd_of(topology: Topology, calibration: Calibration | None, overrides: Overr
     values: dict[str, Any] = {} if calibration is None else _measured(tier.folders, calibration.ssds)
     values |= overrides.ssd
     values["capacity_bytes"] = min(tier.capacity_bytes, overrides.ssd.get("capacity_bytes", tier.capacity_bytes))
-    values.setdefault("drive_bytes", tier.drive_bytes)
     return MachineSsd(num_drives=len(tier.folders), versions=tier.versions, **values)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
 from lightning_cxl.machine import limits, nodes
-from lightning_cxl.machine.disk_space import drive_bytes, ssd_capacity_bytes
+from lightning_cxl.machine.disk_space import ssd_capacity_bytes
 from lightning_cxl.machine.nodes import Node
 from lightning_cxl.ssd_options import SSD, SsdOptions
 from lightning_cxl.units import format_bytes, parse_bytes
@@ -49,8 +49,6 @@ class Tier:
     """What these files may hold together."""
     versions: int = 1
     """How often every byte lies in these files: 2 where checkpoints refer to it."""
-    drive_bytes: int = 0
-    """Size of the drives together."""
     nearest_first: bool = False
     """Nodes that are further away get bytes only when the nearer ones are full; otherwise all nodes are striped."""
 
@@ -197,16 +195,13 @@ class Topology:
         Raises:
             ConfigError: a path is no folder.
         """
-        capacity_bytes = ssd_capacity_bytes(options)
         tier = Tier(
             SSD,
             TierKind.SSD,
             (),
             folders=options.paths,
-            file_bytes=capacity_bytes,
+            file_bytes=ssd_capacity_bytes(options),
             versions=options.versions,
-            # the part of each process: others write as much to these drives. Some file systems do not say their size
-            drive_bytes=drive_bytes(options) // options.num_sharers or capacity_bytes,
         )
         return replace(self, ssd=tier)
 

@@ -32,7 +32,6 @@ from lightning_cxl.planning.policies.api import PlanningPolicy
 from lightning_cxl.planning.run_policy import RunPolicy
 from lightning_cxl.planning.settle_state import settle_state
 from lightning_cxl.planning.ssd_room import SsdRoom
-from lightning_cxl.planning.wear import say_wear
 from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
@@ -137,10 +136,7 @@ class Host:
             ConfigError: the policy leaves something out.
             TierFullError: it does not fit.
         """
-        decision = decide(inventory, self.policy, self.memory, self.placer, self.config.on_tier_full, self.ssd)
-        if inventory.ssd_records:
-            say_wear(inventory, self.topology, self.device, self.config.machine)
-        return decision
+        return decide(inventory, self.policy, self.memory, self.placer, self.config.on_tier_full, self.ssd)
 
     def report(self, state: str = "running", ssd: SsdUse | None = None) -> dict[str, Any]:
         """Return measured bytes of all tiers, and nothing of a run, as JSON-able data.
@@ -153,7 +149,7 @@ class Host:
         if (tier := self.topology.ssd) is not None:
             use = ssd or SsdUse()
             stats["tiers"][tier.name] = tier_row(tier, use)
-            moved = io_data(tier, use)
+            moved = io_data(use)
         return {
             "state": state,
             "device": str(self.device),

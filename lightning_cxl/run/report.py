@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_cxl.ssd_options import SSD
-from lightning_cxl.tables import table_lines, wrapped
+from lightning_cxl.tables import table_lines
 from lightning_cxl.units import format_bytes
 
 _WIDTH = 110
@@ -52,8 +52,8 @@ def format_report(report: Mapping[str, Any]) -> str:
         )
     if moved := report["ssd"]:
         seconds = f" of {moved['step_seconds']:.2f} s" if moved["step_seconds"] else ""
-        read = f"{moved['read_bytes_per_step'] / 1e9:.3g} GB read and "
-        lines += wrapped(f"tier ssd, {moved['num_steps']:,.0f} steps{seconds}: {read}{moved['text']}", _WIDTH)
+        read, written = (f"{moved[f'{way}_bytes_per_step'] / 1e9:.3g} GB {way}" for way in ("read", "written"))
+        lines.append(f"tier ssd, {moved['num_steps']:,.0f} steps{seconds}: {read} and {written} per step")
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)

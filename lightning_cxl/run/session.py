@@ -160,7 +160,7 @@ class Session:
         Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}},
         ``ranks`` (which of how many this process is; None where it is alone; bytes are of this rank), ``roles``,
         ``peak_roles`` and ``planned_roles`` {role: {tier: bytes}}, ``config``, ``optimizers``, ``units``, ``streamed``,
-        ``ssd`` (what a step moves from and to the tier `ssd`, and the wear of its drives), ``policy``, ``reasons``
+        ``ssd`` (what a step moves from and to the tier `ssd`), ``policy``, ``reasons``
         {role: [text]}, ``notes``.
         """
         report = self._last_report

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_cxl.machine.topology import Tier
-from lightning_cxl.planning.wear import Wear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,16 +72,13 @@ def tier_row(tier: Tier, use: SsdUse) -> dict[str, int]:
     }
 
 
-def io_data(tier: Tier, use: SsdUse) -> dict[str, Any]:
-    """Return what a step has moved and what that does to the drives, JSON-able; empty before the first step."""
+def io_data(use: SsdUse) -> dict[str, Any]:
+    """Return what a step has moved, JSON-able; empty before the first step."""
     if not use.num_steps or not use.written_bytes:
         return {}
-    seconds = use.seconds / use.num_steps if use.seconds > 0 else None
-    wear = Wear(use.written_bytes / use.num_steps, tier.drive_bytes, seconds)
     return {
         "num_steps": use.num_steps,
-        "step_seconds": seconds,
+        "step_seconds": use.seconds / use.num_steps if use.seconds > 0 else None,
         "read_bytes_per_step": use.read_bytes / use.num_steps,
-        **wear.as_data(),
-        "text": wear.describe(),
+        "written_bytes_per_step": use.written_bytes / use.num_steps,
     }

@@ -287,13 +287,6 @@ MUTANTS = (
         T_SETTLE,
     ),
     Mutant(
-        "what is only read does not wear",
-        "lightning_cxl/planning/wear.py",
-        "    if not job.ssd_written_bytes:\n",
-        "    if False:\n",
-        T_EVALUATED,
-    ),
-    Mutant(
         "a checkpoint checks weights in the slots that were planned",
         "lightning_cxl/optim/state_visits.py",
         "        for record in self._own:\n            with self.checked",

@@ -156,7 +156,7 @@ def _options(settings: Settings, is_host: bool) -> list[list[Step]]:
 
 
 def _others(settings: Settings, machine: Machine) -> list[list[Step]]:
-    """Return what costs more than an option, as `_options` does: a drive, smaller batches, shorter sequences, memory."""
+    """Return what costs more than an option, as `_options` does: a drive, smaller inputs, more memory."""
     axes: list[list[Step]] = []
     on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=_LARGE_BYTES))
     drive = Step('optimizer state and weights on a drive, tiers={"ssd": {"path": DIR}}', "--ssd DIR", machine=on_drives)

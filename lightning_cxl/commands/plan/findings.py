@@ -10,7 +10,6 @@ from lightning_cxl.machine.machine import Device, Machine
 from lightning_cxl.planning.compare import PolicyPlan, fits_device, working_bytes
 from lightning_cxl.planning.jobs.model_job import ModelJob
 from lightning_cxl.planning.jobs.step import StepTime
-from lightning_cxl.planning.wear import Wear
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +45,6 @@ class Findings:
         """Host memory in all: every role, and where the CPU computes, what it works in; not what the tier `ssd` has."""
         job = self.planned.job
         return sum(job.bytes_of().values()) - job.ssd_bytes + working_bytes(job, self.machine)
-
-    @property
-    def wear(self) -> Wear | None:
-        """What the plan that is shown in full does to the drives of the tier `ssd`; None where it writes nothing."""
-        job, ssd, time = self.planned.job, self.machine.ssd, self.chosen.time
-        if ssd is None or not job.ssd_written_bytes:
-            return None
-        size = ssd.capacity_bytes if ssd.drive_bytes is None else ssd.drive_bytes
-        return Wear(job.ssd_written_bytes, size, None if time is None else time.seconds)
 
 
 def as_data(found: Findings) -> dict[str, Any]:
@@ -109,7 +99,7 @@ def _ssd_data(found: Findings) -> dict[str, Any] | None:
         "used_bytes": job.ssd_bytes_in(ssd.versions),
         "num_records": job.num_records,
         "read_bytes_per_step": job.ssd_read_bytes,
-        "wear": None if found.wear is None else found.wear.as_data(),
+        "written_bytes_per_step": job.ssd_written_bytes,
     }
 
 

@@ -11,7 +11,6 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.compare import PolicyPlan, fits_device, working_bytes
 from lightning_cxl.planning.jobs.job import Job
 from lightning_cxl.planning.jobs.step import StepTime
-from lightning_cxl.planning.wear import wear_advice
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.tables import table_lines, wrapped
 from lightning_cxl.units import format_bytes
@@ -103,8 +102,8 @@ def _tiers(found: Findings) -> tuple[str, ...]:
 
 def _ssd(found: Findings) -> list[str]:
     """Return what memory cannot hold, what the drives do for it, and what is left of memory."""
-    job, machine, wear = found.planned.job, found.machine, found.wear
-    if machine.ssd is None or wear is None:
+    job, machine = found.planned.job, found.machine
+    if machine.ssd is None or not job.ssd_written_bytes:
         return []
     left = max(0, machine.memory_bytes - found.host_bytes)
     twice = ", optimizer state in two versions" if machine.ssd.versions > 1 else ""
@@ -127,7 +126,7 @@ def _ssd(found: Findings) -> list[str]:
             "  the speeds of its drives are not known, so no seconds are predicted: `python -m lightning_cxl calibrate "
             "--ssd DIR` measures them"
         )
-    return [*lines, *wrapped(f"  {'WARNING: ' + wear_advice(wear) if wear.wears_out else wear.describe()}")]
+    return [*lines, f"  {job.ssd_written_bytes / 1e9:.3g} GB written per step"]
 
 
 def _on_drives(job: Job) -> str:

@@ -19,4 +19,4 @@ def share_ssd(options: SsdOptions, rank: int, num_local_ranks: int, capacity_byt
     """
     paths = tuple(path / f"rank-{rank}" for path in options.paths)
     share = capacity_bytes // num_local_ranks
-    return replace(options, paths=paths, budget_bytes=share, num_sharers=num_local_ranks, is_part=True)
+    return replace(options, paths=paths, budget_bytes=share, is_part=True)

@@ -6,8 +6,7 @@ import pytest
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine import disk_space
-from lightning_cxl.machine.disk_space import drive_bytes, ssd_capacity_bytes
-from lightning_cxl.machine.topology import Topology
+from lightning_cxl.machine.disk_space import ssd_capacity_bytes
 from lightning_cxl.ssd_options import SsdOptions
 from tests.training_device import kernels_answer
 
@@ -64,18 +63,6 @@ def test_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r'the path .*file/run of "ssd" is no folder: .*file is something else'):
         ssd_capacity_bytes(SsdOptions((tmp_path / "file" / "run",)))
-
-
-def test_the_size_of_drives_counts_each_once(drives, monkeypatch):
-    folders = drives(a=(1, 0), b=(1, 0), c=(2, 0))
-    sizes = {str(folders[0]): 100, str(folders[1]): 100, str(folders[2]): 7}
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=sizes[str(path)], f_frsize=4096))
-    assert drive_bytes(SsdOptions(tuple(folders))) == 107 * 4096
-
-
-def test_a_file_system_that_does_not_say_its_size_is_as_large_as_the_tier(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_frsize=4096))
-    assert Topology.fake().with_ssd(SsdOptions((tmp_path,), 1 << 30)).ssd.drive_bytes == 1 << 30
 
 
 def test_a_folder_in_memory_is_refused_and_one_on_a_network_is_warned_of(tmp_path, monkeypatch, caplog):

@@ -274,7 +274,6 @@ def test_the_tier_ssd_has_what_was_measured_in_its_folder(machine, monkeypatch, 
     found = machine_of(topology)
     assert (found.ssd.capacity_bytes, found.ssd.read_bytes_per_s, found.ssd.write_bytes_per_s) == (1 << 40, 7e9, 6e9)
     assert (found.ssd.num_drives, found.ssd.versions) == (1, 1)
-    assert found.ssd.drive_bytes == topology.ssd.drive_bytes > 0
     assert "; ssd: calibration of 2026-01-31 with 2 threads; " in found.source
     assert found.names == ("dram", "cxl")
     assert machine_without_speeds(topology).ssd == found.ssd

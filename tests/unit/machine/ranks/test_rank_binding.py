@@ -12,7 +12,6 @@ from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.ranks import binding
 from lightning_cxl.machine.ranks.binding import bind_rank, device_node
 from lightning_cxl.machine.ranks.places import RankFacts
-from lightning_cxl.machine.ranks.ssd_share import share_ssd
 from lightning_cxl.native import _cpu
 from tests.unit.machine.ranks.sysfs import GIB, TWO_CARDS, write_machine
 
@@ -166,14 +165,6 @@ def test_ranks_divide_the_tier_ssd_and_have_folders_of_their_own(root, process, 
     one_of_two_machines = bind_rank(0, 1, CPU, OffloadConfig(tiers=tiers), Topology.detect(root), rank=1)
     assert one_of_two_machines.ssd.paths == tuple(folder / "rank-1" for folder in folders)
     assert one_of_two_machines.ssd.budget_bytes == 8 * GIB
-
-
-def test_each_rank_wears_its_part_of_the_drives(root, process, tmp_path):
-    tiers = {"ssd": {"path": str(tmp_path), "budget": "1GiB"}}
-    machine = Topology.detect(root)
-    whole = machine.with_ssd(OffloadConfig(tiers=tiers).ssd()).ssd.drive_bytes
-    part = machine.with_ssd(share_ssd(OffloadConfig(tiers=tiers).ssd(), 0, 4, GIB)).ssd.drive_bytes
-    assert part == whole // 4
 
 
 def test_one_process_on_a_machine_takes_part_where_those_of_all_machines_ask_together():
