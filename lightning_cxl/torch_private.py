@@ -132,7 +132,8 @@ def run_backward(loss: Tensor) -> None:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the backward that is running, before it returns; not where it fails."""
-    _queue_callback(callback)
+    calls = [callback]  # a thread of autograd keeps what it was given for a moment after `loss.backward()` has returned
+    _queue_callback(lambda: calls.pop()())
 
 
 def is_in_backward() -> bool:

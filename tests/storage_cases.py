@@ -1,6 +1,7 @@
 """What tests of storage share: memory with known bytes, written to records and read back."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -45,9 +46,15 @@ def folders(path, count=1):
     return [path / f"drive{index}" for index in range(count)]
 
 
+def data_file(folder):
+    """Return a path of the one data file in a folder that this process has open, also where that has no name."""
+    begin = str(folder / "lightning_cxl-")
+    return next(fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(begin))
+
+
 def damage(folder):
     """Flip a bit in every block of the one data file in a folder, behind its store's back; metadata stays."""
-    (data,) = folder.glob("*.data")
+    data = data_file(folder)
     with open(data, "r+b") as file:
         for offset in range(256 << 10, data.stat().st_size, BLOCK):
             file.seek(offset)

@@ -94,6 +94,6 @@ def _generation(fields: dict[str, Any]) -> Generation:
 
 def _damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"the manifest `{path}` is damaged: {why}. What the folder holds cannot be restored: use a checkpoint, and "
-        f"another folder or delete this one"
+        f"the manifest `{path}` is damaged: {why}. Without it nothing in the folder can be read: put it back from a "
+        f"backup, or use another folder and a checkpoint with checkpoint='copy'. Delete this one when none refers to it"
     )

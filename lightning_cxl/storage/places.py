@@ -15,7 +15,10 @@ from lightning_cxl.storage.system import System
 
 log = logging.getLogger(__name__)
 
-WHAT_TO_DO = "Use another folder, or delete this one if nobody needs it."
+WHAT_TO_DO = (
+    "Use another folder. A checkpoint with checkpoint='reference' needs what lies here: before you delete it, save it "
+    "whole with `torch.save(lightning_cxl.plain_checkpoint(torch.load(CHECKPOINT)), NEW_FILE)`."
+)
 
 
 class Places:
@@ -32,6 +35,7 @@ class Places:
 
     def __init__(self, paths: Sequence[Path], *, keeps: bool, system: System) -> None:
         self._system = system
+        self._keeps = keeps
         self.paths = tuple(str(path) for path in paths)
         self.files_stay = False
         self.drives: list[Drive] = []
@@ -118,6 +122,9 @@ class Places:
         stack.callback(drive.close)
         drive.prepare()
         self.drives.append(drive)
+        if not self._keeps:  # so that nothing is left of a run that is killed; `close` removes what cannot go now
+            with contextlib.suppress(StorageError):
+                folder.remove(path)
         folder.remove_orphans(self.store_id)
         folder.sync()
 

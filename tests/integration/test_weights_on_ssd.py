@@ -23,6 +23,7 @@ from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
+from tests.storage_cases import data_file
 
 WEIGHTS = {"*": {"weights": "ssd"}}
 ALL = {"*": {"weights": "ssd", "optimizer_state": "ssd"}}
@@ -438,7 +439,7 @@ def test_damaged_weights_are_not_saved(tmp_path):
     class Damaged(LlamaTask):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if batch_idx == 1:
-                (file,) = (tmp_path / "ssd").glob("*.data")
+                file = data_file(tmp_path / "ssd")
                 contents = file.read_bytes()
                 with open(file, "r+b") as in_place:  # a shorter file meanwhile would fail reads ahead in another way
                     in_place.write(bytes(byte ^ 1 for byte in contents))

@@ -228,6 +228,13 @@ MUTANTS = (
         T_PLACES,
     ),
     Mutant(
+        "a killed run that keeps nothing leaves nothing",
+        _PLACES,
+        "                folder.remove(path)\n        folder.remove_orphans",
+        "                pass\n        folder.remove_orphans",
+        T_STORE,
+    ),
+    Mutant(
         "a folder in memory is no drive",
         "lightning_cxl/machine/disk_space.py",
         "    if kind in _IN_MEMORY:\n",

@@ -223,6 +223,13 @@ MUTANTS = (
         T_GRADS,
     ),
     Mutant(
+        "what autograd keeps for a moment keeps no run",
+        "lightning_cxl/torch_private.py",
+        "_queue_callback(lambda: calls.pop()())",
+        "_queue_callback(callback)",
+        ("tests/unit/test_torch_private.py",),
+    ),
+    Mutant(
         "what a failed backward left behind is forgotten",
         _GRADS,
         "            self._arrived.forget()\n",

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -43,6 +44,21 @@ def test_the_package_refuses_a_torch_without_a_name_when_it_is_imported(damage, 
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
     assert "UnsupportedError: torch" in result.stderr and f"has no `{name}`" in result.stderr
+
+
+def test_what_autograd_keeps_for_a_moment_after_a_backward_keeps_no_run(monkeypatch):
+    class Sink:
+        def finish(self):
+            finished.append(True)
+
+    finished, kept, queue = [], [], torch_private._queue_callback
+    monkeypatch.setattr(torch_private, "_queue_callback", lambda call: kept.append(call) or queue(call))
+    sink, x = Sink(), torch.ones(1, requires_grad=True)
+    is_alive = weakref.ref(sink)
+    x.register_hook(lambda _: torch_private.at_end_of_backward(is_alive().finish))
+    x.sum().backward()
+    del sink
+    assert finished and kept and is_alive() is None
 
 
 def test_hooks_of_an_optimizer_that_torch_has_renamed_are_told():

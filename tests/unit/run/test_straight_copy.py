@@ -20,7 +20,7 @@ from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
 from tests.reflinks import filesystem_with_reflinks
-from tests.storage_cases import BLOCK, BUDGET, CHUNK, folders, memory_of
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, data_file, folders, memory_of
 
 NUMELS = (5 * 1024, 3000, 1, 2048)  # of the tensors of each record; 3000 is no whole number of blocks
 NBYTES = sum(-(-4 * numel // 64) * 64 for numel in NUMELS)
@@ -159,8 +159,7 @@ def test_state_that_no_update_has_written_is_what_its_window_shows(state, tmp_pa
 
 def test_a_damaged_record_is_not_copied(state, tmp_path):
     run = state()
-    (data,) = (tmp_path / "drive0").glob("*.data")
-    with open(data, "r+b") as file:
+    with open(data_file(tmp_path / "drive0"), "r+b") as file:
         offset = run.records[2].record.versions[0] + 70
         file.seek(offset)
         byte = file.read(1)[0]

@@ -12,7 +12,7 @@ from lightning_cxl.errors import ConfigError, StorageError
 from lightning_cxl.storage.drive import HEAD_BYTES
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
-from tests.storage_cases import BLOCK, BUDGET, folders, get, put
+from tests.storage_cases import BLOCK, BUDGET, data_file, folders, get, put
 
 
 def committed(paths, system=None):
@@ -132,7 +132,7 @@ def test_space_is_taken_when_a_record_is_reserved(tmp_path):
     second = store.reserve("second", 2 * BLOCK)
     wrote = {record: put(store, record, seed) for seed, record in enumerate((first, second))}
     assert {record: get(store, record) for record in wrote} == wrote
-    (file,) = tmp_path.glob("*.data")
+    file = data_file(tmp_path)
     assert file.stat().st_blocks * 512 >= HEAD_BYTES + 8 * BLOCK
     store.close()
 

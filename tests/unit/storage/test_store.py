@@ -16,7 +16,7 @@ from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, Tie
 from lightning_cxl.storage.drive import HEAD_BYTES
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
-from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, fill, folders, get, memory_of, put
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, data_file, fill, folders, get, memory_of, put
 
 
 @pytest.fixture
@@ -271,15 +271,14 @@ def test_bytes_that_changed_on_the_drive_are_found(opened, tmp_path):
     store = opened()
     record = store.reserve("state", 6 * CHUNK)
     put(store, record, 1)
-    (file,) = tmp_path.rglob("*.data")
-    with open(file, "r+b") as other:
+    with open(data_file(folders(tmp_path)[0]), "r+b") as other:
         other.seek(HEAD_BYTES + 5 * CHUNK + 17)
         byte = other.read(1)
         other.seek(-1, os.SEEK_CUR)
         other.write(bytes([byte[0] ^ 1]))
     with pytest.raises(StorageError, match="`state` is damaged") as caught:
         get(store, record)
-    assert caught.value.path == file
+    assert caught.value.path.parent == folders(tmp_path)[0]
 
 
 def test_without_a_generation_nothing_stays_but_the_lock(opened, tmp_path):
@@ -367,12 +366,14 @@ def test_a_folder_with_a_generation_takes_only_the_same_records(opened):
     with pytest.raises(ConfigError, match=r"generation 1 \{'step': 5\}, which has no record `other`"):
         store.check_found({"state": BLOCK, "other": BLOCK})
     for refuses in (lambda: store.check_found({"state": 5}), lambda: store.reserve("state", 5)):
-        with pytest.raises(ConfigError, match=r"`state` has 4096 bytes and not 5.*another folder, or delete"):
+        with pytest.raises(ConfigError, match=r"`state` has 4096 bytes and not 5.*another folder"):
             refuses()
     store.close()
     with pytest.raises(ConfigError, match="on 2 drives"):
         opened(1, keeps=True)
-    with pytest.raises(ConfigError, match="this run keeps none"):
+    with pytest.raises(
+        ConfigError, match=r"this run keeps none\. Use another folder\..*before you delete it.*plain_checkpoint"
+    ):
         opened(2)
 
 
@@ -454,6 +455,23 @@ def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path)
     finally:
         for end in (started, says_started, ends, says_end):
             os.close(end)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_killed_run_that_keeps_nothing_leaves_nothing_but_the_lock(tmp_path):
+    started, says_started = os.pipe()
+    run = os.fork()
+    if run == 0:
+        store = Store(folders(tmp_path, 2), budget_bytes=BUDGET)
+        put(store, store.reserve("state", 3 * BLOCK), 1)
+        os.write(says_started, b"x")
+        signal.pause()
+    os.close(says_started)
+    assert os.read(started, 1)
+    os.close(started)
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    assert {path.name for path in tmp_path.glob("*/*")} == {"lightning_cxl.lock"}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -21,7 +21,7 @@ from lightning_cxl.streaming.hop import Hop
 from lightning_cxl.streaming.inputs_on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.transfer.engine import HostEngine
-from tests.storage_cases import BLOCK, memory_of
+from tests.storage_cases import BLOCK, data_file, memory_of
 
 FEATURES = 64
 NUM_BLOCKS = 5
@@ -114,7 +114,7 @@ class Rig:
         return found
 
     def on_drive(self):
-        return next(self.folder.glob("*.data")).read_bytes()
+        return data_file(self.folder).read_bytes()
 
     def close(self):
         self.gate.is_open.set()
