@@ -12,8 +12,10 @@ from libc.errno cimport EINVAL, ENOMEM, errno
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 
+import mmap as _mmap
 import os
 
+cdef size_t PAGE = _mmap.PAGESIZE  # the unit of move_pages; 64 KiB on some machines
 NOWHERE = -1  # the key of bytes that no page backs yet
 
 cdef extern from "<sys/mman.h>" nogil:
@@ -32,7 +34,6 @@ cdef extern from "<sys/syscall.h>" nogil:
     long SYS_mbind, SYS_move_pages
 
 cdef enum:
-    PAGE = 4096                 # x86-64 base page, the unit of move_pages
     POPULATE_WRITE = 23         # MADV_POPULATE_WRITE, Linux 5.14; older libc headers lack the name
     POPULATE_STEP = 67108864    # bytes between two looks at pending signals (Ctrl-C)
     PREFERRED = 1               # MPOL_PREFERRED
@@ -94,7 +95,7 @@ cdef class Mapping:
         if nbytes > <size_t> 1 << 62 or alignment > <size_t> 1 << 40:
             raise OSError(ENOMEM, f"cannot map {nbytes} bytes: beyond the address space")
         nbytes = (nbytes + PAGE - 1) // PAGE * PAGE
-        length = nbytes + alignment - PAGE
+        length = nbytes + alignment
         with nogil:
             base = <char *> mmap(NULL, length, PROT_READ | PROT_WRITE,
                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)

@@ -10,6 +10,7 @@ is given back and `TierFullError` raised. Pinning comes after all this, see `mem
 
 import contextlib
 import errno
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from lightning_cxl.memory.resource import Buffer, MemoryResource, Span
 from lightning_cxl.native._numa import NOWHERE, Mapping, gather_pages, page_nodes
 from lightning_cxl.units import format_bytes
 
-PAGE_BYTES = 4096
+PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 * 2**20
 _STEP_BYTES = 256 * 2**20
 _NUM_MOVES = 2

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
-from lightning_cxl.memory.numa import PageNodes
+from lightning_cxl.memory.numa import PAGE_BYTES, PageNodes
 from lightning_cxl.memory.resource import Buffer, MemoryResource
 from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.units import format_bytes
@@ -56,7 +56,7 @@ class PinnedResource:
         self._chunks: dict[int, list[int]] = {}  # buffer address -> addresses registered
         self._pid = os.getpid()
 
-    def allocate(self, nbytes: int, *, alignment: int = 4096) -> Buffer:
+    def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> Buffer:
         """Return a pinned buffer, or a pageable one after a failure.
 
         Raises:
@@ -82,7 +82,7 @@ class PinnedResource:
                 self._unregister(address)
 
     def _allocate_pinned(self, nbytes: int, alignment: int) -> Buffer:
-        inner = self._upstream.allocate(nbytes, alignment=max(alignment, 4096))
+        inner = self._upstream.allocate(nbytes, alignment=max(alignment, PAGE_BYTES))
         # from here on the new buffer's death unregisters what was registered
         chunks = self._chunks[inner.address] = []
         buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
@@ -101,8 +101,8 @@ def page_locking(nbytes: int) -> Iterator[None]:
         yield
     except PinnedMemoryError as error:
         raise PinnedMemoryError(
-            f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l`, or set "
-            "pin_memory=False."
+            f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l` (of a "
+            "container `--ulimit memlock=-1`) or the memory of the container or of WSL, or set pin_memory=False."
         ) from error
 
 

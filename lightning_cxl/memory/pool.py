@@ -2,6 +2,7 @@
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.memory.adaptors import whole_pages
+from lightning_cxl.memory.numa import PAGE_BYTES
 from lightning_cxl.memory.reclaim import ReclaimingResource
 from lightning_cxl.memory.resource import Buffer, MemoryResource
 from lightning_cxl.memory.slabs import Slabs
@@ -66,10 +67,10 @@ class PoolResource(ReclaimingResource):
     def _new_shared_slab(self, nbytes: int, alignment: int) -> Buffer:
         for size in (self._slab_bytes, self._large_bytes):
             try:
-                return self._new_slab(size, max(alignment, 4096))
+                return self._new_slab(size, max(alignment, PAGE_BYTES))
             except TierFullError:
                 continue
-        return self._new_slab(nbytes, max(alignment, 4096))  # the end of a budget may still hold the request itself
+        return self._new_slab(nbytes, max(alignment, PAGE_BYTES))  # the end of a budget may still hold the request
 
     def _new_slab(self, nbytes: int, alignment: int) -> Buffer:
         nbytes = whole_pages(nbytes)

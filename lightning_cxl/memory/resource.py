@@ -8,6 +8,7 @@ a lock that user code can hold: pools only append to a deque there and drain it 
 ever closed under a living tensor: closing a resource gives back what is free and lets the rest follow by itself.
 """
 
+import mmap
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ class Span:
 class MemoryResource(Protocol):
     """Something that owns or adapts byte-addressable memory."""
 
-    def allocate(self, nbytes: int, *, alignment: int = 4096) -> "Buffer":
+    def allocate(self, nbytes: int, *, alignment: int = mmap.PAGESIZE) -> "Buffer":
         """Return a buffer of exactly `nbytes` bytes (contents undefined).
 
         Raises:

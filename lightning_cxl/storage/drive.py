@@ -15,7 +15,7 @@ from lightning_cxl.storage.system import System, Views
 
 log = logging.getLogger(__name__)
 
-BLOCK_BYTES = 4096
+BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # windows show whole pages
 HEAD_BYTES = 256 * 2**10
 """At the start of each file, without records: whether direct reads work is tried there."""
 _open: "weakref.WeakSet[Drive]" = weakref.WeakSet()

@@ -12,6 +12,13 @@ _UNCLOSED = "tests/integration/test_unclosed.py"
 
 MUTANTS = (
     Mutant(
+        "processes meet with gloo beside NCCL",
+        _OURS,
+        "**with_gloo(kwargs)",
+        "**kwargs",
+        ("tests/unit/integrations/test_accelerate_group.py",),
+    ),
+    Mutant(
         "gradients are clipped where they are",
         _OURS,
         "        holders = self.offload.holders(parameters)\n",

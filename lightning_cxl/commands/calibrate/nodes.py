@@ -11,7 +11,7 @@ from lightning_cxl.commands.measuring.timing import Contender, measure
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.nodes import parse_id_list, read_text
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.numa import PAGE_BYTES, NumaResource
 from lightning_cxl.memory.resource import MemoryResource
 from lightning_cxl.native import _cpu
 from lightning_cxl.units import format_bytes, parse_bytes
@@ -77,7 +77,7 @@ def room_bytes(topology: Topology, node_id: int, wanted: int, *, parts: int = 1)
             f"{format_bytes(min(wanted, _SMALLEST_BYTES))} are needed at a time, half of the memory left to others. "
             "Free memory on that node."
         )
-    return room // 4096 * 4096
+    return room // PAGE_BYTES * PAGE_BYTES
 
 
 def measure_nodes(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.integrations.accelerate.processes import ShardedAccelerator
+from lightning_cxl.integrations.accelerate.processes import ShardedAccelerator, with_gloo
 from lightning_cxl.integrations.options_file import Options, read_options
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.run.session import Session
@@ -46,7 +46,7 @@ class CXLAccelerator(ShardedAccelerator):
     """
 
     def __init__(self, *args: Any, offload: Options = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **with_gloo(kwargs))
         self._attach(offload, None)
 
     @classmethod

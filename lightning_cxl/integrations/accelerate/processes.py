@@ -7,17 +7,21 @@ those of the model that is cut, by their names.
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.accelerate.whole_weights import load_whole
 from lightning_cxl.run import loop_files
@@ -28,8 +32,25 @@ from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.fsdp import is_cut, without_reducing
 from lightning_cxl.sharding.machines import find_machines
-from lightning_cxl.sharding.processes import gather_on_machine, make_mesh
+from lightning_cxl.sharding.processes import backend_for, gather_on_machine, make_mesh
 from lightning_cxl.sharding.program import watch_program
+
+
+def with_gloo(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments of an `Accelerator` whose processes exchange what is on the host, too.
+
+    Accelerate would start NCCL alone. What the user says of the backend stays, as does a group that exists.
+    """
+    on_cpu = arguments.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")
+    kind = process_device_type()
+    if on_cpu or "LOCAL_RANK" not in os.environ or kind.name != "cuda" or not kind.num_devices():
+        return arguments
+    handlers = list(arguments.get("kwargs_handlers") or ())
+    given = [each for each in handlers if isinstance(each, InitProcessGroupKwargs)] or [InitProcessGroupKwargs()]
+    if given[0].backend == InitProcessGroupKwargs.backend:
+        handlers = [each for each in handlers if each is not given[0]]
+        handlers.append(replace(given[0], backend=backend_for(torch.device(kind.name))))
+    return {**arguments, "kwargs_handlers": handlers}
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]
@@ -56,12 +77,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
                 f"processes, kind {kind}. Launch without a plugin for DeepSpeed, FSDP or Megatron-LM."
             )
         backends = dist.get_backend_config() if dist.is_initialized() else "none"
-        if several and "cpu:gloo" not in backends:
+        if several and not {"cpu", self.device.type} <= {each.split(":")[0] for each in backends.split(",")}:
+            wanted = backend_for(self.device)
             raise UnsupportedError(
-                f"{type(self).__name__} exchanges what is on the host through gloo, and Accelerate is set up for "
-                f"{self.num_processes} processes, kind {kind}, with the backends {backends}. Give the accelerator "
-                'kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")], a Trainer '
-                'TrainingArguments(ddp_backend="cpu:gloo,cuda:nccl"), or start it on the CPU.'
+                f"{type(self).__name__} exchanges what is on the host and on `{self.device}`, and the process group of "
+                f"these {self.num_processes} processes has the backends {backends}. It was made before this "
+                f'accelerator: give a Trainer TrainingArguments(ddp_backend="{wanted}"), and code that makes a '
+                f'`PartialState` or calls `init_process_group` itself backend="{wanted}".'
             )
 
     def _meet(self) -> None:

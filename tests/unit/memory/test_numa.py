@@ -1,5 +1,7 @@
 import mmap
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -175,3 +177,30 @@ def test_only_as_many_bytes_as_asked_are_held(topology: Topology) -> None:
 
     assert 33 * MIB <= resident() - before < 36 * MIB
     assert buffer.tensor((33, MIB), torch.uint8).fill_(1).sum().item() == 33 * MIB
+
+
+LARGE_PAGES = """
+import mmap, sys
+mmap.PAGESIZE = 65536  # as on some aarch64 machines
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.native._numa import Mapping, page_nodes
+from lightning_cxl.storage.store import Store
+from tests.storage_cases import bytes_of, folders, get, put
+from pathlib import Path
+
+for mapping in (Mapping(1), Mapping(65537)):
+    assert mapping.nbytes % 65536 == mapping.address % 65536 == 0, (mapping.address, mapping.nbytes)
+buffers = [NumaResource("dram", 0, Topology.detect()).allocate(n) for n in (1, 65537)]
+assert all(buffer.address % 65536 == 0 and page_nodes(buffer.address, buffer.nbytes) for buffer in buffers)
+store = Store(folders(Path(sys.argv[1])), budget_bytes=2**24)
+records = [store.reserve(str(n), n) for n in (1, 65537)]  # the second is shown from where the first ends
+for seed, record in enumerate(records):
+    window, contents = store.window(record), put(store, record, seed)
+    assert get(store, record) == contents == bytes_of(window)
+store.close()
+"""
+
+
+def test_pages_have_the_size_that_the_machine_says(tmp_path) -> None:
+    subprocess.run([sys.executable, "-c", LARGE_PAGES, str(tmp_path)], check=True)

@@ -73,7 +73,7 @@ def test_failure_half_way_is_undone_and_falls_back_to_pageable_with_one_warning(
     driver = Driver(limit=6 * MIB)
     resource = PinnedResource(upstream, register=driver.register, unregister=driver.unregister, chunk_bytes=4 * MIB)
 
-    with pytest.warns(LightningCXLWarning, match=r"page-lock 10\.0 MiB.*ulimit -l.*stays pageable") as caught:
+    with pytest.warns(LightningCXLWarning, match=r"page-lock 10\.0 MiB.*ulimit -l.*memlock=-1.*pageable") as caught:
         first = resource.allocate(10 * MIB)
         second = resource.allocate(1 * MIB)
     assert len(caught) == 1
