@@ -35,6 +35,8 @@ from lightning_cxl.sharding.program import watch_program
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]
     """Cuts models, follows them with optimizers, and writes their state together."""
 
+    WITH_GLOO = 'kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")]'
+    """What a user writes to have gloo beside NCCL."""
     offload: UserLoop
     _models: list[nn.Module]
     _optimizers: list[Optimizer]
@@ -59,9 +61,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
         if several and "cpu:gloo" not in backends:
             raise UnsupportedError(
                 f"{type(self).__name__} exchanges what is on the host through gloo, and Accelerate is set up for "
-                f"{self.num_processes} processes, kind {kind}, with the backends {backends}. Give the accelerator "
-                'kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")], a Trainer '
-                'TrainingArguments(ddp_backend="cpu:gloo,cuda:nccl"), or start it on the CPU.'
+                f"{self.num_processes} processes, kind {kind}, with the backends {backends}. Give "
+                f"{self.WITH_GLOO}, or start it on the CPU."
             )
 
     def _meet(self) -> None:

@@ -18,6 +18,7 @@ class TrainerAccelerator(CXLAccelerator):
     A Trainer calls that when `train` begins. A reference model, which was prepared before, is still needed then.
     """
 
+    WITH_GLOO = 'TrainingArguments(ddp_backend="cpu:gloo,cuda:nccl")'
     _trainer: "weakref.ref[Trainer]"
     _others: list[nn.Module]
     """Models besides the Trainer's own that were prepared, in the order in which they were."""
