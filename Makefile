@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test test-rest test-all mutants gpu compat test-numa sanitize lint format clean
+.PHONY: demo test test-rest test-all mutants gpu compat upstream test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/configs/finetune_stdlib.yaml
@@ -36,6 +36,10 @@ gpu:
 # what depends on torch most, with the oldest and the newest torch that are declared; each in an environment of its own
 compat:
 	$(PYTHON) tests/compat.py
+
+# Accelerate's own tests, from its source package, with our accelerator in the place of theirs
+upstream: $(VENV)/installed
+	$(BIN)/python -m tests.upstream
 
 # placement on real memory-only nodes, in a small virtual machine; see tests/numa_vm/README.md
 test-numa: $(VENV)/installed

@@ -173,6 +173,32 @@ def test_the_trainer_of_transformers_only_at_its_seam():
         assert at_seam or not names, f"{path}: import it through integrations/transformers"
 
 
+# the command line and its main job are Lightning's; what others reach names Lightning where it has words of its own
+SAYS_LIGHTNING = ("integrations/lightning", "commands", "finetune")
+LIGHTNING_WORDS = re.compile(
+    r"\bon_(after|before|train|validation|fit)_\w+|\bconfigure_[a-z]+|\b(training|validation)_step|gradient_clip|"
+    r"\bTrainer\((?!s)|this strategy|LightningModule"
+)
+
+
+def texts(code: str) -> list[str]:
+    """Return what a module may print: strings with a space, f-strings whole."""
+    nodes = list(ast.walk(ast.parse(strip_docstrings(code))))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    single = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in parts]
+    found = [node.value for node in single if isinstance(node.value, str)]
+    found += [ast.unparse(node) for node in nodes if isinstance(node, ast.JoinedStr)]
+    return [text for text in found if " " in text]
+
+
+def test_users_of_other_front_ends_are_not_told_lightnings_words():
+    assert any(LIGHTNING_WORDS.search(text) for path in MODULES for text in texts(path.read_text()))
+    for path in MODULES:
+        if not str(path.relative_to(PACKAGE)).startswith(SAYS_LIGHTNING):
+            told = [each for each in texts(path.read_text()) if LIGHTNING_WORDS.search(each)]
+            assert all("Lightning" in each for each in told), f"{path}: {told}"
+
+
 ACCELERATOR = ("transfer/engine.py", "devices/device_type.py", "commands/env.py")
 ENGINE = "transfer/engine.py"
 STREAM_METHODS = {"current_stream", "set_stream", "wait_stream", "wait_event", "record_event", "record_stream"}

@@ -242,8 +242,7 @@ class GradientSink:
         if self._arrived.was_given(pair):
             raise UnsupportedError(
                 f"`{pair.name}` got a gradient after its update had begun: it is used outside of its unit, or the step "
-                "runs several backwards. Set `overlap_step=False`, or override `on_after_backward`, so that updates "
-                "wait for the end of the backward"
+                "runs several backwards. Set `overlap_step=False`, so that updates wait for the end of the backward"
             )
 
     def _next_key(self) -> int:

@@ -92,7 +92,7 @@ class HostMemory:
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         if self.is_closed:
-            raise LightningCXLError("this HostMemory is closed: allocate from the one of a running strategy")
+            raise LightningCXLError("this HostMemory is closed: its run is over")
         if self._pid != os.getpid():
             self._start()
         for name in placement.tiers:

@@ -138,7 +138,7 @@ def load_optimizers(
         return
     if len(states) != len(optimizers):
         raise CheckpointError(
-            f"the checkpoint has state of {len(states)} optimizers, `configure_optimizers` made {len(optimizers)}"
+            f"the checkpoint has state of {len(states)} optimizers, this run has {len(optimizers)}"
         )
     if SSD in own:
         ssd_checkpoint.restore(on_ssd, own[SSD])
@@ -175,8 +175,7 @@ def load_folder(
     """
     if folder.num_optimizers not in (0, len(optimizers)):
         raise CheckpointError(
-            f"the checkpoint has state of {folder.num_optimizers} optimizers, `configure_optimizers` made "
-            f"{len(optimizers)}"
+            f"the checkpoint has state of {folder.num_optimizers} optimizers, this run has {len(optimizers)}"
         )
     for index, optimizer in enumerate(optimizers if folder.num_optimizers else []):
         folder.optimizer(index, optimizer, name_of)

@@ -96,7 +96,7 @@ def load(
     if any(index >= folder.num_optimizers for index in optimizers):
         raise CheckpointError(
             f"checkpoint `{path}` has state of {folder.num_optimizers} optimizers, and {len(optimizers)} are to be "
-            "loaded: prepare those that were saved, in the same order"
+            "loaded: make those that were saved, in the same order"
         )
     if weights:
         folder.read_weights(model, strict=strict)

@@ -100,9 +100,9 @@ class UserLoop:
             return []  # it computes already
         if before is not None and before.run.optimizers:
             raise UnsupportedError(
-                f"{type(model).__name__} has optimizers already: prepare a model together with all its optimizers. To "
-                "train it with new ones, end this training first: `accelerator.free_memory()`, or "
-                "`fabric.strategy.teardown()`"
+                f"{type(model).__name__} has optimizers already: give a model and all its optimizers to one call. To "
+                "train it with new ones, end this training first: `accelerator.free_memory()`, "
+                "`fabric.strategy.teardown()` or `trainer.end()`"
             )
         _check_owner(model, optimizers)
         self._check_apart(model)
@@ -179,8 +179,8 @@ class UserLoop:
             if not held.isdisjoint(model.parameters()):
                 return model
         raise ConfigError(
-            f"the model of this {type(optimizer).__name__} was not prepared: prepare a model together with its "
-            "optimizers, or before them"
+            f"the model of this {type(optimizer).__name__} was not prepared: give a model to `prepare`, or Fabric's "
+            "`setup`, together with its optimizers, or before them"
         )
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -211,8 +211,8 @@ class UserLoop:
             if not each.run.optimizers and any(p.grad is not None for p in peek(each.model)):
                 warnings.warn(
                     f"{type(each.model).__name__} gets gradients and was prepared without an optimizer: they stay "
-                    "where torch makes them, and so does the state of an optimizer that steps with them. Prepare the "
-                    "optimizer, too, or call `model.requires_grad_(False)`",
+                    "where torch makes them, and so does the state of an optimizer that steps with them. Give the "
+                    "optimizer to the same call, or call `model.requires_grad_(False)`",
                     LightningCXLWarning,
                     stacklevel=2,
                 )
@@ -263,7 +263,9 @@ class UserLoop:
         for run in self.session.runs:
             if any(each is optimizer for each in run.optimizers):
                 return run
-        raise ConfigError(f"this {type(optimizer).__name__} was not prepared: prepare it together with its model")
+        raise ConfigError(
+            f"this {type(optimizer).__name__} was not prepared: give it to `prepare` (`setup` with Fabric) with its model"
+        )
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -329,7 +331,7 @@ class _Move(ReplacedMethod):
             loop._let_go(model)
             warnings.warn(
                 f"{type(model).__name__} was moved to `{there}`, which ends its run: all of it is plain again. "
-                "To train it on with offload, prepare it, or call `train()`, again",
+                "To train it on with offload, call `prepare`, Fabric's `setup` or `trainer.train` again",
                 LightningCXLWarning,
                 stacklevel=3,
             )
@@ -404,6 +406,5 @@ def _check_owner(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
                 f"{strange} parameters of the {type(optimizer).__name__} are not in the model {type(model).__name__}. "
                 "If they are weights of a loss, register them there (`model.loss_weights = nn.Parameter(...)`) before "
                 "the optimizer is made. Else make the optimizer after everything that replaces parameters "
-                "(quantisation, LoRA, `.to`), and prepare it together with its model. An optimizer for several models "
-                "must become one for each model"
+                "(quantisation, LoRA, `.to`). An optimizer for several models must become one for each model"
             )

@@ -49,5 +49,5 @@ class OwnCheckpointing:
             self._has_told = True
             log.info(
                 f"unit `{unit}` runs within a checkpoint of the model's own, so it is computed three times: leave "
-                "torch.utils.checkpoint to this strategy, which is faster and gives the same losses"
+                "torch.utils.checkpoint out: inputs are offloaded anyway, which is faster and gives the same losses"
             )

@@ -235,7 +235,7 @@ class UnitWeights:
                     f"a parameter of unit `{self.name}` was {tuple(home.shape)} {home.dtype} on the host and is now "
                     f"{tuple(data.shape)} {data.dtype} on `{data.device}`: where weights stream, convert the model "
                     "before the run, or set `stream_weights=False`. A model that something else is to train must be "
-                    "let go of before (`trainer.end()`, `accelerator.free_memory()`)"
+                    "let go of before (`trainer.end()`, `accelerator.free_memory()`, `fabric.strategy.teardown()`)"
                 )
             home.untyped_storage()  # the first look, which counts from then on
             if not is_only_holder(home):

@@ -69,7 +69,8 @@ def refuse_unready(model: nn.Module) -> None:
         shown = ", ".join(f"`{name}`" for name in names[:5])
         raise ConfigError(
             f"{len(names)} of {len(named)} tensors of {type(model).__name__} are on the meta device and have no "
-            f"values: {shown}{', ...' if len(names) > 5 else ''}. Load them in `configure_model` with "
-            "`lightning_cxl.load_weights(model, folder)` (its result names what the files lack), or build the model "
-            "without `empty_weights` or `torch.device('meta')` to train it from scratch."
+            f"values: {shown}{', ...' if len(names) > 5 else ''}. Load them before training with "
+            "`lightning_cxl.load_weights(model, folder)` (under Lightning in `configure_model`; its result names what "
+            "the files lack), or build the model without `empty_weights` or `torch.device('meta')` to train it from "
+            "scratch."
         )

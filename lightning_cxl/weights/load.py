@@ -112,7 +112,7 @@ def _refuse_cut(model: nn.Module) -> None:
     if name is not None:
         raise UnsupportedError(
             f"`{name}` is cut over processes already, and files are loaded into a model that is not: load first (under "
-            "a Trainer in `configure_model`), then cut"
+            "Lightning in `configure_model`), then cut"
         )
 
 

@@ -29,6 +29,34 @@ T_QUANTISED = ("tests/unit/commands/export/test_quantised.py",)
 
 MUTANTS = (
     Mutant(
+        "Python code of a model is neither run nor asked about",
+        "lightning_cxl/weights/hf.py",
+        "load(name, trust_remote_code=False, **options)",
+        "load(name, **options)",
+        ("tests/unit/weights/test_hf.py::test_code_of_a_model_is_neither_run_nor_asked_about",),
+    ),
+    Mutant(
+        "an error about a file does not advise to run its code",
+        "lightning_cxl/run/checkpoint_file.py",
+        "            raise needs_code(path, error) from error  #",
+        "            raise  #",
+        ("tests/unit/run/test_folder_pickles.py::test_no_error_advises_to_run_code",),
+    ),
+    Mutant(
+        "an error about a folder does not advise to run its code",
+        "lightning_cxl/run/sharded_reading.py",
+        "            return needs_code(self._path, error)\n",
+        "            pass\n",
+        ("tests/unit/run/test_folder_pickles.py::test_no_error_advises_to_run_code",),
+    ),
+    Mutant(
+        "nobody else enters a cache that was there before",
+        "lightning_cxl/cache.py",
+        "        folder.chmod(0o700)\n",
+        "        pass\n",
+        ("tests/unit/finetune/test_corpus.py::test_nobody_else_enters_the_cache_of_texts",),
+    ),
+    Mutant(
         "an export writes no names of a checkpoint's own",
         _LAYOUTS,
         "for name, text in found.items() if name not in left_out}",

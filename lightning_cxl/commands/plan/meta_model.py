@@ -114,6 +114,6 @@ def _config(name: str) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"the weights of {name!r} are quantised, and `plan` quantises itself (--lora R --quantize 4bit): name the "
-            "model that they were made from. A run plans itself when it begins, too: see `print(strategy)`"
+            "model that they were made from. A run plans itself when it begins, too, and its report shows it"
         )
     return config
