@@ -90,22 +90,26 @@ def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
 class Stay:
     """Holds slots for a region of the caller's code. See [Note: Ctrl-C]."""
 
-    is_over = False
-
     @uninterrupted
     def leave(self) -> None:
         """Give back what is held. Idempotent."""
-        if not self.is_over:
-            self.is_over = True
-            self._give_back()
+        give_back = self._give_back
+        self.__class__ = _Left  # type: ignore[assignment]  # without a finaliser: Python ignores Ctrl-C in one
+        give_back()
 
     def _give_back(self) -> None:
         raise NotImplementedError
 
     def __del__(self) -> None:
         """Give back what an interrupted end has not."""
-        if not self.is_over:
-            _requests.put(self.leave)
+        _requests.put(self.leave)
+
+
+class _Left:
+    """A `Stay` that is over."""
+
+    def leave(self) -> None:
+        """Return at once."""
 
 
 class HostSlots:

@@ -29,7 +29,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.storage.area import Area
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
-from lightning_cxl.storage.slots import HostSlots, uninterrupted
+from lightning_cxl.storage.slots import HostSlots, Stay, uninterrupted
 from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.fetch import Fetch
 from lightning_cxl.streaming.hop import Hop
@@ -120,7 +120,7 @@ class InputOnSsd:
             image = slot.tensor((lead + source.numel(),), source.dtype)
             leaving.copy = copy = self._inputs.engine.d2h(source, image[lead:], from_here=True)
         finally:
-            beginning.is_over()
+            beginning.leave()
         return copy
 
     def write(self, slot: Buffer) -> StorageTransfer:
@@ -175,15 +175,15 @@ class _Leaving:
         self.copy = self.slot = None
 
 
-class _Beginning:
-    """Lets a trip go on when it dies: Ctrl-C may come at any place once the thread has the trip."""
+class _Beginning(Stay):
+    """Lets a trip go on: Ctrl-C may come at any place once the thread has the trip."""
 
     def __init__(self, leaving: _Leaving) -> None:
-        self.is_over = leaving.is_begun.set
-        """Says that the copy from the device was started, or never will be."""
+        self._leaving = leaving
 
-    def __del__(self) -> None:
-        self.is_over()
+    def _give_back(self) -> None:
+        """Say that the copy from the device was started, or never will be."""
+        self._leaving.is_begun.set()
 
 
 class _Written:

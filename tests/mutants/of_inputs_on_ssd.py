@@ -88,9 +88,16 @@ MUTANTS = (
     Mutant(
         "a copy that cannot be started leaves the thread free",
         _INPUTS,
-        "        finally:\n            beginning.is_over()\n",
-        "        finally:\n            beginning.is_over = lambda: None\n",
+        "        finally:\n            beginning.leave()\n",
+        "        finally:\n            beginning.leave = lambda: None\n",
         T_INPUTS,
+    ),
+    Mutant(
+        "what is over has no finaliser in which Ctrl-C would be lost",
+        "lightning_cxl/storage/slots.py",
+        "        self.__class__ = _Left",
+        "        _ = _Left",
+        ("tests/unit/streaming/test_ctrl_c.py",),
     ),
     Mutant(
         "a trip that fails keeps nothing",

@@ -11,7 +11,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.storage.area import Area
-from lightning_cxl.storage.slots import HostSlots
+from lightning_cxl.storage.slots import HostSlots, Stay
 from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.hop import Hop
 from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
@@ -115,6 +115,7 @@ def interrupted(function: Callable[[], None], at: int) -> bool:
         pass
     finally:
         sys.settrace(before)
+        torch.set_grad_enabled(True)  # for tests that come later: `with torch.no_grad()` is not left where Ctrl-C comes
     return came
 
 
@@ -133,6 +134,18 @@ def ends(function: Callable[[], None]) -> None:
     thread.join(30)
     assert not thread.is_alive(), "it waits for ever"
     assert not errors, errors
+
+
+def test_what_is_over_has_no_finaliser_in_which_ctrl_c_would_be_lost():
+    class Holds(Stay):
+        def _give_back(self):
+            given_back.append(True)
+
+    given_back = []
+    stay = Holds()
+    stay.leave()
+    stay.leave()
+    assert given_back == [True] and not hasattr(stay, "__del__")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
