@@ -200,7 +200,8 @@ class PlacedMemory:
         if placement.tiers[0] == SSD:
             assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
             return self.on_ssd.home(parameters[0])
-        return InMemory(self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS))
+        buffer = self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
+        return InMemory(buffer, is_inherited=not (placement.pinned and self.memory.pins))
 
     def on_drives(self, parameters: Sequence[nn.Parameter]) -> Home | None:
         """Return the home of the shards of several parameters that belong on the same tier; None if that is memory."""

@@ -53,10 +53,12 @@ class InMemory:
 
     Args:
         buffer: of exactly the bytes that are needed.
+        is_inherited: whether forked children have it, too.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Buffer, *, is_inherited: bool = True) -> None:
         self.buffer = buffer
+        self.is_inherited = is_inherited
 
     @contextmanager
     def filling(self) -> Iterator[Buffer]:

@@ -1,9 +1,11 @@
 """`UnitWeights`: the parameters of one unit in one piece of host memory, and in a piece of a slot while it computes."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch import nn
 from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.host_tensors import laid_out_as
 from lightning_cxl.shards import local
-from lightning_cxl.streaming.awaited import guard, unguard
+from lightning_cxl.streaming.awaited import guard, peek_at_own, unguard
 from lightning_cxl.streaming.homes import Home, InMemory
 from lightning_cxl.streaming.listener import Nobody, UnitListener
 from lightning_cxl.streaming.quantised import DATA, companions, show, tensors_of
@@ -19,6 +21,11 @@ from lightning_cxl.torch_private import is_only_holder, plain_data, plain_grad, 
 from lightning_cxl.transfer.engine import Transfer
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
+
+
+_left_behind: "WeakKeyDictionary[nn.Module, tuple[str, set[int]]]" = WeakKeyDictionary()
+"""The unit of each module, and where its parameters lie in memory that forked children do not have."""
+_METADATA = frozenset(("device", "dim", "dtype", "ndim", "nelement", "numel", "requires_grad", "shape", "size"))
 
 
 class AllocateWeights(Protocol):
@@ -95,11 +102,14 @@ class UnitWeights:
         self._num_looks = 0
         self._listener: UnitListener = Nobody()
         self._update: Future[None] | None = None
+        self._pid = os.getpid()
+        self._left_behind: set[int] = set()
         for parameters in pieces:
             self._move(parameters, allocate)
         ids = {id(place.parameter) for place in self.places}
         # not the others: FSDP2 exchanges the parameters of those around every forward, which is no look
         self._holders = [m for m in module.modules() if any(id(p) in ids for p in m.parameters(recurse=False))]
+        _left_behind.update((module, (name, self._left_behind)) for module in self._holders)
 
     @torch.no_grad()
     def _move(self, parameters: Sequence[nn.Parameter], allocate: AllocateWeights) -> None:
@@ -125,6 +135,8 @@ class UnitWeights:
         for each in moved:
             show(*each[:2], each.homes)
             self.places.append(Place(each.parameter, each.offsets[DATA], each.homes[DATA]))
+            if not (isinstance(home, InMemory) and home.is_inherited) and each.parameter.numel():
+                self._left_behind.add(each.homes[DATA].data_ptr())
             if companions(each.module, each.parameter):
                 self._quantised.append(each)
         self.pieces.append(Piece(self.nbytes, home.buffer.tensor((end,), torch.uint8), home))
@@ -186,6 +198,11 @@ class UnitWeights:
             unguard(module)
 
     def _see(self) -> None:
+        if os.getpid() != self._pid:  # forked: the threads and the device are the parent's
+            self.unwatch()
+            if self.is_updating():
+                raise UnsupportedError(_forked(self.name))
+            return
         try:
             self.settle()
         finally:
@@ -318,6 +335,38 @@ class UnitWeights:
                 f"unit `{self.name}` replaced the bytes of {len(replaced)} quantised weights in its forward: set "
                 "stream_weights=False"
             )
+
+
+class _Hidden:
+    """A parameter in a forked process that does not have its memory: its shape and the like can be asked."""
+
+    unit: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(getattr(func, "__self__", func), "__name__", "") in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+        raise UnsupportedError(_forked(cls.unit))
+
+
+def _forked(unit: str) -> str:
+    return (
+        f"this process was forked, as workers of a DataLoader are, and does not have the weights of unit `{unit}`: "
+        "page-locked memory and drives are not inherited, nor updates that have not ended. Use a copy that was made "
+        "before (`p.detach().clone()`), or `num_workers=0`"
+    )
+
+
+def _hide_in_child() -> None:
+    """Let whoever uses a parameter whose memory this forked process has not get an error: an access is a SIGSEGV."""
+    for module, (unit, addresses) in list(_left_behind.items()):
+        for parameter in peek_at_own(module).values():
+            if parameter is not None and plain_data(parameter).data_ptr() in addresses:
+                kind = type(parameter)
+                parameter.__class__ = type(kind.__name__, (_Hidden, kind), {"unit": unit})
+
+
+os.register_at_fork(after_in_child=_hide_in_child)
 
 
 def piece_nbytes(unit: nn.Module, parameters: Sequence[nn.Parameter]) -> int:

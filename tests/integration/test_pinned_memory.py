@@ -12,8 +12,9 @@ from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
 from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.placement.placement import Placement, TensorRole
 from tests import training_device
+from tests.apart.test_fork import in_child
 from tests.integration.training import make_trainer, offload
-from tests.models import Task, TinyTransformer
+from tests.models import Task, TinyTransformer, token_data
 
 SLAB_BYTES = 64 * 1024
 """Tiny models: what counts as large must be small."""
@@ -158,3 +159,42 @@ def test_memory_that_cannot_be_page_locked_is_said_once_and_in_the_report(regist
     assert sum("stays pageable" in str(each.message) for each in caught) == 1
     (note,) = [note for note in strategy.report()["notes"] if "pageable" in note]
     assert "dram" in note and "the driver says 2" in note
+
+
+class Forks(Callback):
+    """What a worker of a DataLoader may do, in the middle of a run."""
+
+    def __init__(self, **uses):
+        self.uses, self.found = uses, {}
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.found = {name: in_child(lambda use=use: use(pl_module.model)) for name, use in self.uses.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("weights", ["page-locked", "pageable", "on ssd"])
+def test_forked_children_that_use_weights_they_do_not_have_get_an_error(weights, tmp_path):
+    kept = []  # parameters that someone has looked up before
+    uses = {
+        "sum": lambda model: model.blocks[5].qkv.weight.sum().item(),
+        "kept": lambda model: kept[0].tolist(),
+        "state dict": lambda model: model.blocks[1].state_dict()["qkv.weight"].tolist(),
+        "call": lambda model: model.blocks[2].qkv(torch.ones(1, 32)).tolist(),
+        "data": lambda model: model.blocks[3].qkv.weight.data.tolist(),
+        "shapes": lambda model: [(p.shape, p.device, p.dtype, p.numel(), p.requires_grad) for p in model.parameters()],
+        "nothing": lambda model: torch.ones(4).sum(),
+    }
+    options = {"pin_memory": weights != "pageable", "overlap_step": False}  # no update is under way in a fork
+    if weights == "on ssd":
+        options["tiers"] = {"ssd": {"path": str(tmp_path), "budget": "64MiB"}}
+        options["tier_rules"] = {"*": {"weights": "ssd"}}
+    model = TinyTransformer(depth=6)
+    kept.append(model.blocks[4].qkv.weight)
+    forks = Forks(**uses)
+    make_trainer(offload(**options), max_steps=2, callbacks=[forks]).fit(Task(model), token_data(2))
+    after = {name: in_child(lambda use=use: use(model)) for name, use in uses.items()}
+    for found in (forks.found, after):
+        for name, text in found.items():
+            refused = weights != "pageable" and name not in ("shapes", "nothing")
+            assert ("UnsupportedError: this process was forked" in text) if refused else not text, (name, text)
+    assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())

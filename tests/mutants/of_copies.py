@@ -26,6 +26,20 @@ T_STEP = ("tests/integration/test_overlapped_step.py",)
 T_TRACE = ("tests/integration/test_streamed_hazards.py::test_writes_that_leave_no_trace_count",)
 
 MUTANTS = (
+    Mutant(
+        "a forked child is told that it does not have a weight",
+        _UNITS,
+        "os.register_at_fork(after_in_child=_hide_in_child)\n",
+        "",
+        ("tests/integration/test_pinned_memory.py",),
+    ),
+    Mutant(
+        "a forked child does not wait for what its parent's threads do",
+        _UNITS,
+        "if os.getpid() != self._pid:",
+        "if False:",
+        ("tests/unit/streaming/test_looks.py",),
+    ),
     # -- the engine
     Mutant(
         "a copy waits for what the device has queued",

@@ -107,7 +107,7 @@ def interrupted(function: Callable[[], None], at: int) -> bool:
             return in_frame
         return None
 
-    before = sys.gettrace()
+    before, computes_gradients = sys.gettrace(), torch.is_grad_enabled()
     sys.settrace(begins)
     try:
         function()
@@ -115,7 +115,7 @@ def interrupted(function: Callable[[], None], at: int) -> bool:
         pass
     finally:
         sys.settrace(before)
-        torch.set_grad_enabled(True)  # for tests that come later: `with torch.no_grad()` is not left where Ctrl-C comes
+        torch.set_grad_enabled(computes_gradients)  # it may have come before a `no_grad` could end
     return came
 
 

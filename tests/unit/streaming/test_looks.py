@@ -1,8 +1,12 @@
 """Weights that are written through ``.data``, which torch does not count: no copy on the device survives a look."""
 
+import signal
+from concurrent.futures import Future
+
 import pytest
 import torch
 
+from tests.apart.test_fork import in_child
 from tests.unit.streaming.test_params import Streamed, batch, descend, make
 
 
@@ -105,3 +109,22 @@ def test_a_look_makes_copies_old_once(engine):
     assert unseen == 0 and seen == 3  # three of the four passes come after a look
     streamed.close()
     assert {type(module._parameters) for module in model.modules()} == {dict}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_an_update_that_never_ends_there(engine):
+    model = make()
+    streamed = Streamed(engine, model)
+    update = Future()
+    streamed.units[1].begin_update(update)
+
+    def look(block):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        return block.up.weight.tolist()
+
+    found = in_child(lambda: look(model.blocks[1]))
+    assert "UnsupportedError: this process was forked" in found
+    assert in_child(lambda: look(model.blocks[2])) == ""
+    update.set_result(None)
+    streamed.close()
