@@ -264,7 +264,7 @@ class UserLoop:
             if any(each is optimizer for each in run.optimizers):
                 return run
         raise ConfigError(
-            f"this {type(optimizer).__name__} was not prepared: give it to `prepare`, or Fabric's `setup`, with its model"
+            f"this {type(optimizer).__name__} was not prepared: give `prepare`, or Fabric's `setup`, both"
         )
 
     # -- the end -----------------------------------------------------------------------------------------------------
