@@ -151,7 +151,8 @@ def test_the_example_of_a_given_model_trains(command, base, tmp_path, write_line
     path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(400)))
     options = {"model.name_or_path": base, "data.text_files": path, "data.seq_len": 64, "trainer.accelerator": "cpu"}
     command("fit", "--config", MODEL, tiny=False, **options)
-    shown = capsys.readouterr().out
+    shown, noise = capsys.readouterr()
+    assert "%|" not in noise, "bars fill what is no terminal"
     last = int(re.findall(r"^step (\d+)/\d+  ", shown, re.M)[-1])
     assert f"step {last}/{last}  " in shown and "held-out sample 2" in shown
 
