@@ -7,6 +7,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+import datasets
+import transformers
+
 from lightning_cxl.commands.overview import COMMANDS, PROGRAM
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import TextData
@@ -99,5 +102,8 @@ def main(arguments: Sequence[str]) -> None:
     # advertisements, which no run needs
     told = logging.getLogger(LightningCLI.__module__.replace(".cli", ".utilities.rank_zero"))
     told.addFilter(lambda record: "seamless cloud" not in record.getMessage())
+    if not sys.stderr.isatty():  # a log, which bars fill
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
     with option_errors():
         FinetuneCLI()

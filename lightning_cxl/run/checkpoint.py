@@ -137,9 +137,7 @@ def load_optimizers(
         log.info("the checkpoint has no optimizer states: the optimizers go on with what they have")
         return
     if len(states) != len(optimizers):
-        raise CheckpointError(
-            f"the checkpoint has state of {len(states)} optimizers, this run has {len(optimizers)}"
-        )
+        raise CheckpointError(f"the checkpoint has state of {len(states)} optimizers, this run has {len(optimizers)}")
     if SSD in own:
         ssd_checkpoint.restore(on_ssd, own[SSD])
     saved_names = own.get("optimizer_param_names") or [None] * len(states)

@@ -8,14 +8,13 @@ from torch import nn
 
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import PinnedMemoryError, TierFullError, UnsupportedError
-from lightning_cxl.machine.gathers import GatherSeconds
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.split_stacks import where_pages_move
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.sharding.measured_gather import measure_gather
 from lightning_cxl.sharding.segments import PageLock
-from lightning_cxl.sharding.share_choice import choose_sharing
+from lightning_cxl.sharding.share_choice import GatherSeconds, choose_sharing
 from lightning_cxl.sharding.shared_memory import SharedWeights, group_of, share_weights
 from lightning_cxl.sharding.torch_private import fsdp_units
 from lightning_cxl.transfer.engine import TransferEngine

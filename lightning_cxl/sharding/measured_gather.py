@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_cxl.machine.gathers import GatherSeconds
 from lightning_cxl.memory.shared import BackFile, SharedSegment
 from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.segments import PageLock, Segments
+from lightning_cxl.sharding.share_choice import GatherSeconds
 from lightning_cxl.sharding.torch_private import all_gather
 from lightning_cxl.transfer.engine import TransferEngine
 
@@ -88,4 +88,4 @@ def measure_gather(
         segments.close()
     slowest = [[max(times) for times in zip(*ways, strict=True)] for ways in zip(*everybody, strict=True)]
     shared, peers = (statistics.median(times) for times in zip(*slowest, strict=True))
-    return GatherSeconds(4 * numel * ranks, shared, peers, "measured")
+    return GatherSeconds(4 * numel * ranks, shared, peers)

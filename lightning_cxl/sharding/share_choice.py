@@ -1,12 +1,36 @@
 """`choose_sharing`: whether ranks of a machine share weights, as the user says or as a measurement does."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.machine.gathers import GatherSeconds
 from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.same_machine import own_place, why_apart
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSeconds:
+    """What a gather of the same bytes has taken in both ways."""
+
+    nbytes: int
+    """Of the whole unit."""
+    shared: float
+    """Every rank reads shared host memory."""
+    peers: float
+    """Ranks send each other their parts."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether shared memory is the faster way; also where both take as long, for it needs no collective."""
+        return self.shared <= self.peers
+
+    def explain(self) -> str:
+        """Return one line for a report."""
+        ways = {"shared host memory": self.shared, "gathers between ranks": self.peers}
+        (fast, less), (slow, more) = sorted(ways.items(), key=lambda item: (item[1], item[0] != "shared host memory"))
+        speeds = f"{self.nbytes / less / 1e9:.2f} GB/s, {slow} {self.nbytes / more / 1e9:.2f} GB/s"
+        return f"weights come together by {fast}: {speeds} (measured)"
 
 
 class ShareChoice(NamedTuple):

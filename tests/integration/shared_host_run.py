@@ -23,12 +23,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.errors import LightningCXLError, UnsupportedError
-from lightning_cxl.machine.gathers import GatherSeconds
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.adaptors import Budget, BudgetResource
 from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.sharding import same_machine, share_choice, shared_memory
 from lightning_cxl.sharding.measured_gather import measure_gather
+from lightning_cxl.sharding.share_choice import GatherSeconds
 from lightning_cxl.sharding.shared_memory import share_weights
 from lightning_cxl.transfer.engine import HostEngine
 from tests.models import TINY_LLAMA
@@ -202,7 +202,7 @@ def chosen(rank, ranks):
         raise UnsupportedError("cannot open the memory of another process")
 
     def measured(shared):
-        return lambda: GatherSeconds(10**9, shared, 0.5, "measured")
+        return lambda: GatherSeconds(10**9, shared, 0.5)
 
     return [
         choose(False),

@@ -151,7 +151,8 @@ def test_the_example_of_a_given_model_trains(command, base, tmp_path, write_line
     path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(400)))
     options = {"model.name_or_path": base, "data.text_files": path, "data.seq_len": 64, "trainer.accelerator": "cpu"}
     command("fit", "--config", MODEL, tiny=False, **options)
-    shown = capsys.readouterr().out
+    shown, noise = capsys.readouterr()
+    assert "%|" not in noise, "bars fill what is no terminal"
     last = int(re.findall(r"^step (\d+)/\d+  ", shown, re.M)[-1])
     assert f"step {last}/{last}  " in shown and "held-out sample 2" in shown
 
@@ -264,6 +265,41 @@ def test_a_wrong_yaml_is_refused_by_name(command, tmp_path, capsys, text):
     shown = capsys.readouterr().err
     assert "error" in shown
     assert "unclosed" in text or "did you mean `--model.hidden_size`?" in shown
+
+
+_CLASS = "trainer: {{callbacks: [{{class_path: lightning_cxl.OffloadProgressBar}}, {{{}}}]}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "most_lines"),
+    [
+        (
+            _CLASS.format("class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_weights_onl: 1}"),
+            ("ModelCheckpoint: Option 'save_weights_onl' is not accepted", "did you mean `save_weights_only`?"),
+            4,
+        ),
+        (
+            "trainer: {strategy: {class_path: lightning_cxl.CXLOffloadStrategy, init_args: {tier: {dram: 1GiB}}}}",
+            ("lightning_cxl.CXLOffloadStrategy: Option 'tier.dram' is not accepted", "did you mean `tiers`?"),
+            4,
+        ),
+        (
+            _CLASS.format("class_path: lightning_cxl.OffloadProgressBa"),
+            ("lightning_cxl.OffloadProgressBa: module 'lightning_cxl' has no attribute 'OffloadProgressBa'",),
+            3,
+        ),
+        ("a secret of ours\n" * 100, ("Unexpected config", "..."), 14),
+        ("a secret of ours " * 100, ("Unexpected config", "..."), 3),
+    ],
+)
+def test_a_wrong_yaml_is_not_repeated(command, tmp_path, capsys, text, messages, most_lines):
+    (tmp_path / "wrong.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        command("fit", "--config", tmp_path / "wrong.yaml", tiny=False)
+    shown = capsys.readouterr().err
+    assert all(message in shown for message in messages)
+    assert len(shown.splitlines()) <= most_lines and len(shown) < 600
+    assert "Given value" not in shown and "Namespace" not in shown
 
 
 def test_env_prints_the_machine(command, capsys):
