@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "an end that Ctrl-C interrupts is made up for",
         "lightning_cxl/storage/slots.py",
-        "            _requests.put(self.leave)\n",
-        "            pass\n",
+        "        _requests.put(self.leave)\n",
+        "        pass\n",
         T_CTRL_C,
     ),
     Mutant("a forked child is told", _HOP, "if os.getpid() != self._pid:", "if False:", T_HOP),
