@@ -53,7 +53,7 @@ def test_a_machine_holds_and_counts_weights_once():
 
 def test_both_ways_are_measured_and_all_ranks_agree():
     (found, seconds), (other, _) = results("measured")
-    assert found == other and found.source == "measured" and found.nbytes == 16 * 2**20
+    assert found == other and found.nbytes == 16 * 2**20
     assert 0 < found.shared < seconds and 0 < found.peers < seconds
     # on the CPU a copy is faster than sending, however busy the machine is
     assert found.shares_weights and seconds < 20
