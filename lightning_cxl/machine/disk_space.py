@@ -81,7 +81,8 @@ def _check_kind(folder: Path) -> None:
 def _rotations_per_minute(folder: Path) -> int:
     """Return how fast a disk says that it rotates; 0 where it does not: for Linux virtual ones rotate, too."""
     block = (_BLOCKS / _number(drive_of(folder))).resolve()
-    below = [each.resolve() for each in block.glob("slaves/*")]  # of LVM, RAID and encryption
+    slaves = (*block.glob("slaves/*"), *block.glob("slaves/*/slaves/*"))  # of LVM, RAID and encryption
+    below = [each.resolve() for each in slaves]
     speeds = [0]
     for disk in (disk for each in (block, *below) for disk in (each, each.parent)):  # of a partition
         with contextlib.suppress(OSError):

@@ -15,8 +15,9 @@ from lightning_cxl.storage.system import System
 
 log = logging.getLogger(__name__)
 
+_USE_ANOTHER = "Use another folder."
 WHAT_TO_DO = (
-    "Use another folder. A checkpoint with checkpoint='reference' needs what lies here: before you delete it, save it "
+    f"{_USE_ANOTHER} A checkpoint with checkpoint='reference' needs what lies here: before you delete it, save it "
     "whole with `torch.save(lightning_cxl.plain_checkpoint(torch.load(CHECKPOINT)), NEW_FILE)`."
 )
 
@@ -103,13 +104,13 @@ class Places:
         except (ValueError, KeyError, TypeError, OSError, CheckpointError) as error:
             raise ConfigError(
                 f"`{path}` holds a part of another run, and it cannot be checked whether that is needed: {error}. "
-                f"{WHAT_TO_DO}"
+                f"{_USE_ANOTHER}"
             ) from None
         if needed:
+            missing = ", which is missing: mount its drive, or put it back from a backup"
             raise ConfigError(
                 f"`{path}` holds a part of a generation whose manifest is `{home}`"
-                f"{'' if home.exists() else ', which is missing: mount its drive, or put it back from a backup'}. "
-                f"{WHAT_TO_DO}"
+                f"{'' if home.exists() else missing}. {WHAT_TO_DO if home.exists() else _USE_ANOTHER}"
             )
 
     def _open_drive(self, stack: contextlib.ExitStack, index: int, folder: Folder) -> None:

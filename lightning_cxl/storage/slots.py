@@ -111,6 +111,9 @@ class _Left:
     def leave(self) -> None:
         """Return at once."""
 
+    def _give_back(self) -> None:
+        """Do nothing: a call of `leave` was queued while the first one waited."""
+
 
 class HostSlots:
     """Cuts slots of exact sizes from one piece of memory. Not thread-safe.

@@ -102,6 +102,7 @@ class UnitWeights:
         self._num_looks = 0
         self._listener: UnitListener = Nobody()
         self._update: Future[None] | None = None
+        self._is_written = True
         self._pid = os.getpid()
         self._left_behind: set[int] = set()
         for parameters in pieces:
@@ -160,12 +161,18 @@ class UnitWeights:
         self.wait()
         for piece in self.pieces:
             piece.home.update_begins()
-        self._update = update
+        self._update, self._is_written = update, False
+        update.add_done_callback(self._note_written)
         self.watch()
+
+    def _note_written(self, update: "Future[None]") -> None:
+        if update is self._update:
+            self._is_written = True
 
     def is_updating(self) -> bool:
         """Return whether the homes are being written."""
-        return self._update is not None and not self._update.done()
+        # not `done()`: its lock may have been held when this process was forked
+        return self._update is not None and not self._is_written
 
     def wait(self) -> None:
         """Return when the homes have their new values."""
@@ -199,9 +206,9 @@ class UnitWeights:
 
     def _see(self) -> None:
         if os.getpid() != self._pid:  # forked: the threads and the device are the parent's
-            self.unwatch()
             if self.is_updating():
                 raise UnsupportedError(_forked(self.name))
+            self.unwatch()
             return
         try:
             self.settle()
@@ -361,7 +368,9 @@ def _hide_in_child() -> None:
     """Let whoever uses a parameter whose memory this forked process has not get an error: an access is a SIGSEGV."""
     for module, (unit, addresses) in list(_left_behind.items()):
         for parameter in peek_at_own(module).values():
-            if parameter is not None and plain_data(parameter).data_ptr() in addresses:
+            if parameter is None or isinstance(parameter, _Hidden):  # of two modules, or in the fork of a fork
+                continue
+            if plain_data(parameter).data_ptr() in addresses:
                 kind = type(parameter)
                 parameter.__class__ = type(kind.__name__, (_Hidden, kind), {"unit": unit})
 

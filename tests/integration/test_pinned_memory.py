@@ -171,6 +171,11 @@ class Forks(Callback):
         self.found = {name: in_child(lambda use=use: use(pl_module.model)) for name, use in self.uses.items()}
 
 
+def refused_in_child(use):
+    if text := in_child(use):
+        raise RuntimeError(text)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("weights", ["page-locked", "pageable", "on ssd"])
 def test_forked_children_that_use_weights_they_do_not_have_get_an_error(weights, tmp_path):
@@ -183,12 +188,14 @@ def test_forked_children_that_use_weights_they_do_not_have_get_an_error(weights,
         "data": lambda model: model.blocks[3].qkv.weight.data.tolist(),
         "shapes": lambda model: [(p.shape, p.device, p.dtype, p.numel(), p.requires_grad) for p in model.parameters()],
         "nothing": lambda model: torch.ones(4).sum(),
+        "in the fork of a fork": lambda model: refused_in_child(lambda: model.blocks[4].out.weight.sum().item()),
     }
     options = {"pin_memory": weights != "pageable", "overlap_step": False}  # no update is under way in a fork
     if weights == "on ssd":
         options["tiers"] = {"ssd": {"path": str(tmp_path), "budget": "64MiB"}}
         options["tier_rules"] = {"*": {"weights": "ssd"}}
     model = TinyTransformer(depth=6)
+    model.blocks[5].norm2.weight = model.blocks[5].norm1.weight  # before `qkv`, which must be hidden nevertheless
     kept.append(model.blocks[4].qkv.weight)
     forks = Forks(**uses)
     make_trainer(offload(**options), max_steps=2, callbacks=[forks]).fit(Task(model), token_data(2))

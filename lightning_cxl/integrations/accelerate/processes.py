@@ -39,11 +39,11 @@ from lightning_cxl.sharding.program import watch_program
 def with_gloo(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments of an `Accelerator` whose processes exchange what is on the host, too.
 
-    Accelerate would start NCCL alone. What the user says of the backend stays, as does a group that exists.
+    Accelerate would start NCCL alone. Another backend that the user names stays, as does a group that exists.
     """
     on_cpu = arguments.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")
     kind = process_device_type()
-    if on_cpu or "LOCAL_RANK" not in os.environ or kind.name != "cuda" or not kind.num_devices():
+    if on_cpu or int(os.environ.get("LOCAL_RANK", -1)) == -1 or kind.name != "cuda" or not kind.num_devices():
         return arguments
     handlers = list(arguments.get("kwargs_handlers") or ())
     given = [each for each in handlers if isinstance(each, InitProcessGroupKwargs)] or [InitProcessGroupKwargs()]

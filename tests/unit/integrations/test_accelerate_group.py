@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import InitProcessGroupKwargs
 
 from lightning_cxl.accelerate import CXLAccelerator
@@ -26,17 +26,13 @@ def launched(monkeypatch):
         raise Asked(options)
 
     cuda = SimpleNamespace(name="cuda", num_devices=lambda: 1)
-    monkeypatch.setattr(processes, "process_device_type", lambda: cuda, raising=False)
+    monkeypatch.setattr(processes, "process_device_type", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     launcher = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "1"}
     for name, value in {**launcher, "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
-    before = dict(PartialState._shared_state), dict(AcceleratorState._shared_state)
     AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    PartialState._shared_state.update(before[0])
-    AcceleratorState._shared_state.update(before[1])
 
 
 @pytest.mark.parametrize(
@@ -54,6 +50,11 @@ def test_it_is_asked_for(launched, handlers, asked):
     with pytest.raises(Asked) as error:
         CXLAccelerator(kwargs_handlers=handlers)
     assert {**error.value.args[0], **asked} == error.value.args[0]
+
+
+def test_a_process_that_is_alone_asks_for_none(launched, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    assert processes.with_gloo({"a": 1}) == {"a": 1}
 
 
 def test_processes_on_the_cpu_have_gloo_alone(launched):

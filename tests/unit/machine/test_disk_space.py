@@ -83,16 +83,22 @@ def test_the_kernel_says_what_is_memory():
     assert kernels_answer(Path("/dev/shm")) == "tmpfs" and kernels_answer(Path("/proc")) == "proc"
 
 
-@pytest.mark.parametrize("place", ["disk", "partition", "slave"])
+@pytest.mark.parametrize("place", ["disk", "partition", "slave", "slave of a slave"])
 def test_a_disk_that_says_that_it_rotates_is_warned_of(tmp_path, monkeypatch, caplog, place):
     folder, options = tmp_path, SsdOptions((tmp_path,), 1 << 30)
     blocks, disk = tmp_path / "dev/block", tmp_path / "devices/block/sda"
     (disk / "device").mkdir(parents=True)
-    block = {"disk": disk, "partition": disk / "sda1", "slave": tmp_path / "devices/block/dm-0"}[place]
+    block = {"disk": disk, "partition": disk / "sda1", "slave": tmp_path / "devices/block/dm-0"}[place.split(" ")[0]]
     (block / "slaves").mkdir(parents=True)
     if place == "slave":
         (disk / "sda1").mkdir()
         (block / "slaves/sda1").symlink_to(disk / "sda1")
+    if place == "slave of a slave":
+        (disk / "sda1").mkdir()
+        below = tmp_path / "devices/block/dm-1"
+        (below / "slaves").mkdir(parents=True)
+        (below / "slaves/sda1").symlink_to(disk / "sda1")
+        (block / "slaves/dm-1").symlink_to(below)
     blocks.mkdir(parents=True)
     drive = disk_space.drive_of(folder)
     (blocks / f"{os.major(drive)}:{os.minor(drive)}").symlink_to(block)
