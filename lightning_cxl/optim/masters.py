@@ -76,7 +76,11 @@ class WeightPair:
     @property
     def may_be_written(self) -> bool:
         """Whether somebody but us may have written to the compute weights since they agreed with the master."""
-        return self.version != self.compute._version or any(alias() is not None for alias in self._aliases)
+        return self.version != self.compute._version
+
+    def agree(self) -> None:
+        """Note that compute weights and master agree now, and that whoever has a ``.data`` may write to it again."""
+        self.version = -1 if any(alias() is not None for alias in self._aliases) else self.compute._version
 
     def gives_out(self, data: torch.Tensor) -> torch.Tensor:
         """Return the memory of the compute weights, to which somebody may write as long as it lives."""
@@ -252,7 +256,7 @@ class MasterWeights:
                 compute = written.to(master.device)
                 if not torch.equal(master.to(compute.dtype), compute):
                     master.copy_(torch.where(_agree(master, compute), master, compute.to(master.dtype)))
-            pair.version = pair.compute._version
+            pair.agree()
 
     @torch.no_grad()
     def write_back(self, masters: Iterable[torch.Tensor], *, kernel_wrote: bool = False) -> None:
@@ -270,7 +274,7 @@ class MasterWeights:
                 continue
             if not (kernel_wrote and pair.master in self.kernel_weights):
                 self._write(pair)
-            pair.version = pair.compute._version
+            pair.agree()
 
     def _write(self, pair: WeightPair) -> None:
         if pair.is_same_memory:

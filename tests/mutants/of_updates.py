@@ -68,8 +68,8 @@ MUTANTS = (
     Mutant(
         "who still has a `.data` may write to it again",
         _MASTERS,
-        " or any(alias() is not None for alias in self._aliases)",
-        "",
+        "-1 if any(alias() is not None for alias in self._aliases) else self.compute._version",
+        "self.compute._version",
         T_SEPARATE,
     ),
     Mutant(
