@@ -114,7 +114,7 @@ def test_ranks_that_are_done_are_no_failure(board, ranks):
 def test_rank_0_ends_after_all_know_that_it_does():
     """Its process may end within the time that another thread of it needs to be heard."""
     code = """
-        import os, sys
+        import os, sys, time
         from lightning_cxl.sharding import watch
         from lightning_cxl.sharding.failures import Cause, Failure
         board = watch._Switchboard(2)
@@ -122,6 +122,8 @@ def test_rank_0_ends_after_all_know_that_it_does():
         print(board.port, board.token, flush=True)
         own = watch.Watch(0, ("127.0.0.1", board.port), board.token, host, board)
         input()
+        while board._num_called < 2:  # a rank that has not called cannot be told
+            time.sleep(0.01)
         sys.setswitchinterval(1000)  # as good as never: other threads run where this one waits
         own.close()
         os._exit(0)
@@ -132,9 +134,11 @@ def test_rank_0_ends_after_all_know_that_it_does():
         port, token = process.stdout.readline().split()
         rank = Watch(1, ("127.0.0.1", int(port)), token, HOST)
         process.communicate("\n")
-    until(lambda: has_heard_the_end(rank))
-    assert rank.first is None
-    rank.close()
+    try:
+        until(lambda: has_heard_the_end(rank))
+        assert rank.first is None
+    finally:
+        rank.close()  # else it ends this process, 30 s after a failure
 
 
 def test_rank_0_that_dies_is_known(board):
