@@ -102,7 +102,7 @@ class UnitWeights:
         self._num_looks = 0
         self._listener: UnitListener = Nobody()
         self._update: Future[None] | None = None
-        self._is_written = True
+        self._running: list[Future[None]] = []
         self._pid = os.getpid()
         self._left_behind: set[int] = set()
         for parameters in pieces:
@@ -161,18 +161,15 @@ class UnitWeights:
         self.wait()
         for piece in self.pieces:
             piece.home.update_begins()
-        self._update, self._is_written = update, False
-        update.add_done_callback(self._note_written)
+        running = [update]  # of this update alone: what ends an earlier one may come late
+        self._update, self._running = update, running
+        update.add_done_callback(lambda _: running.clear())
         self.watch()
-
-    def _note_written(self, update: "Future[None]") -> None:
-        if update is self._update:
-            self._is_written = True
 
     def is_updating(self) -> bool:
         """Return whether the homes are being written."""
         # not `done()`: its lock may have been held when this process was forked
-        return self._update is not None and not self._is_written
+        return self._update is not None and bool(self._running)
 
     def wait(self) -> None:
         """Return when the homes have their new values."""

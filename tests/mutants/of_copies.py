@@ -263,8 +263,8 @@ MUTANTS = (
     Mutant(
         "a unit that is being updated is watched",
         _UNITS,
-        "        self._update = update\n        self.watch()\n",
-        "        self._update = update\n",
+        "        update.add_done_callback(lambda _: running.clear())\n        self.watch()\n",
+        "        update.add_done_callback(lambda _: running.clear())\n",
         T_STEP,
     ),
     Mutant("a wait for an update waits", _UNITS, "            update.result()\n", "            pass\n", T_STEP),
