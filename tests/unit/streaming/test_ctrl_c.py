@@ -11,7 +11,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.state_visits import StateVisits
 from lightning_cxl.storage.area import Area
-from lightning_cxl.storage.slots import HostSlots, Stay
+from lightning_cxl.storage.slots import HostSlots, Stay, uninterrupted
 from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.hop import Hop
 from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
@@ -121,6 +121,7 @@ def interrupted(function: Callable[[], None], at: int) -> bool:
 
 def ends(function: Callable[[], None]) -> None:
     """Call a function in a thread, so that a test that would hang fails."""
+    uninterrupted(lambda: None)()  # what an interrupted call has asked for is done first
     errors: list[BaseException] = []
 
     def run() -> None:
