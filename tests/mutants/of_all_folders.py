@@ -301,17 +301,17 @@ MUTANTS = (
     # -- the ends: the main job, commands
     Mutant(
         "much slower contenders have three turns",
-        "lightning_cxl/commands/measuring/timing.py",
+        "lightning_cxl/commands/measuring.py",
         "return index % max(1, -(-rounds // _SLOW_ROUNDS)) == 0",
         "return True",
-        ("tests/unit/commands/measuring/test_timing.py",),
+        ("tests/unit/commands/test_timing.py",),
     ),
     Mutant(
         "an ended child is no other process",
-        "lightning_cxl/commands/measuring/timing.py",
+        "lightning_cxl/commands/measuring.py",
         " + children.children_user + children.children_system",
         "",
-        ("tests/unit/commands/measuring/test_timing.py",),
+        ("tests/unit/commands/test_timing.py",),
     ),
     Mutant(
         "a measured write counts when it is on the disk",

@@ -230,14 +230,14 @@ MUTANTS = (
     ),
     Mutant(
         "a sequence that a model has no positions for is not planned",
-        "lightning_cxl/commands/plan/planned_model.py",
-        "0 < longest < sequence",
+        "lightning_cxl/commands/planned_model.py",
+        "0 < longest < settings.sequence",
         "False",
         ("tests/unit/commands/test_plan.py::test_a_sequence_that_is_longer_than_the_model_has_positions_for",),
     ),
     Mutant(
         "adapters are planned in the type that they train in",
-        "lightning_cxl/commands/plan/meta_model.py",
+        "lightning_cxl/commands/planned_model.py",
         "parameter.data.to(model.dtype)",
         "parameter.data",
         ("tests/integration/test_planned_lora.py::test_planned_bytes_of_every_role_are_what_a_run_holds",),
