@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.placement.placement import RoleHomePolicy
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.policy import RoleHomePolicy
 
 
 @dataclass(frozen=True, eq=False, slots=True)

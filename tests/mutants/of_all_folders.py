@@ -3,10 +3,10 @@
 from tests.mutants.mutant import Mutant
 
 _CHECKPOINT = "lightning_cxl/run/checkpoint.py"
-_STEP = "lightning_cxl/planning/jobs/step.py"
-_ROOM = "lightning_cxl/planning/policies/room.py"
+_STEP = "lightning_cxl/planning/step.py"
+_ROOM = "lightning_cxl/planning/policies.py"
 _HEADER = "lightning_cxl/weights/header.py"
-_LIMITS = "lightning_cxl/machine/limits.py"
+_LIMITS = "lightning_cxl/machine/nodes.py"
 _SETTLE = "lightning_cxl/planning/settle_state.py"
 T_SETTLE = ("tests/unit/planning/test_settle_state.py",)
 T_CHECKPOINT = "tests/integration/test_checkpoint.py"
@@ -116,35 +116,35 @@ MUTANTS = (
     ),
     Mutant(
         "machines exchange over the network, too",
-        "lightning_cxl/planning/jobs/exchange.py",
+        "lightning_cxl/planning/job.py",
         "nbytes if crosses else 0.0",
         "0.0",
         ("tests/unit/planning/jobs/test_exchange.py",),
     ),
     Mutant(
         "padding is gathered, too",
-        "lightning_cxl/inventory/mesh.py",
+        "lightning_cxl/inventory/workload.py",
         "math.ceil(length / self.num_shards) * parameter.numel() // length",
         "parameter.numel() // self.num_shards",
         ("tests/unit/inventory/test_mesh.py", "tests/unit/planning/jobs/test_collectives_of_fsdp.py"),
     ),
     Mutant(
         "the root is gathered once",
-        "lightning_cxl/planning/jobs/collectives.py",
+        "lightning_cxl/planning/job.py",
         "for group in found if not group.is_root)",
         "for group in found)",
         ("tests/unit/planning/jobs/test_collectives_of_fsdp.py",),
     ),
     Mutant(
         "gradients of two roles are copied once each",
-        "lightning_cxl/planning/jobs/model_job.py",
+        "lightning_cxl/planning/job.py",
         "engine_moves(role, of_role[role], _of_role(role, traffic, inventory))",
         "engine_moves(role, of_role[role], traffic)",
         ("tests/unit/planning/jobs/test_model_job.py::test_every_gradient_is_copied_once",),
     ),
     Mutant(
         "copies of several devices share a tier",
-        "lightning_cxl/planning/jobs/perf.py",
+        "lightning_cxl/planning/step.py",
         "(tier, num_devices * num_bytes * share)",
         "(tier, num_bytes * share)",
         ("tests/unit/planning/jobs/test_perf.py",),
@@ -179,21 +179,21 @@ MUTANTS = (
     ),
     Mutant(
         "DRAM that is left is shared like the cards",
-        "lightning_cxl/planning/policies/latency_first.py",
-        "taken = min(local, each.nbytes // (1 + num_nodes))",
+        "lightning_cxl/planning/policies.py",
+        "taken = min(local, each.nbytes // (1 + sum(tier.num_nodes for tier in cards)))",
         "taken = local",
         ("tests/unit/planning/policies/test_latency_first.py",),
     ),
     Mutant(
         "bytes of two classes change places",
-        "lightning_cxl/planning/policies/search.py",
+        "lightning_cxl/planning/policies.py",
         "                yield from _changed(x, {i: moved / size, j: -moved / other})\n",
         "                pass\n",
         ("tests/unit/planning/policies/test_bandwidth.py",),
     ),
     Mutant(
         "what the first roles take, the next ones have not",
-        "lightning_cxl/planning/fit.py",
+        "lightning_cxl/planning/decide.py",
         "            left[tier] -= size\n",
         "            pass\n",
         ("tests/unit/run/test_report.py",),
@@ -258,7 +258,7 @@ MUTANTS = (
     ),
     Mutant(
         "a version that a checkpoint refers to takes room, too",
-        "lightning_cxl/planning/ssd_room.py",
+        "lightning_cxl/planning/settle_state.py",
         "return versions * record",
         "return record",
         T_SETTLE,
@@ -272,7 +272,7 @@ MUTANTS = (
     ),
     Mutant(
         "what lies on drives takes no memory of a run",
-        "lightning_cxl/planning/fit.py",
+        "lightning_cxl/planning/decide.py",
         "    requests = [each for each in requests if SSD not in each[2].tiers]\n",
         "",
         ("tests/integration/test_planned_ssd.py",),
@@ -286,7 +286,7 @@ MUTANTS = (
     ),
     Mutant(
         "the slower of two drives decides",
-        "lightning_cxl/machine/ssd_speeds.py",
+        "lightning_cxl/machine/speeds.py",
         "len(folders) * min(reads)",
         "sum(reads)",
         ("tests/unit/machine/test_speeds.py",),

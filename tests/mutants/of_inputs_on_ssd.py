@@ -8,9 +8,9 @@ _HOP = "lightning_cxl/streaming/hop.py"
 _AREA = "lightning_cxl/storage/area.py"
 _STORE = "lightning_cxl/storage/store.py"
 _BLOCKS = "lightning_cxl/memory/blocks.py"
-_RECORDS = "lightning_cxl/inventory/records.py"
+_RECORDS = "lightning_cxl/inventory/tensors.py"
 _INVENTORY = "lightning_cxl/inventory/inventory.py"
-_ROOM = "lightning_cxl/planning/ssd_room.py"
+_ROOM = "lightning_cxl/planning/settle_state.py"
 _PLACED = "lightning_cxl/run/placed_memory.py"
 _USE = "lightning_cxl/run/ssd_use.py"
 T_INPUTS = ("tests/unit/streaming/test_inputs_on_ssd.py",)
@@ -200,7 +200,7 @@ MUTANTS = (
     ),
     Mutant(
         "every device has inputs of its own",
-        "lightning_cxl/planning/jobs/model_job.py",
+        "lightning_cxl/planning/job.py",
         "            on_drives = nbytes * inventory.copies_of(role)\n",
         "            on_drives = nbytes\n",
         T_JOB,

@@ -2,11 +2,11 @@
 
 from tests.mutants.mutant import Mutant
 
-_RANKS = "lightning_cxl/machine/ranks"
-_PLACES = f"{_RANKS}/places.py"
-_BINDING = f"{_RANKS}/binding.py"
-_BUDGETS = f"{_RANKS}/budgets.py"
-_VIEW = f"{_RANKS}/view.py"
+_RANKS = "lightning_cxl/machine/binding.py"
+_PLACES = _RANKS
+_BINDING = _RANKS
+_BUDGETS = _RANKS
+_VIEW = _RANKS
 _STRIPED = "lightning_cxl/memory/striped.py"
 _TESTS = "tests/unit/machine/ranks"
 T_PLACES = (f"{_TESTS}/test_rank_places.py",)
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "hardware threads of a core stay together",
-        f"{_RANKS}/host_cpus.py",
+        _RANKS,
         "by_core.setdefault(self.cores[cpu], [])",
         "by_core.setdefault(cpu, [])",
         T_PLACES,

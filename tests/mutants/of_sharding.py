@@ -364,7 +364,7 @@ MUTANTS = (
     ),
     Mutant(
         "a process on a machine of its own answers the others",
-        "lightning_cxl/machine/ranks/binding.py",
+        "lightning_cxl/machine/binding.py",
         "    if gather is None and num_local_ranks == 1:\n",
         "    if num_local_ranks == 1:\n",
         ("tests/unit/machine/ranks/test_rank_binding.py",),

@@ -429,7 +429,7 @@ MUTANTS = (
     ),
     Mutant(
         "no two processes store in one folder",
-        "lightning_cxl/machine/ranks/ssd_share.py",
+        "lightning_cxl/machine/binding.py",
         'path / f"rank-{rank}"',
         "path",
         (f"{_T_RANKS}::test_training_is_that_of_state_in_memory",),

@@ -13,7 +13,7 @@ _ENGINE = "lightning_cxl/storage/engine.py"
 _STORE = "lightning_cxl/storage/store.py"
 _ON_SSD = "lightning_cxl/run/state_on_ssd.py"
 _CPU_ADAM = "lightning_cxl/optim/cpu_adam.py"
-_RECORDS = "lightning_cxl/inventory/records.py"
+_RECORDS = "lightning_cxl/inventory/tensors.py"
 T_CTRL_C = ("tests/unit/streaming/test_ctrl_c.py",)
 T_HOP = ("tests/unit/streaming/test_hop.py",)
 _RUN = "tests/integration/test_weights_on_ssd.py"
@@ -274,14 +274,14 @@ MUTANTS = (
     ),
     Mutant(
         "what is updated together is one visit",
-        "lightning_cxl/planning/jobs/model_job.py",
+        "lightning_cxl/planning/job.py",
         "len({each.owner for each in inventory.ssd_records if each.is_updated})",
         "len(inventory.ssd_records)",
         T_SETTLE,
     ),
     Mutant(
         "a plan counts weights once",
-        "lightning_cxl/planning/jobs/job.py",
+        "lightning_cxl/planning/job.py",
         "(1 if each.role in others else versions)",
         "versions",
         T_SETTLE,

@@ -9,9 +9,8 @@ import lightning_cxl
 from lightning_cxl.errors import CheckpointError, TierFullError
 from lightning_cxl.memory import scope
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.policy import RoleHomePolicy
 from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.load import load_weights
 from lightning_cxl.weights.tensor_file import TensorFile
