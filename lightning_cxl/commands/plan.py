@@ -239,38 +239,34 @@ def _attempt(model: PlannedModel, settings: Settings, machine: Machine, policy: 
     return Way(steps, _host_bytes(job, machine), job.device_bytes) if fits(job, machine, policy) else None
 
 
+def _step(name: str, value: Any, text: str = "", flag: str = "") -> Step:
+    """Return the step that gives one field of the settings a value; by default it is said as the strategy has it."""
+    option = "--" + (flag or name).replace("_", "-")
+    shown = f'"{value}"' if isinstance(value, str) else value
+    return Step(text or f"{name}={shown}", option if value is True else f"{option} {value}", {name: value})
+
+
 def _options(settings: Settings, machine: Machine) -> list[list[Step]]:
     """Return options that can be changed, the cheapest first; of each, the values from the weakest to the strongest."""
-    on_host, several = machine.device.is_host, settings.accumulate_grad_batches > 1
     chunked = "a loss that never holds all logits (`lightning_cxl.chunked_loss(model)` around the model's forward)"
     backward = 'on_overflow="ignore" (gradients are used up in backward)'
-    found: list[tuple[bool, str, str, dict[str, Any]]] = [
-        (settings.loss == "full", chunked, "--loss chunked", {"loss": "chunked"}),
-        (not settings.activation_offload, "", "--activation-offload", {"activation_offload": True}),
-        (not on_host and settings.stream_weights is False, "", "--stream-weights", {"stream_weights": True}),
-        (settings.precision != "bf16-true", "", "--precision bf16-true", {"precision": "bf16-true"}),
-        (settings.master == "fp32", "", "--master split", {"master": "split"}),
-        (
-            settings.streams(machine) and settings.overlap != "backward" and not several,
-            *(backward, "--overlap backward", {"overlap": "backward"}),
-        ),
-    ]
-    axes = [[_step(text, flags, values)] for applies, text, flags, values in found if applies]
+    accumulates = settings.accumulate_grad_batches > 1
+    hides = settings.streams(machine) and settings.overlap != "backward" and not accumulates
+    in_parts = {"between_nodes": "shard", "weights": "gathered"}
+    cut = Step("the model cut over all machines", "--between-nodes shard --weights gathered", in_parts)
     formats = {"fp32": ["bf16", "8bit"], "bf16": ["8bit"], "8bit": []}[settings.state]
-    axes.append([_step("", f"--state {name}", {"state": name}) for name in formats])
-    if several and settings.accumulate == "fp32":
-        axes.append([_step("", "--accumulate bf16", {"accumulate": "bf16"})])
-    if settings.num_nodes > 1 and settings.between_nodes == "replicate":
-        values = {"between_nodes": "shard", "weights": "gathered"}
-        axes.append([Step("the model cut over all machines", "--between-nodes shard --weights gathered", values)])
-    return [axis for axis in axes if axis]
-
-
-def _step(text: str, flags: str, values: dict[str, Any]) -> Step:
-    """Return a step that is said as the option of a strategy, unless there is a text."""
-    name, value = next(iter(values.items()))
-    shown = f'"{value}"' if isinstance(value, str) else value
-    return Step(text or f"{name}={shown}", flags, values)
+    axes = [
+        (settings.loss == "full", [_step("loss", "chunked", chunked)]),
+        (not settings.activation_offload, [_step("activation_offload", True)]),
+        (settings.stream_weights is False and not machine.device.is_host, [_step("stream_weights", True)]),
+        (settings.precision != "bf16-true", [_step("precision", "bf16-true")]),
+        (settings.master == "fp32", [_step("master", "split")]),
+        (hides, [_step("overlap", "backward", backward)]),
+        (bool(formats), [_step("state", name) for name in formats]),
+        (accumulates and settings.accumulate == "fp32", [_step("accumulate", "bf16")]),
+        (settings.num_nodes > 1 and settings.between_nodes == "replicate", [cut]),
+    ]
+    return [steps for applies, steps in axes if applies]
 
 
 def _others(settings: Settings, machine: Machine) -> list[list[Step]]:
@@ -280,9 +276,9 @@ def _others(settings: Settings, machine: Machine) -> list[list[Step]]:
         on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=_LARGE_BYTES))
         text = 'optimizer state and weights on a drive, tiers={"ssd": {"path": DIR}}'
         axes.append([Step(text, "--ssd DIR", machine=on_drives)])
-    for name, flag in (("batch", "--batch"), ("sequence", "--seq")):
+    for name, flag in (("batch", "batch"), ("sequence", "seq")):
         sizes = [size for shift in (1, 2, 3) if (size := getattr(settings, name) >> shift)]
-        axes.append([Step(f"{name} {size}", f"{flag} {size}", {name: size}) for size in sizes])
+        axes.append([_step(name, size, f"{name} {size}", flag) for size in sizes])
     if cards := [tier for tier in machine.select(TierKind.CXL) if tier.backed_by is None]:
         name = next(f"cxl{i}" for i in range(len(machine.tiers) + 1) if f"cxl{i}" not in machine.names)
         together = None if machine.host_bytes is None else machine.host_bytes + cards[-1].capacity_bytes
@@ -292,14 +288,12 @@ def _others(settings: Settings, machine: Machine) -> list[list[Step]]:
 
 
 def _adapters(settings: Settings, machine: Machine) -> list[Step]:
-    rank, steps = settings.lora or _RANK, []
-    text, values = f'adapters alone are trained, lora={{"r": {rank}}}', {"lora": rank}
-    if settings.lora is None:
-        steps.append(Step(text, f"--lora {rank}", values))
-    if settings.quantize is None and not settings.mesh(machine).is_sharded:
-        text += ', on weights of 4 bit, quantization="4bit"'
-        steps.append(Step(text, f"--lora {rank} --quantize 4bit", {**values, "quantize": "4bit"}))
-    return steps
+    rank = settings.lora or _RANK
+    lora = _step("lora", rank, f'adapters alone are trained, lora={{"r": {rank}}}')
+    below = f'{lora.text}, on weights of 4 bit, quantization="4bit"'
+    quantised = Step(below, f"{lora.flags} --quantize 4bit", {**lora.values, "quantize": "4bit"})
+    steps = [lora] if settings.lora is None else []
+    return [*steps, quantised] if settings.quantize is None and not settings.mesh(machine).is_sharded else steps
 
 
 # The findings as data.
@@ -548,10 +542,10 @@ def _ranks(found: Findings) -> list[str]:
 
 
 def _policies(found: Findings) -> list[str]:
-    """Return a row per policy: predicted times, or bytes by tier where speeds are not known."""
-    dram_only, tokens, tiers = found.dram_only, found.job.num_tokens, found.machine.names
+    """Return a row of predicted times per policy, why others do not fit, and the phases of the chosen one."""
+    dram_only, tokens = found.dram_only, found.job.num_tokens
     # with one tier all policies do the same
-    plans = found.plans if len(tiers) > 1 else {found.policy: found.chosen}
+    plans = found.plans if len(found.machine.tiers) > 1 else {found.policy: found.chosen}
     lines: list[str] = []
     if dram_only is not None:
         times = {name: plan.time for name, plan in plans.items()} | {"were DRAM large enough": dram_only}
@@ -567,12 +561,6 @@ def _policies(found: Findings) -> list[str]:
         ]
         phases = (f"{name} s" for name in dram_only.phases())
         lines = table_lines(("predicted", *phases, "step s", "tokens/s", "of DRAM only"), rows)
-    elif len(plans) > 1:
-        rows = []
-        for name, plan in plans.items():
-            used = [format_bytes(plan.used_bytes(tier)) if plan.fits else "-" for tier in tiers]
-            rows.append((name, *used, "needs speeds" if plan.needs_speeds else "not known" if plan.fits else "-"))
-        lines = table_lines(("policy", *tiers, "predicted"), rows)
     for name, plan in plans.items():
         lines += wrapped(f"{name} does not fit: {plan.error}") if plan.error else []
     if dram_only is None:

@@ -170,12 +170,12 @@ def list_tensors(
         )
     ]
     reserves_all = overlap != "backward" or workload.num_arrivals > 1
-    staged = staged_gradients(state, workload)
+    staged, staged_bytes = staged_gradients(state, workload)
     tensors = (
         *_weights(model, (*streamed, *gathered), is_updated, all_on_host=all_on_host),
         *(state if reserves_all else gradients_at_once(state)),
         *widened_gradients(state),
-        *staged.at_once,
+        *staged,
         *(_inputs(measured, units, asked) if optimizers else ()),
     )
     tensors = tuple(each._replace(tier=asked.tier(each.owner, each.role, in_state=each.in_state)) for each in tensors)
@@ -193,7 +193,7 @@ def list_tensors(
         gathered=gathered,
         tensors=with_slots(tensors, record_of, 1 if ssd is None else len(ssd.paths), workload.mesh.num_devices),
         gradients=of_machine(gradients, streamed, workload.mesh),
-        staged_bytes=workload.mesh.machine_bytes(staged.nbytes, trained),
+        staged_bytes=workload.mesh.machine_bytes(staged_bytes, trained),
         measured=measured,
         overlap=overlap,
         reserves_all_gradients=reserves_all,

@@ -85,15 +85,6 @@ def grouped(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Ha
     return list(groups.values())
 
 
-class Staged(NamedTuple):
-    """Gradients that land in staging memory before they are where they stay."""
-
-    at_once: list[HostTensor]
-    """Tensors that exist at a time."""
-    nbytes: int
-    """Of all micro-batches."""
-
-
 def leaving_groups(tensors: Iterable[HostTensor]) -> list[list[HostTensor]]:
     """Return the gradients among the tensors in groups as they leave the device, the largest group first."""
     groups: dict[object, list[HostTensor]] = {}
@@ -127,10 +118,11 @@ def widened_gradients(tensors: Iterable[HostTensor]) -> list[HostTensor]:
     return [each._replace(nbytes=each.parameter_nbytes) for each in largest]
 
 
-def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> Staged:
-    """Return what `LeavingGradients` lets land elsewhere: all but the first gradient of a step, unless it widens.
+def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> tuple[list[HostTensor], int]:
+    """Return the gradients that are in staging memory at a time, as `LeavingGradients` has it, and bytes of a step.
 
-    Where the host computes, only gradients of units that stream leave.
+    All gradients of a step are staged but the first, unless it widens. If the host computes, only those of units that
+    stream leave.
     """
     total, landing = 0, []
     for each in tensors:
@@ -141,7 +133,7 @@ def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> Stage
             if num_landed:
                 landing.append(each._replace(nbytes=each.parameter_nbytes))
     groups = leaving_groups(landing)[:MAX_STAGED]
-    return Staged([each._replace(role=TensorRole.STAGING) for group in groups for each in group], total)
+    return [each._replace(role=TensorRole.STAGING) for group in groups for each in group], total
 
 
 def of_machine(tensors: Iterable[HostTensor], streamed: Iterable[StreamedUnit], mesh: Mesh) -> tuple[HostTensor, ...]:

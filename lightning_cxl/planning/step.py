@@ -31,7 +31,7 @@ A step: resources work side by side: the device, each direction of its link, eve
 
 where ``read`` and ``written`` are copies of all devices and ``cpu`` is what the host's cores read and write. A phase
 fetches, computes and writes back unit after unit, in a pipeline of stages that take F, C and W seconds in all, and
-where several ranks gather weights and reduce gradients, G and R (`ExchangeLoads`)::
+where several ranks gather weights and reduce gradients, G and R::
 
     F = max(link h2d, read of every tier)       W = soft maximum(link d2h, written of the slowest tier)
     phase = max((F + G + C + R + W) / units + (1 - 1 / units) * max(F, G, C, R, W), busiest shared + C / units)
@@ -166,68 +166,13 @@ def _check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a number of at least 0, got {value}")
 
 
-PEERS, NETWORK, SOCKETS = "peer links", "network", "between sockets"
-"""Names of the resources."""
-
-
-@dataclass(slots=True)
-class ExchangeLoads:
-    """Seconds that the exchanges of one phase keep links busy, and bytes that go through host memory instead."""
-
-    gather: tuple[float, float] = (0.0, 0.0)
-    """Of peer links, and of the network."""
-    reduce: tuple[float, float] = (0.0, 0.0)
-    through_host: float = 0.0
-    """Sent by each device, and received."""
-
-    @property
-    def busy(self) -> tuple[float, float]:
-        """Seconds of peer links and network in all."""
-        return self.gather[0] + self.reduce[0], self.gather[1] + self.reduce[1]
-
-    def plus(self, other: "ExchangeLoads", part: float) -> "ExchangeLoads":
-        """Return these loads with a part of another phase's; what goes through host memory is counted there."""
-        return ExchangeLoads(_plus(self.gather, other.gather, part), _plus(self.reduce, other.reduce, part))
-
-
-def _plus(own: tuple[float, float], other: tuple[float, float], part: float) -> tuple[float, float]:
-    return own[0] + part * other[0], own[1] + part * other[1]
-
-
-def exchange_loads(job: Job, machine: Machine, phase: Phase) -> ExchangeLoads:
-    """Return what the exchanges of a phase keep busy.
-
-    Raises:
-        ConfigError: machines exchange bytes, and nothing says how fast the network is.
-    """
-    links, found = machine.links, ExchangeLoads()
-    for each in job.exchanges:
-        if each.phase != phase:
-            continue
-        if each.network_bytes and links.network_bytes_per_s is None:
-            raise ConfigError(
-                f"machines exchange data, and machine `{machine.name}` does not say how fast: give "
-                f"network_bytes_per_s under `links` in its file (--tiers), what one machine sends over all of its "
-                "adapters, such as `network_bytes_per_s: 50 GB/s`; examples/machines/eight_gpus.yaml has all links"
-            )
-        crosses = each.network_bytes > 0
-        latency = each.hops * (links.network_latency_s if crosses else links.peer_latency_s)
-        network = each.network_bytes / (links.network_bytes_per_s or 1.0) + latency if crosses else 0.0
-        peer = 0.0 if crosses else latency
-        if links.peer_bytes_per_s is None or machine.device.is_host:
-            found.through_host += each.peer_bytes
-        else:
-            peer += each.peer_bytes / links.peer_bytes_per_s
-        if each.kind == "gather":
-            found.gather = (found.gather[0] + peer, found.gather[1] + network)
-        else:
-            found.reduce = (found.reduce[0] + peer, found.reduce[1] + network)
-    return found
-
-
 _PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 _KINDS = ("h2d", "d2h", "cpu")
 _NEAREST = 0
+# The load of one phase is a flat list. Its parts begin at these places: seconds of compute; bytes on the link, to and
+# from the device; seconds between sockets; bytes read from and written to drives; seconds of peer links and network for
+# gathers, and for reductions; then for every tier the bytes copied to devices, copied from them, and moved by the CPUs.
+_COMPUTE, _LINK, _SOCKETS, _SSD, _GATHER, _REDUCE, _TIERS = 0, 1, 3, 4, 6, 8, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,47 +251,6 @@ def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine)
     return StepModel(job, machine).explain(splits)
 
 
-class _Load:
-    """The load of one phase: bytes of the links, by tier and kind, of drives, and seconds of compute."""
-
-    __slots__ = ("compute", "exchange", "link", "sockets", "ssd", "tiers")
-
-    def __init__(
-        self,
-        compute: float,
-        link: list[float],
-        tiers: list[list[float]],
-        ssd: list[float],
-        exchange: ExchangeLoads,
-        sockets: float = 0.0,
-    ) -> None:
-        self.compute = compute
-        self.link = link  # h2d, d2h
-        self.tiers = tiers  # each h2d, d2h, cpu
-        self.ssd = ssd  # read, written
-        self.exchange = exchange
-        self.sockets = sockets  # read from other sockets
-
-    def copy(self) -> "_Load":
-        return _Load(
-            self.compute, self.link, [list(each) for each in self.tiers], self.ssd, self.exchange, self.sockets
-        )
-
-    def with_part(self, other: "_Load", part: float) -> "_Load":
-        """Return this load with a part of another phase's."""
-        return _Load(
-            self.compute + part * other.compute,
-            [own + part * extra for own, extra in zip(self.link, other.link, strict=True)],
-            [
-                [own + part * extra for own, extra in zip(mine, theirs, strict=True)]
-                for mine, theirs in zip(self.tiers, other.tiers, strict=True)
-            ],
-            [own + part * extra for own, extra in zip(self.ssd, other.ssd, strict=True)],
-            self.exchange.plus(other.exchange, part),
-            self.sockets + part * other.sockets,
-        )
-
-
 class StepModel:
     """Predicts the step of one job on one machine for many splits; asking costs some ten microseconds.
 
@@ -364,23 +268,14 @@ class StepModel:
             (1 / t.device_read_bytes_per_s, 1 / t.device_write_bytes_per_s, 1 / t.adam_bytes_per_s)
             for t in machine.tiers
         ]
-        flops = (job.forward_flops, job.backward_flops, 0.0)
-        self._fixed = [
-            _Load(
-                each / self._device.flops,
-                [0.0, 0.0],
-                [[0.0, 0.0, 0.0] for _ in machine.tiers],
-                [0.0, 0.0],
-                exchange_loads(job, machine, phase),
-            )
-            for phase, each in zip(_PHASES, flops, strict=True)
-        ]
+        self._fixed = [[0.0] * (_TIERS + len(_KINDS) * len(machine.tiers)) for _ in _PHASES]
+        self._fixed[0][_COMPUTE] = job.forward_flops / self._device.flops
+        self._fixed[1][_COMPUTE] = job.backward_flops / self._device.flops
         self._has_exchanges = bool(job.exchanges)
-        nearest = {machine.tiers[_NEAREST].name: 1.0}
-        for index, load in enumerate(self._fixed):
-            if load.exchange.through_host:
-                ways = [self._copied(index, kind, load.exchange.through_host) for kind in (0, 1)]
-                self._add(self._fixed, ways, nearest)
+        for phase, through_host in enumerate(self._exchange(job)):
+            if through_host:
+                ways = [self._copied(phase, kind, through_host) for kind in (0, 1)]
+                self._add(self._fixed, ways, {machine.tiers[_NEAREST].name: 1.0})
         self._visits = max(1, job.num_visits)
         self._ssd_speeds = (0.0, 0.0)  # seconds per byte; as if it took no time where they are not known
         if machine.ssd is not None and machine.ssd.read_bytes_per_s and machine.ssd.write_bytes_per_s:
@@ -390,11 +285,11 @@ class StepModel:
             moves = []
             for move in each.moves:
                 if move.kind in SSD_MOVES:
-                    self._fixed[_PHASES.index(move.phase)].ssd[SSD_MOVES.index(move.kind)] += move.nbytes
+                    self._fixed[_PHASES.index(move.phase)][_SSD + SSD_MOVES.index(move.kind)] += move.nbytes
                     continue
                 phase, kind = _PHASES.index(move.phase), _KINDS.index(move.kind)
                 if job.shares_weights and each.role is TensorRole.COMPUTE_WEIGHTS and kind == 0:
-                    self._fixed[phase].sockets += self._from_other_sockets(move.nbytes)
+                    self._fixed[phase][_SOCKETS] += self._from_other_sockets(move.nbytes)
                 moves.append((phase, kind, move.nbytes) if kind == 2 else self._copied(phase, kind, move.nbytes))
             if each.tier is None:
                 if moves:
@@ -418,16 +313,44 @@ class StepModel:
         serial = sum(map(self._seconds, others)) + self._update_seconds(update)
         return StepTime(forward, backward, after, self._overlap, serial)
 
-    def _work(self, splits: Mapping[TensorRole, Split]) -> tuple[list[_Load], _Load]:
+    def _exchange(self, job: Job) -> list[float]:
+        """Add the seconds of links that ranks use, and return bytes by phase that devices send through host memory.
+
+        Raises:
+            ConfigError: machines exchange bytes, and the speed of the network is not known.
+        """
+        links, through_host = self._machine.links, [0.0] * len(_PHASES)
+        for each in job.exchanges:
+            if each.network_bytes and links.network_bytes_per_s is None:
+                raise ConfigError(
+                    f"machines exchange data, and machine `{self._machine.name}` does not say how fast: give "
+                    f"network_bytes_per_s under `links` in its file (--tiers), what one machine sends over all of its "
+                    "adapters, such as `network_bytes_per_s: 50 GB/s`; examples/machines/eight_gpus.yaml has all links"
+                )
+            phase, crosses = _PHASES.index(each.phase), each.network_bytes > 0
+            latency = each.hops * (links.network_latency_s if crosses else links.peer_latency_s)
+            network = each.network_bytes / (links.network_bytes_per_s or 1.0) + latency if crosses else 0.0
+            peer = 0.0 if crosses else latency
+            if links.peer_bytes_per_s is None or self._device.is_host:
+                through_host[phase] += each.peer_bytes
+            else:
+                peer += each.peer_bytes / links.peer_bytes_per_s
+            way = _GATHER if each.kind == "gather" else _REDUCE
+            self._fixed[phase][way] += peer
+            self._fixed[phase][way + 1] += network
+        return through_host
+
+    def _work(self, splits: Mapping[TensorRole, Split]) -> tuple[list[list[float]], list[float]]:
         """Return the loads of forward and backward as they overlap with the update, and the update."""
         *loads, update = self._loads(splits)
         if self._overlap != "none":
             host = _PHASES.index(self._overlap)
-            loads[host] = loads[host].with_part(update, 1 - self._alone)
+            part = 1 - self._alone
+            loads[host] = [own + part * extra for own, extra in zip(loads[host], update, strict=True)]
         return loads, update
 
-    def _loads(self, splits: Mapping[TensorRole, Split]) -> list[_Load]:
-        loads = [each.copy() for each in self._fixed]
+    def _loads(self, splits: Mapping[TensorRole, Split]) -> list[list[float]]:
+        loads = [list(each) for each in self._fixed]
         for role, moves in self._free.items():
             if role not in splits:
                 raise ConfigError(
@@ -442,7 +365,7 @@ class StepModel:
         together = nbytes * self._device.count
         if self._device.is_host:
             return phase, 2, together
-        self._fixed[phase].link[kind] += nbytes
+        self._fixed[phase][_LINK + kind] += nbytes
         return phase, kind, together
 
     def _from_other_sockets(self, nbytes: float) -> float:
@@ -452,63 +375,72 @@ class StepModel:
             return 0.0
         return together * (links.sockets - 1) / links.sockets**2 / links.socket_bytes_per_s
 
-    def _add(self, loads: list[_Load], moves: list[tuple[int, int, float]], split: Split) -> None:
+    def _add(self, loads: list[list[float]], moves: list[tuple[int, int, float]], split: Split) -> None:
         for tier, share in split.items():
-            index = self._index[tier]
+            first = _TIERS + len(_KINDS) * self._index[tier]
             for phase, kind, nbytes in moves:
-                loads[phase].tiers[index][kind] += share * nbytes
+                loads[phase][first + kind] += share * nbytes
 
-    def _seconds(self, load: _Load) -> float:
+    def _seconds(self, load: list[float]) -> float:
         """Return what forward or backward takes; the formulas are the module's."""
         return max(self._seconds_in_memory(load), *self._ssd_seconds(load))
 
-    def _update_seconds(self, load: _Load) -> float:
+    def _update_seconds(self, load: list[float]) -> float:
         """Return what the update takes where nothing hides it."""
         stages = (self._seconds_in_memory(load), *self._ssd_seconds(load))
         return sum(stages) / self._visits + (1 - 1 / self._visits) * max(stages)
 
-    def _ssd_seconds(self, load: _Load) -> tuple[float, float]:
-        return load.ssd[0] * self._ssd_speeds[0], load.ssd[1] * self._ssd_speeds[1]
+    def _ssd_seconds(self, load: list[float]) -> tuple[float, float]:
+        return load[_SSD] * self._ssd_speeds[0], load[_SSD + 1] * self._ssd_speeds[1]
 
-    def _seconds_in_memory(self, load: _Load) -> float:
+    def _exchange_seconds(self, load: list[float]) -> tuple[float, float]:
+        return load[_GATHER] + load[_REDUCE], load[_GATHER + 1] + load[_REDUCE + 1]  # of peer links, and of the network
+
+    def _seconds_in_memory(self, load: list[float]) -> float:
+        compute = load[_COMPUTE]
         h2d, d2h = self._link_seconds(load)
-        fetch, stored, busiest = max(h2d, load.sockets), 0.0, max(load.exchange.busy)
-        for (read, written, cpu), (per_read, per_write, per_byte) in zip(load.tiers, self._speeds, strict=True):
+        fetch, stored, busiest = max(h2d, load[_SOCKETS]), 0.0, max(self._exchange_seconds(load))
+        for index, (per_read, per_write, per_byte) in enumerate(self._speeds):
+            first = _TIERS + len(_KINDS) * index
+            read, written, cpu = load[first : first + len(_KINDS)]
             if read or written or cpu:
                 reading, writing = read * per_read, written * per_write
                 fetch = max(fetch, reading)
                 stored = max(stored, writing)
                 busiest = max(busiest, cpu * per_byte + max(reading, writing, (read + written) * per_byte))
         if self._device.is_host:
-            return max(load.compute, busiest)
+            return max(compute, busiest)
         store = soft_maximum(d2h, stored, self._machine.write_contention)
-        stages = (fetch, max(load.exchange.gather), load.compute, max(load.exchange.reduce), store)
+        gather, reduction = max(load[_GATHER : _GATHER + 2]), max(load[_REDUCE : _REDUCE + 2])
+        stages = (fetch, gather, compute, reduction, store)
         pipeline = sum(stages) / self._units + (1 - 1 / self._units) * max(stages)
-        return max(pipeline, busiest + load.compute / self._units)
+        return max(pipeline, busiest + compute / self._units)
 
-    def _link_seconds(self, load: _Load) -> tuple[float, float]:
+    def _link_seconds(self, load: list[float]) -> tuple[float, float]:
         device, latency = self._device, self._device.copy_latency_s * self._units
-        h2d, d2h = load.link
+        h2d, d2h = load[_LINK : _LINK + 2]
         return (
             h2d / device.h2d_bytes_per_s + latency if h2d else 0.0,
             d2h / device.d2h_bytes_per_s + latency if d2h else 0.0,
         )
 
-    def _resources(self, load: _Load) -> dict[str, float]:
+    def _resources(self, load: list[float]) -> dict[str, float]:
         h2d, d2h = self._link_seconds(load)
-        busy = {"compute": load.compute}
+        busy = {"compute": load[_COMPUTE]}
         if not self._device.is_host:
             busy |= {"link h2d": h2d, "link d2h": d2h}
-        for tier, moved, speeds in zip(self._machine.tiers, load.tiers, self._speeds, strict=True):
+        for index, (tier, (per_read, per_write, per_byte)) in enumerate(
+            zip(self._machine.tiers, self._speeds, strict=True)
+        ):
             if tier.backed_by is None:
-                read, written, cpu = moved
-                per_read, per_write, per_byte = speeds
+                first = _TIERS + len(_KINDS) * index
+                read, written, cpu = load[first : first + len(_KINDS)]
                 copies = max(read * per_read, written * per_write, (read + written) * per_byte)
                 busy[f"tier {tier.name}"] = cpu * per_byte + copies
         if self._has_exchanges:
-            busy[PEERS], busy[NETWORK] = load.exchange.busy
-        if load.sockets:
-            busy[SOCKETS] = load.sockets
-        if any(load.ssd):
+            busy["peer links"], busy["network"] = self._exchange_seconds(load)
+        if load[_SOCKETS]:
+            busy["between sockets"] = load[_SOCKETS]
+        if load[_SSD] or load[_SSD + 1]:
             busy["ssd read"], busy["ssd write"] = self._ssd_seconds(load)
         return busy
