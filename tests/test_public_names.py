@@ -114,7 +114,7 @@ KEYS_OF_FILES = {
 }
 COMMANDS = {
     "plan": "model tiers ssd ssd-budget ssd-checkpoint batch seq precision state master accumulate "
-    "accumulate-grad-batches activation-offload stream-weights overlap policy loss lora quantize plot json",
+    "accumulate-grad-batches activation-offload stream-weights overlap policy loss lora quantize json",
     "calibrate": "output ssd quick json",
     "export": "base adapter-config only-adapter dtype max-shard-bytes",
 }

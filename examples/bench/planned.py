@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from own_memory import Growth
+from results import Results, machine, print_columns
 from torch.utils.data import DataLoader
 
 import lightning_cxl
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.commands.plan.meta_model import loss_on_meta
+from lightning_cxl.commands.planned_model import loss_on_meta
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.inventory.activations import measure

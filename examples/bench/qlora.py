@@ -28,12 +28,12 @@ import torch
 import transformers
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from own_memory import Growth
+from results import Results, machine, print_columns
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 import lightning_cxl
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.commands.plan.meta_model import loss_on_meta
+from lightning_cxl.commands.planned_model import loss_on_meta
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.activations import measure
 from lightning_cxl.inventory.inventory import list_tensors

@@ -45,11 +45,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from own_memory import Growth
+from results import Results, machine, print_columns
 from simulated_drive import SimulatedDrive
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_cxl
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 from lightning_cxl.storage import store as storage
 
 WARM_UP = 2

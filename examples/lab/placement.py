@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_path  # noqa: F401  # where `results` is
 from footprint import ModelShape, split_masters
+from results import Results, Row, check_matplotlib, print_columns
 from schedule.paper import CLAIMS, MODELS, OUR_LAYOUT, PAPER_LAYOUT, THROUGHPUT_GOALS, paper_machine
 
-from lightning_cxl.commands.measuring.pictures import check_matplotlib
-from lightning_cxl.commands.measuring.results import Results, Row, print_columns
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole

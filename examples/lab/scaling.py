@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_cxl.commands.measuring.results import print_columns
-from lightning_cxl.commands.plan.command import look
-from lightning_cxl.commands.plan.planned_model import PlannedModel
-from lightning_cxl.commands.plan.ranks import bound_by
-from lightning_cxl.commands.plan.settings import Settings
+import bench_path  # noqa: F401  # where `results` is
+from results import print_columns
+
+from lightning_cxl.commands.plan import bound_by, look
+from lightning_cxl.commands.planned_model import PlannedModel, Settings
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.machine.machine_file import load_machine
 from lightning_cxl.units import format_bytes

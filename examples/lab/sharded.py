@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import bench_path  # noqa: F401  # where `results` is
 from footprint import PUBLISHED, ModelShape
+from results import Results, machine, print_columns
 from schedule.sharded import ShardedUnits, simulate
 from simulation.links import HostTraffic, Links
 from simulation.machine_links import links_of
 
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 from lightning_cxl.inventory.mesh import Mesh
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.machine.machine_file import load_machine

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from scaling import main, scaling, table
 
-from lightning_cxl.commands.plan.planned_model import PlannedModel
-from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.commands.planned_model import PlannedModel, Settings
 from lightning_cxl.machine.machine_file import load_machine
 from tests.integration.llama import tiny_llama
 

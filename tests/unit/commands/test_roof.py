@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_cxl.commands.measuring.roof import Roof, Stream, read, update
+from lightning_cxl.commands.measuring import Roof, Stream, read, update
 from lightning_cxl.native import _cpu, _membench
 
 
@@ -67,7 +67,7 @@ def test_the_fastest_variant_is_taken(monkeypatch):
         clock[0] += 1.0 if isa == _cpu.supported_isas()[-1] and len(table) == 4 else 2.0
 
     monkeypatch.setattr(_membench, "sweep", sweep)
-    monkeypatch.setattr("lightning_cxl.commands.measuring.roof.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("lightning_cxl.commands.measuring.time.perf_counter", lambda: clock[0])
     roof = Roof([[read(tensors(10_000)[0])]], 1)
     assert roof.isa == _cpu.supported_isas()[-1]
     before = clock[0]

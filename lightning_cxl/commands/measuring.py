@@ -1,13 +1,24 @@
-"""Interleaved timing: contenders take turns in random order, so that a noisy machine disturbs all of them alike."""
+"""Measurements: contenders that take turns, and loops that only move a kernel's bytes.
+
+Contenders run in random order, interleaved, so that a noisy machine disturbs all of them alike.
+"""
 
 import gc
 import os
+import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_cxl.machine.fingerprint import cpu_model
+from lightning_cxl.native import _cpu, _membench
 
 _TURN_SECONDS = 0.03
 # threads of an OpenMP pool wait for more work in a loop for about 10 ms, and torch has a pool of its own
@@ -161,3 +172,117 @@ def others_fraction(start: tuple[float, float, float], end: tuple[float, float, 
 
 def _known(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
+
+
+# Streams of bytes: the fastest that this machine's memory lets a kernel be.
+
+_CALIBRATION_RUNS = 5
+# prefetchers of all CPUs we know follow at least so many places at once
+_MAX_PLACES = 8
+_LINE = 64
+
+
+class Stream(NamedTuple):
+    """Bytes that are touched once, in order."""
+
+    address: int
+    nbytes: int
+    access: int
+
+
+def read(tensor: torch.Tensor) -> Stream:
+    """Return the stream of a dense tensor that a kernel reads."""
+    return Stream(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _membench.READ)
+
+
+def update(tensor: torch.Tensor) -> Stream:
+    """Return the stream of a dense tensor that a kernel reads and writes in place."""
+    return Stream(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _membench.UPDATE)
+
+
+def write(tensor: torch.Tensor) -> Stream:
+    """Return the stream of a dense tensor, aligned to a cache line, that is overwritten past the caches."""
+    return Stream(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _membench.WRITE_PAST_CACHE)
+
+
+class Roof:
+    """One pass over the bytes of a kernel; contents stay as they are, except what is only written. Call it to run it.
+
+    What is fastest differs from CPU to CPU by up to a tenth: how wide loads are, and whether a thread walks one place
+    of a tensor or several. All are tried, and the fastest is the roof.
+
+    Args:
+        groups: per span of the kernel, the streams that it walks side by side.
+        num_threads: as many as the kernel uses.
+        max_places: of all streams together that a thread walks at once, at least one of each.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Stream]], num_threads: int, max_places: int = _MAX_PLACES) -> None:
+        self.num_threads = num_threads
+        self.isa, self._table = self._fastest(list(_variants(groups, max_places)))
+
+    def __call__(self) -> None:
+        """Run one pass."""
+        _membench.sweep(self._table, self.num_threads, self.isa)
+
+    def _fastest(self, variants: "list[tuple[str, array[int]]]") -> "tuple[str, array[int]]":
+        """Return the variant with the fastest run, of several runs of each in turn."""
+        best = [float("inf")] * len(variants)
+        for _ in range(_CALIBRATION_RUNS):
+            for index, (isa, table) in enumerate(variants):
+                start = time.perf_counter()
+                _membench.sweep(table, self.num_threads, isa)
+                best[index] = min(best[index], time.perf_counter() - start)
+        return variants[best.index(min(best))]
+
+
+def _variants(groups: Sequence[Sequence[Stream]], max_places: int) -> "Iterator[tuple[str, array[int]]]":
+    places = {1}
+    if len(groups) == 1:
+        places.add(max(1, max_places // len(groups[0])))
+    for num_places in sorted(places):
+        table = _table(groups, num_places)
+        for isa in _cpu.supported_isas():
+            yield isa, table
+
+
+def _table(groups: Sequence[Sequence[Stream]], num_places: int) -> "array[int]":
+    """Return the table for `_membench.sweep`, every stream cut into so many that are walked side by side."""
+    table = array("Q")
+    for index, group in enumerate(groups):
+        for stream in group:
+            length = stream.nbytes // num_places // _LINE * _LINE
+            for place in range(num_places):
+                begin = place * length
+                end = stream.nbytes if place == num_places - 1 else begin + length
+                table.extend((index, stream.address + begin, end - begin, stream.access))
+    return table
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return what measured numbers depend on besides the code: CPU, threads, memory, kernel and versions."""
+    return {
+        "cpu": cpu_model(),
+        "threads": _cpu.available_threads(),
+        "available_threads": _cpu.available_threads(),
+        "isa": _cpu.best_isa(),
+        "memory_bytes": _memory_bytes(),
+        "transparent_hugepage": _read("/sys/kernel/mm/transparent_hugepage/enabled").strip(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _memory_bytes() -> int:
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

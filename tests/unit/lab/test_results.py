@@ -1,7 +1,8 @@
 import json
 
-from lightning_cxl.commands.measuring.results import Results, machine
-from lightning_cxl.commands.measuring.timing import Timings
+from results import Results, machine
+
+from lightning_cxl.commands.measuring import Timings
 
 
 def timings(others_fraction: float = 0.0) -> Timings:

@@ -1,19 +1,16 @@
 """Rows of a benchmark: printed as tables, judged against goals, written as JSON."""
 
+import importlib
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_cxl.commands.measuring.files import write_text
-from lightning_cxl.commands.measuring.timing import Timings
+from lightning_cxl.commands.measuring import Timings, machine_facts
+from lightning_cxl.commands.parsers import write_text
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.calibration import QUIET_FRACTION
-from lightning_cxl.machine.fingerprint import cpu_model
-from lightning_cxl.native import _cpu
 from lightning_cxl.tables import table_lines
 
 
@@ -104,28 +101,18 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 def machine(num_threads: int) -> dict[str, Any]:
     """Return what the numbers depend on besides the code."""
-    return {
-        "cpu": cpu_model(),
-        "threads": num_threads,
-        "available_threads": _cpu.available_threads(),
-        "isa": _cpu.best_isa(),
-        "memory_bytes": _memory_bytes(),
-        "transparent_hugepage": _read("/sys/kernel/mm/transparent_hugepage/enabled").strip(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    return {**machine_facts(), "threads": num_threads}
 
 
-def _memory_bytes() -> int:
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def check_matplotlib() -> None:
+    """Check, before an hour is spent on measuring, that there is something to plot with.
 
-
-def _read(path: str) -> str:
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ConfigError(
+            "--plot needs matplotlib: `pip install matplotlib`, or install this package with its extra `plot`"
+        ) from error
