@@ -10,8 +10,6 @@ _PLACES = "lightning_cxl/storage/places.py"
 _GENERATIONS = "lightning_cxl/storage/generations.py"
 _RECORD = "lightning_cxl/storage/record.py"
 _NUMA = "cython_ext/_numa.pyx"
-_COPY = "lightning_cxl/storage/record_copy.py"
-T_COPY = ("tests/unit/storage/test_record_copy.py",)
 T_STORE = ("tests/unit/storage/test_store.py",)
 T_ENGINE = ("tests/unit/storage/test_engine.py",)
 T_NOTHING = (f"{T_ENGINE[0]}::test_a_call_that_moves_nothing_is_an_error_and_no_endless_loop",)
@@ -257,47 +255,6 @@ MUTANTS = (
         "        if nbytes > (left := self._budget_bytes - self._reserved_bytes):\n",
         "        if left := 0:\n",
         T_STORE,
-    ),
-    # -- copies into other files
-    Mutant("whole blocks are shared", _COPY, "or offset % BLOCK_BYTES:", "or False:", T_COPY),
-    Mutant("shared blocks begin at blocks of the file", _COPY, "if at % BLOCK_BYTES == 0:", "if True:", T_COPY),
-    Mutant("direct writes are from whole pages", _COPY, "elif address % BLOCK_BYTES == 0:", "else:", T_COPY),
-    Mutant(
-        "what is not shared is written",
-        _COPY,
-        "            return False\n        self",
-        "            pass\n        self",
-        T_COPY,
-    ),
-    Mutant("who refuses to share is asked once", _COPY, "            self._refuse.add(drive)\n", "", T_COPY),
-    Mutant(
-        "nothing is shared where a copy had no room",
-        _COPY,
-        "< self.shared_bytes + nbytes:",
-        "< 0:",
-        T_COPY,
-    ),
-    Mutant("what was shared counts", _COPY, "        self.shared_bytes += nbytes\n", "", T_COPY),
-    Mutant(
-        "a refused direct write goes another way",
-        _COPY,
-        "                if error.errno != errno.EINVAL:\n                    raise\n                self",
-        "                raise\n                self",
-        T_COPY,
-    ),
-    Mutant(
-        "only a refused write goes another way",
-        _COPY,
-        "                if error.errno != errno.EINVAL:\n                    raise\n                self",
-        "                self",
-        T_COPY,
-    ),
-    Mutant(
-        "a direct write that writes nothing is an error",
-        _COPY,
-        "            if count <= 0:\n",
-        "            if False:\n",
-        T_COPY,
     ),
     # -- windows
     Mutant(
