@@ -6,13 +6,12 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from lightning_cxl.errors import CheckpointError, StorageError
+from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.file_pages import pages_of_file
-from lightning_cxl.run import straight_copy
 from lightning_cxl.run.checkpoint_folder import META, take_place
 from lightning_cxl.run.partial_file import open_partial, remove_left
 from lightning_cxl.storage.system import sync_folder
@@ -28,7 +27,6 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
 
     Raises:
         CheckpointError: the file system refused; nothing is left behind.
-        StorageError: a drive with state of the checkpoint has failed, or has damaged it; nothing is left behind.
     """
     made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     partial = None
@@ -37,15 +35,13 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
         remove_left(target.parent)
         file, partial = open_partial(target)
         with file:
-            straight_copy.save(checkpoint, file, partial)
+            _torch_save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
             _take_place(partial, target)  # while it is locked
         for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
             sync_folder(folder)
-    except StorageError:  # a drive from which state is copied
-        raise
     except OSError as error:
         raise CheckpointError(
             f"could not write checkpoint `{target}`: {error.strerror or error}. Free space there or save elsewhere."
@@ -54,6 +50,18 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
         if partial is not None:
             with contextlib.suppress(OSError):  # users need the first error; the next save here removes the file
                 partial.unlink(missing_ok=True)
+
+
+def _torch_save(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
+    """Call ``torch.save``, and raise what the file has raised: torch then ends the file, with an error of its own."""
+    try:
+        torch.save(checkpoint, file)
+        return
+    except RuntimeError as error:
+        first = error.__context__
+        if not isinstance(first, (OSError, KeyboardInterrupt)):
+            raise
+    raise first.with_traceback(None)  # frames of torch would keep memory alive, as would its error as the context
 
 
 def _take_place(partial: Path, target: Path) -> None:
