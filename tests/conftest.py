@@ -23,7 +23,7 @@ import threading
 import pytest
 import torch
 
-from lightning_cxl.memory.scope import active
+from lightning_cxl.memory.hook import active
 from lightning_cxl.run.unclosed import close_garbage
 from tests import training_device
 

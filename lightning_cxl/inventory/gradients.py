@@ -4,11 +4,11 @@ import heapq
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightning_cxl.gradients.leaving import MAX_STAGED
+from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.updates.unit_updates import MAX_UNITS_IN_FLIGHT
+from lightning_cxl.updates.step import MAX_UNITS_IN_FLIGHT
 
 
 class Staged(NamedTuple):

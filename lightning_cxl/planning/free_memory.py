@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_cxl.memory.host_tensors import is_ordinary
-from lightning_cxl.memory.ordinary import anonymous_bytes
+from lightning_cxl.memory.host_tensors import anonymous_bytes, is_ordinary
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.shards import local
 from lightning_cxl.streaming.unit_weights import tensors_by_parameter

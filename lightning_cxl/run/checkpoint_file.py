@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.memory.file_pages import pages_of_file
+from lightning_cxl.memory.resource import pages_of_file
 from lightning_cxl.run.checkpoint_folder import META, take_place
 from lightning_cxl.run.partial_file import open_partial, remove_left
 from lightning_cxl.storage.system import sync_folder

@@ -22,7 +22,7 @@ from lightning_cxl.run.report import format_report, merged
 from lightning_cxl.run.run import FinishedRun, Run
 from lightning_cxl.run.unclosed import close_garbage
 from lightning_cxl.storage.rank_folders import remove_left
-from lightning_cxl.weights.empty import refuse_unready
+from lightning_cxl.weights.load import refuse_unready
 
 
 class Session:

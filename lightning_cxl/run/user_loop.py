@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
-from lightning_cxl.gradients.replaced_method import ReplacedMethod
-from lightning_cxl.gradients.unscale import HostUnscale
+from lightning_cxl.gradients.guard import HostUnscale, ReplacedMethod
 from lightning_cxl.inventory.loop import Loop
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam

@@ -40,7 +40,7 @@ from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint, optimizer_tensors
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
-from lightning_cxl.weights.empty import refuse_unready
+from lightning_cxl.weights.load import refuse_unready
 
 
 class CXLOffloadStrategy(Reporting, ShardedStrategy):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.gradients.grad_hooks import GradientHooks
+from lightning_cxl.gradients.meter import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.homes import InMemory

@@ -19,7 +19,7 @@ from lightning_cxl.machine.calibration import save_calibration
 from lightning_cxl.machine.speeds import machine_of
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import NumaResource
-from lightning_cxl.memory.split_stacks import make_pinner
+from lightning_cxl.memory.stacks import make_pinner
 from lightning_cxl.transfer.engine import HostEngine
 from tests import apart
 from tests.fakes import LoggingDeviceEngine

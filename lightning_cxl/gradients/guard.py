@@ -5,15 +5,43 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import GradientOverflowError, LightningCXLWarning
 from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.optim.clipping import gradients
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.shards import first_over_processes
+from lightning_cxl.torch_private import unscale
+
+# ----------------------------------------------------------------------------------------------------
+# How stand-ins for methods travel: a copy or a pickle gets the method that they stand in for.
+
+
+class ReplacedMethod:
+    """Stands in for a method of an object while a run is going on; belongs to that run.
+
+    Args:
+        plain: the method.
+    """
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self._plain = plain
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        """Copy and pickle as the plain method."""
+        return _same_object, (self._plain,)
+
+
+def _same_object(value: Any) -> Any:
+    return value
+
 
 log = logging.getLogger(__name__)
 
@@ -131,3 +159,94 @@ class OverflowGuard:
 
     def _record_of(self, optimizer: Optimizer) -> _Record:
         return self._records.setdefault(optimizer, _Record())
+
+
+# ----------------------------------------------------------------------------------------------------
+# A loss scaler, perhaps on a device, and gradients on the host.
+
+
+class HostUnscale(ReplacedMethod):
+    """`GradScaler._unscale_grads_` for gradients on the host.
+
+    A scaler on a device copies its scale to the gradients' device without waiting, which is a race when that is the
+    host: give it host copies that are complete. For `CPUAdam` nothing is multiplied: the step applies the factor, and
+    the check uses the sums that were taken as gradients arrived.
+
+    Args:
+        scaler: whose method this replaces.
+        unwrap: finds the optimizer in a wrapper of the framework.
+        defers: whether the factor may be left to the optimizer's step, because no code reads gradients before it.
+        guard: finds overflows, and counts them.
+    """
+
+    def __init__(
+        self,
+        scaler: Any,
+        unwrap: Callable[[Any], torch.optim.Optimizer],
+        defers: Callable[[torch.optim.Optimizer], bool],
+        guard: OverflowGuard,
+    ) -> None:
+        super().__init__(partial(unscale, scaler))
+        self._unwrap = unwrap
+        self._defers = defers
+        self._guard = guard
+        self.factor = 1.0
+        """What gradients still have to be multiplied by: the last factor that was left to a step."""
+
+    def __call__(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        """Unscale gradients on the host; see `torch.amp.GradScaler`."""
+        host_scale, found = inv_scale.cpu(), found_inf.cpu()
+        target = self._unwrap(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        bad = self._guard.first_bad(parameters)
+        if bad is not None:
+            self._guard.refuse(target, bad, expected=True)
+        self.factor = 1.0
+        if not (isinstance(target, CPUAdam) and self._defers(target)):
+            result = self._plain(optimizer, host_scale, found, allow_fp16)
+            torch.autograd.graph.increment_version(gradients(parameters))  # torch's kernel leaves versions as they are
+            return result
+        # set, not multiplied: the step that would have used the factor of before may have been left out
+        self.factor = target.grad_scale = float(host_scale)
+        return {torch.device("cpu"): found.fill_(0.0 if bad is None else 1.0)}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Clipping of gradients by their norm, folded into the optimizer's own sweep.
+
+
+class HostClip(ReplacedMethod):
+    """`clip_grad_by_norm` of a precision plugin: for `CPUAdam` only the factor is computed, the step applies it.
+
+    The norm comes from the sums that were taken as gradients arrived. ``.grad`` keeps the values from before clipping.
+
+    Args:
+        plain: what the plugin does itself; used for other optimizers, and where the factor is not left to the step.
+        unwrap: finds the optimizer in a wrapper of the framework.
+        defers: whether the factor may be left to the optimizer's step, because no code reads gradients before it.
+        guard: told before gradients are clipped in place, which makes all of them NaN when one is.
+        unscale: has left a factor to the step, too; None without a loss scaler.
+    """
+
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        unwrap: Callable[[Any], torch.optim.Optimizer],
+        defers: Callable[[torch.optim.Optimizer], bool],
+        guard: OverflowGuard,
+        unscale: HostUnscale | None,
+    ) -> None:
+        super().__init__(plain)
+        self._unwrap = unwrap
+        self._defers = defers
+        self._guard = guard
+        self._unscale = unscale
+
+    def __call__(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the gradients of `optimizer` to a total norm of `clip_val`."""
+        target = self._unwrap(optimizer)
+        if isinstance(target, CPUAdam) and self._defers(target):
+            target.clip_grad_norm_(clip_val, scale=1.0 if self._unscale is None else self._unscale.factor)
+        else:
+            self._guard.look(target)
+            self._plain(optimizer, clip_val)
