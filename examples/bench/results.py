@@ -10,7 +10,7 @@ from typing import Any
 from lightning_cxl.commands.measuring import Timings, machine_facts
 from lightning_cxl.commands.parsers import write_text
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.calibration import QUIET_FRACTION
+from lightning_cxl.machine.speeds import QUIET_FRACTION
 from lightning_cxl.tables import table_lines
 
 

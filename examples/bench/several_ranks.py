@@ -46,8 +46,8 @@ from shared_host import SHAPES, TOKENS
 from torch import nn
 
 from lightning_cxl.commands.measuring import cpu_seconds, others_fraction
-from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.planning.jobs.collectives import groups_of, step_volume
+from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.planning.job import groups_of, step_volume
 from lightning_cxl.streaming.units import find_units
 
 UPDATED = 12 + 12

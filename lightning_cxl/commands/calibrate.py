@@ -35,12 +35,17 @@ from lightning_cxl.commands.measuring import (
 from lightning_cxl.commands.parsers import check_target, write_text
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError, LightningCXLError, TierFullError
-from lightning_cxl.machine.calibration import Calibration, DeviceSpeeds, NodeSpeeds, SsdSpeeds, save_calibration
-from lightning_cxl.machine.cpus import nearest_cpu_nodes, usable_cpus
-from lightning_cxl.machine.fingerprint import cpu_model
-from lightning_cxl.machine.machine_file import save_machine
-from lightning_cxl.machine.nodes import parse_id_list, read_text
-from lightning_cxl.machine.speeds import machine_of
+from lightning_cxl.machine.machine import save_machine
+from lightning_cxl.machine.nodes import nearest_cpu_nodes, parse_id_list, read_text, usable_cpus
+from lightning_cxl.machine.speeds import (
+    Calibration,
+    DeviceSpeeds,
+    NodeSpeeds,
+    SsdSpeeds,
+    cpu_model,
+    machine_of,
+    save_calibration,
+)
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import PAGE_BYTES, NumaResource
 from lightning_cxl.memory.resource import MemoryResource

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl.machine.fingerprint import cpu_model
+from lightning_cxl.machine.speeds import cpu_model
 from lightning_cxl.native import _cpu, _membench
 
 _TURN_SECONDS = 0.03
@@ -208,7 +208,7 @@ def write(tensor: torch.Tensor) -> Stream:
 class Roof:
     """One pass over the bytes of a kernel; contents stay as they are, except what is only written. Call it to run it.
 
-    What is fastest differs from CPU to CPU by up to a tenth: how wide loads are, and whether a thread walks one place
+    The fastest loop differs from CPU to CPU by up to a tenth: how wide loads are, and whether a thread walks one place
     of a tensor or several. All are tried, and the fastest is the roof.
 
     Args:

@@ -29,7 +29,7 @@ def calibrate() -> argparse.ArgumentParser:
         "calibrate",
         """\
 Measures how fast this machine's memory is (every node read, written, updated as Adam does it, and followed load by
-load), its caches, its devices (copies from and to every node, bf16 matrix products), and disks. What is found is kept
+load), its caches, its devices (copies from and to every node, bf16 matrix products), and disks. The results are kept
 for this machine and used by plans; `python -m lightning_cxl env` shows it. Nothing else should run meanwhile.""",
         " --quick --output machine.yaml",
     )

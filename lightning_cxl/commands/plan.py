@@ -13,16 +13,14 @@ from lightning_cxl.commands.parsers import TO_STDOUT, check_target, write_text
 from lightning_cxl.commands.planned_model import PlannedModel, Settings
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.machine.machine import Machine, MachineSsd
-from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.machine.machine import Machine, MachineSsd, load_machine
 from lightning_cxl.machine.speeds import machine_of, machine_without_speeds
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.compare import PolicyPlan, compare, dram_only_time, fits, fits_device, working_bytes
-from lightning_cxl.planning.jobs.job import Job
-from lightning_cxl.planning.jobs.model_job import ModelJob
-from lightning_cxl.planning.jobs.step import StepTime
-from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.planning.job import Job
+from lightning_cxl.planning.policies import POLICIES
+from lightning_cxl.planning.step import StepTime
 from lightning_cxl.ssd_options import SSD, read_ssd_options
 from lightning_cxl.tables import table_lines, wrapped
 from lightning_cxl.units import format_bytes
@@ -68,7 +66,7 @@ class Findings:
     model: str
     settings: Settings
     machine: Machine
-    planned: ModelJob
+    job: Job
     policy: str  # the one that is shown in full
     plans: Mapping[str, PolicyPlan]
     dram_only: StepTime | None  # predicted as if DRAM were large enough; None where speeds are not known
@@ -83,12 +81,12 @@ class Findings:
     @property
     def fits(self) -> bool:
         """Whether host and device can hold the job."""
-        return self.chosen.fits and fits_device(self.planned.job, self.machine)
+        return self.chosen.fits and fits_device(self.job, self.machine)
 
     @property
     def host_bytes(self) -> int:
         """Host memory in all, without the tier `ssd`; where the CPU computes, with its working memory."""
-        return _host_bytes(self.planned.job, self.machine)
+        return _host_bytes(self.job, self.machine)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -110,14 +108,14 @@ def main(arguments: Sequence[str]) -> int:
     machine = machine.with_devices(machine.device.count if options.devices is None else options.devices)
     command = shlex.join(["python", "-m", "lightning_cxl", "plan", *arguments])
     model, either = PlannedModel(options.model), options.weights == "auto"
-    found = look(model, settings, machine, options.policy, either=either, command=command)
+    found = make_plan(model, settings, machine, options.policy, either=either, command=command)
     print(as_text(found), file=sys.stderr if options.json == TO_STDOUT else sys.stdout)
     if options.json is not None:
         write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def look(
+def make_plan(
     model: PlannedModel,
     settings: Settings,
     machine: Machine,
@@ -144,19 +142,19 @@ def look(
         policy = "bandwidth" if machine.has_speeds else "by_role"
     if either and machine.device.count > 1 and (settings.num_nodes == 1 or settings.between_nodes == "replicate"):
         both = [replace(settings, weights=weights) for weights in ("gathered", "shared")]
-        times = [compare(model.job(each, machine).job, machine, [policy])[policy].time for each in both]
+        times = [compare(model.job(each, machine), machine, [policy])[policy].time for each in both]
         seconds = [float("inf") if time is None else time.seconds for time in times]
         settings = both[seconds[1] < seconds[0]]
-    planned = model.job(settings, machine)
-    plans = compare(planned.job, machine, dict.fromkeys([*POLICIES, policy]))
+    job = model.job(settings, machine)
+    plans = compare(job, machine, dict.fromkeys([*POLICIES, policy]))
     if plans[policy].needs_speeds:
         raise ConfigError(
             f"policy {policy!r} needs the speeds of this machine's memory, and they are not known: measure them with "
             f"`python -m lightning_cxl calibrate`, describe a machine in a file (--tiers; examples are in "
             f"examples/machines), or choose another policy"
         )
-    dram_only = dram_only_time(planned.job, machine)
-    found = Findings(model.name, settings, machine, planned, policy, plans, dram_only, (), command)
+    dram_only = dram_only_time(job, machine)
+    found = Findings(model.name, settings, machine, job, policy, plans, dram_only, (), command)
     return found if found.fits else replace(found, ways=what_fits(model, settings, machine, policy))
 
 
@@ -235,7 +233,7 @@ def _attempt(model: PlannedModel, settings: Settings, machine: Machine, policy: 
     for step in steps:
         settings, machine = replace(settings, **step.values), step.machine or machine
     try:
-        job = model.job(settings, machine).job
+        job = model.job(settings, machine)
     except (ConfigError, UnsupportedError):
         return None  # settings that do not go together, or need what is not installed
     return Way(steps, _host_bytes(job, machine), job.device_bytes) if fits(job, machine, policy) else None
@@ -309,7 +307,7 @@ def _adapters(settings: Settings, machine: Machine) -> list[Step]:
 
 def as_data(found: Findings) -> dict[str, Any]:
     """Return the findings as JSON-able data; seconds and tokens per second are predicted."""
-    job, machine, device, mesh = found.planned.job, found.machine, asdict(found.machine.device), found.planned.mesh
+    job, machine, device, mesh = found.job, found.machine, asdict(found.machine.device), found.job.mesh
     if not machine.has_speeds:  # placeholders
         device = {name: None if name.endswith("_per_s") or name == "flops" else v for name, v in device.items()}
     ssd = machine.ssd and {
@@ -336,7 +334,7 @@ def as_data(found: Findings) -> dict[str, Any]:
         "host_bytes_left": machine.memory_bytes - found.host_bytes,
         "ssd": ssd,
         "device_bytes": job.device_bytes,
-        "device_parts": dict(found.planned.device_parts),
+        "device_parts": dict(found.job.device_parts),
         "policy": found.policy,
         "fits": found.fits,
         "fits_device": fits_device(job, machine),
@@ -351,11 +349,11 @@ def as_data(found: Findings) -> dict[str, Any]:
         ],
         "predicted_dram_only_seconds": found.dram_only and found.dram_only.seconds,
         "policies": {name: _policy_data(each, found) for name, each in found.plans.items()},
-        "notes": list(found.planned.notes),
+        "notes": list(found.job.notes),
         "ranks": {
             **{each: getattr(mesh, each) for each in ("num_devices", "num_machines", "replicates", "shares_weights")},
             "device_bytes_per_step": _per_device(found),
-            "received_bytes_per_step": found.planned.volume.total,
+            "received_bytes_per_step": found.job.volume.total,
             "predicted_busy_seconds": busy,
             "predicted_bound_by": found.chosen.time and bound_by(found.chosen.time),
         },
@@ -374,7 +372,7 @@ def _policy_data(plan: PolicyPlan, found: Findings) -> dict[str, Any]:
         if time is None or dram_only is None
         else {
             "seconds": time.seconds,
-            "tokens_per_s": found.planned.job.num_tokens / time.seconds,
+            "tokens_per_s": found.job.num_tokens / time.seconds,
             "of_dram_only": dram_only.seconds / time.seconds,
             "hidden_seconds": time.hidden_seconds,
             "ssd_seconds": plan.ssd_seconds,
@@ -402,7 +400,7 @@ def bound_by(time: StepTime) -> str:
 
 
 def _per_device(found: Findings) -> dict[str, float]:
-    job, volume = found.planned.job, found.planned.volume
+    job, volume = found.job, found.job.volume
     moves = [move for each in job.classes for move in each.moves]
     return {
         "copies to the device": sum(move.nbytes for move in moves if move.kind == "h2d"),
@@ -425,7 +423,7 @@ def as_text(found: Findings) -> str:
 
 
 def _head(found: Findings) -> list[str]:
-    job, machine, chosen, ssd = found.planned.job, found.machine, found.settings, found.machine.ssd
+    job, machine, chosen, ssd = found.job, found.machine, found.settings, found.machine.ssd
     adapters = ""
     if chosen.lora is not None:
         below = "frozen" if chosen.quantize is None else chosen.quantize.replace("bit", "-bit")
@@ -452,7 +450,7 @@ def _head(found: Findings) -> list[str]:
 
 
 def _roles(found: Findings) -> list[str]:
-    plan, job = found.chosen, found.planned.job
+    plan, job = found.chosen, found.job
     tiers = (*found.machine.names, SSD)[: None if job.ssd_bytes else -1] if plan.bytes_on else ()
     roles = job.bytes_of()
     rows = []
@@ -474,7 +472,7 @@ def _roles(found: Findings) -> list[str]:
 
 
 def _drives(found: Findings) -> list[str]:
-    job, machine, ssd, time = found.planned.job, found.machine, found.machine.ssd, found.chosen.time
+    job, machine, ssd, time = found.job, found.machine, found.machine.ssd, found.chosen.time
     if ssd is None or not job.ssd_written_bytes:
         return []
     there = {role: sum(e.nbytes for e in job.classes if e.role is role and e.tier == SSD) for role in TensorRole}
@@ -503,7 +501,7 @@ def _drives(found: Findings) -> list[str]:
 
 
 def _device(found: Findings) -> list[str]:
-    job, device = found.planned.job, found.machine.device
+    job, device = found.job, found.machine.device
     if job.device_bytes is None:
         return []
     text = "the CPU's working memory" if device.is_host else f"{device.name} at its peak"
@@ -511,12 +509,12 @@ def _device(found: Findings) -> list[str]:
     if device.memory_bytes and not device.is_host:
         verdict = "fits" if fits_device(job, found.machine) else "DOES NOT FIT"
         text += f" of {format_bytes(device.memory_bytes)}: {verdict}"
-    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in found.planned.device_parts.items())
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in found.job.device_parts.items())
     return [text, *wrapped(f"  {parts}")]
 
 
 def _ranks(found: Findings) -> list[str]:
-    mesh, machine, time = found.planned.mesh, found.machine, found.chosen.time
+    mesh, machine, time = found.job.mesh, found.machine, found.chosen.time
     if not mesh.is_sharded:
         return []
     count, machines = mesh.num_devices, mesh.num_machines
@@ -551,7 +549,7 @@ def _ranks(found: Findings) -> list[str]:
 
 def _policies(found: Findings) -> list[str]:
     """Return a row per policy: predicted times, or bytes by tier where speeds are not known."""
-    dram_only, tokens, tiers = found.dram_only, found.planned.job.num_tokens, found.machine.names
+    dram_only, tokens, tiers = found.dram_only, found.job.num_tokens, found.machine.names
     # with one tier all policies do the same
     plans = found.plans if len(tiers) > 1 else {found.policy: found.chosen}
     lines: list[str] = []
@@ -588,8 +586,8 @@ def _policies(found: Findings) -> list[str]:
 
 
 def _verdict(found: Findings) -> list[str]:
-    device, job = found.machine.device, found.planned.job
-    notes = list(found.planned.notes)
+    device, job = found.machine.device, found.job
+    notes = list(found.job.notes)
     if found.settings.precision == "32-true" and found.machine.has_speeds:
         notes.append("the device's flops are those of bfloat16 products: float32 computes longer than predicted")
     if found.fits:

@@ -13,16 +13,14 @@ import torch
 from lightning_cxl.commands.measuring import reason
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.activations import Measured, measure
+from lightning_cxl.inventory.dry_run import DryRun, measure
 from lightning_cxl.inventory.inventory import list_tensors
-from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.inventory.workload import Mesh, Workload
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.planning.compare import with_working_memory
-from lightning_cxl.planning.free_memory import FreeMemory
-from lightning_cxl.planning.jobs.model_job import ModelJob, model_job
-from lightning_cxl.planning.settle_state import settle_state
-from lightning_cxl.planning.ssd_room import MEMORY_LEFT_FREE, SsdRoom
+from lightning_cxl.planning.decide import FreeMemory
+from lightning_cxl.planning.job import Job, model_job
+from lightning_cxl.planning.settle_state import MEMORY_LEFT_FREE, SsdRoom, settle_state
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.streaming.quantised import wide_experts
 from lightning_cxl.weights.hf import Quantizer, quantization_fields, with_adapters, without_code
@@ -144,9 +142,9 @@ class PlannedModel:
         self.name = name
         self._model = model_on_meta(name)
         self._adapted: dict[Any, Any] = {}
-        self._measured: dict[Any, Measured] = {}
+        self._measured: dict[Any, DryRun] = {}
 
-    def job(self, settings: Settings, machine: Machine) -> ModelJob:
+    def job(self, settings: Settings, machine: Machine) -> Job:
         """Return the job under some settings, with state and weights on the tier `ssd` where memory cannot hold them.
 
         Raises:
@@ -173,14 +171,14 @@ class PlannedModel:
             compute_loss = loss_on_meta(model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(model, config, load, compute_loss)
         inventory = list_tensors(model, None, config, load, measured=self._measured[key])
-        planned = model_job(self.name, inventory)
+        job = model_job(self.name, inventory)
         if machine.ssd is not None:
-            room = with_working_memory(planned.job, machine)
+            room = with_working_memory(job, machine)
             free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes)
             ssd = SsdRoom(machine.ssd.capacity_bytes, machine.ssd.versions, machine.ssd.num_drives, MEMORY_LEFT_FREE)
-            planned = model_job(self.name, settle_state(inventory, free.usable_bytes, ssd, "spill"))
+            job = model_job(self.name, settle_state(inventory, free.usable_bytes, ssd, "spill"))
         note = wide_experts(model)
-        return replace(planned, notes=(*planned.notes, note)) if note else planned
+        return replace(job, notes=(*job.notes, note)) if note else job
 
     def _model_of(self, settings: Settings) -> Any:
         key = (settings.precision, settings.lora, settings.quantize)

@@ -20,14 +20,24 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.inventory.activations import Measured, estimate, known_parameters, units_of
 from lightning_cxl.inventory.asked import AskedTiers
-from lightning_cxl.inventory.gradients import gradients_at_once, staged_gradients, widened_gradients
-from lightning_cxl.inventory.machine_part import of_machine
-from lightning_cxl.inventory.records import PlannedRecord, record_names, records_on_ssd, with_slots
-from lightning_cxl.inventory.sensitive import sensitive_parameters
-from lightning_cxl.inventory.state import state_tensors
-from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, StreamedUnit, grouped, units_by_parameter
+from lightning_cxl.inventory.dry_run import DryRun, estimate, known_parameters, units_of
+from lightning_cxl.inventory.state import sensitive_parameters, state_tensors
+from lightning_cxl.inventory.tensors import (
+    GRADIENTS,
+    HostTensor,
+    PlannedRecord,
+    StreamedUnit,
+    gradients_at_once,
+    grouped,
+    of_machine,
+    record_names,
+    records_on_ssd,
+    staged_gradients,
+    units_by_parameter,
+    widened_gradients,
+    with_slots,
+)
 from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
@@ -41,12 +51,12 @@ from lightning_cxl.streaming.units import NamedUnits, find_units
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """What one run keeps in host memory. See [Note: One inventory]."""
+    """The tensors that one run keeps in host memory. See [Note: One inventory]."""
 
     model: nn.Module
     workload: Workload
     asked: AskedTiers
-    """What decorators and rules ask for."""
+    """Tiers that decorators and rules ask for."""
     units: NamedUnits
     """Blocks whose inputs are offloaded, and which are recomputed."""
     streamed: tuple[StreamedUnit, ...]
@@ -54,12 +64,12 @@ class Inventory:
     gathered: tuple[StreamedUnit, ...]
     """Those of them whose shards may lie on the tier `ssd`: in each of several processes with a device apart."""
     tensors: tuple[HostTensor, ...]
-    """What exists at a time, in the order in which it is allocated."""
+    """Tensors that exist at a time, in the order in which they are allocated."""
     gradients: tuple[HostTensor, ...]
     """Gradients of all parameters, also where `tensors` has those of a few units only."""
     staged_bytes: int
     """Bytes of gradients that land in staging memory in one step."""
-    measured: Measured
+    measured: DryRun
     """One micro-batch."""
     overlap: Overlap
     reserves_all_gradients: bool
@@ -74,7 +84,7 @@ class Inventory:
 
     @property
     def ssd_records(self) -> tuple[PlannedRecord, ...]:
-        """What lies on the tier `ssd`: weights and inputs by units, then state in the order of optimizers' parameters.
+        """Records on the tier `ssd`: weights and inputs by units, then state in the order of optimizers' parameters.
 
         Inputs have no bytes here where the size of a micro-batch is not known.
         """
@@ -100,7 +110,7 @@ def list_tensors(
     workload: Workload,
     *,
     asked: AskedTiers | None = None,
-    measured: Measured | None = None,
+    measured: DryRun | None = None,
 ) -> Inventory:
     """Return what a run of a model keeps. See [Note: One inventory].
 
@@ -238,9 +248,9 @@ def _weights(
     ] + [HostTensor(parameter, role, sum(local(t).nbytes for t in tensors[id(parameter)])) for parameter in rest]
 
 
-def _inputs(measured: Measured, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:
+def _inputs(measured: DryRun, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:
     """Return the inputs of units; those without a known size where they are asked for on the tier `ssd`."""
-    role, stored = TensorRole.ACTIVATIONS, dict(measured.run.stored_bytes)
+    role, stored = TensorRole.ACTIVATIONS, dict(measured.stored_bytes)
     if not stored:
         stored = {name: 0 for name, _ in units if asked.tier(name, role) == SSD}
     return [HostTensor(None, role, nbytes, unit, is_updated=False) for unit, nbytes in stored.items()]

@@ -31,9 +31,8 @@ from torch import Tensor
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.placement.decorators import TierSpec, constructing, constructing_spec
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.policy import RoleHomePolicy
 from lightning_cxl.torch_private import (
     PIN_MEMORY,
     TO_COPY,

@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.inventory.loop import Loop
-from lightning_cxl.machine.ranks.binding import Gather, RankBinding, bind_rank
+from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.machine.binding import Gather, RankBinding, bind_rank
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.planning.policies.registry import check_policy
+from lightning_cxl.planning.policies import check_policy
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.report import format_report, merged
 from lightning_cxl.run.run import FinishedRun, Run

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.guard import HostUnscale, ReplacedMethod
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.cutting import follow

@@ -62,7 +62,7 @@ def test_planned_bytes_of_every_role_are_what_a_run_holds(folder, quantize, prec
     settings = Settings(
         batch=ROWS, sequence=TOKENS, precision=precision, lora=RANK, quantize=quantize, stream_weights=stream
     )
-    planned = {role.value: n for role, n in PlannedModel(str(folder)).job(settings, machine).job.bytes_of().items()}
+    planned = {role.value: n for role, n in PlannedModel(str(folder)).job(settings, machine).bytes_of().items()}
     strategy = offload(stream_weights=stream)
     lora = {"r": RANK, "target_modules": "all-linear"}
     seed_everything(1, verbose=False)

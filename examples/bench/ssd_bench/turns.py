@@ -12,7 +12,7 @@ from results import Results, machine, print_columns
 
 from lightning_cxl.commands.measuring import Timings, cpu_seconds, others_fraction
 from lightning_cxl.commands.parsers import check_target
-from lightning_cxl.machine.calibration import QUIET_FRACTION
+from lightning_cxl.machine.speeds import QUIET_FRACTION
 from lightning_cxl.native import _cpu
 from lightning_cxl.units import format_bytes, parse_bytes
 from ssd_bench import fio

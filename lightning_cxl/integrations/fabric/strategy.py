@@ -33,7 +33,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
 )
 from lightning_cxl.integrations.lightning.processes import Processes
 from lightning_cxl.integrations.reporting import Reporting
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint

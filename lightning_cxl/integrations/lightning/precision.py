@@ -17,7 +17,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     overridden,
     own_methods,
 )
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 
 

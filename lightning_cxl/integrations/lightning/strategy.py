@@ -32,7 +32,7 @@ from lightning_cxl.integrations.lightning.precision import (
 )
 from lightning_cxl.integrations.lightning.sharded import ShardedStrategy
 from lightning_cxl.integrations.reporting import Reporting
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import Run

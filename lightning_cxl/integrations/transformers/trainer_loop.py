@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 
 _KNOWN = ("transformers", "trl", "lightning_cxl")
 """Packages whose trainers neither read nor write gradients, but through the accelerator."""

@@ -15,7 +15,7 @@ import lightning_cxl
 from lightning_cxl.commands import parsers
 from lightning_cxl.commands.overview import COMMANDS, answer_at_once, answer_before_imports
 from lightning_cxl.commands.planned_model import Settings
-from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.planning.policies import POLICIES
 
 NAMES = ["fit", "validate", "test", "predict", "export", "plan", "env", "calibrate"]
 

@@ -11,9 +11,9 @@ from lightning_cxl.commands import plan as command
 from lightning_cxl.commands.plan import main
 from lightning_cxl.commands.planned_model import model_on_meta
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.machine.machine import load_machine
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.planning.policies import POLICIES
 from lightning_cxl.units import format_bytes
 from lightning_cxl.weights.model_names import SHAPES
 from tests.integration.llama import tiny_llama
@@ -448,7 +448,7 @@ def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
 
 
 def test_a_policy_by_import_path_is_shown_beside_the_built_in_ones(plan):
-    name = "lightning_cxl.planning.policies.baselines.Interleave"
+    name = "lightning_cxl.planning.policies.Interleave"
     _, _, data = plan("--policy", name)
     assert list(data["policies"]) == [*POLICIES, name] and data["policy"] == name
     assert data["policies"][name]["bytes"] == data["policies"]["interleave"]["bytes"]

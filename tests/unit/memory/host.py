@@ -8,9 +8,8 @@ from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.numa import PinnedResource
 from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.stacks import HostMemory
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.policy import RoleHomePolicy
 
 LIMIT = 64 * 2**20
 

@@ -15,8 +15,7 @@ from lightning_cxl.commands.calibrate import (
 )
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import PinnedMemoryError
-from lightning_cxl.machine.calibration import save_calibration
-from lightning_cxl.machine.speeds import machine_of
+from lightning_cxl.machine.speeds import machine_of, save_calibration
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import NumaResource
 from lightning_cxl.memory.stacks import make_pinner

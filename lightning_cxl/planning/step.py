@@ -1,6 +1,27 @@
-"""Predicted seconds of one optimizer step: `StepModel`, made once per job and machine, and `predict_step`.
+"""Predicted seconds: of an Adam update on the host, of a copy, and of one optimizer step (`predict_step`).
 
-Resources work side by side: the device, each direction of its link, every memory tier. What each is busy with::
+Work that is split over tiers uses them side by side: the slowest one decides. With ``n`` elements, or ``N`` bytes, of
+which tier ``t`` has the fraction ``share``, and all speeds from a `Machine`::
+
+    Adam:  28 n bytes go through memory: weight, gradient, momentum and variance of 4 bytes are read, all but the
+           gradient are written back. Of these, min(16 n, cache) * 28 / 16 are found in the cache.
+           seconds = cached / cache rate + max over t of share * (28 n - cached) / adam_bytes_per_s
+
+    h2d:   seconds = latency + max(N / link, devices * N * share / device_read_bytes_per_s)
+
+    d2h:   seconds = latency + soft maximum(N / link, max over t of (devices * N * share - buffer)
+                                                                     / device_write_bytes_per_s)
+
+The soft maximum of t1 and t2 is (t1^p + t2^p)^(1/p) with p `Machine.write_contention`: reads were measured to take what
+the slower of link and tier takes, but writes take longer than that where both are about equally fast.
+
+What was measured on the machine of arXiv 2507.03305 (its authors' raw data: github.com/DandinPower,
+numa-cpu-adam-bench and numa-gpu-xfer-bench) is met within 4 % from 64 M elements and 64 MiB on, one process, one or two
+devices; ``examples/machines/paper_a.yaml`` says how each constant was found. The measurements are in
+``tests/unit/planning/jobs/test_perf.py``. Smaller sizes stay in caches or are dominated by the start of threads, and
+are predicted too fast.
+
+A step: resources work side by side: the device, each direction of its link, every memory tier. Each is busy with::
 
     compute    flops / device.flops
     link h2d   bytes / device.h2d_bytes_per_s, and a copy's latency per unit; link d2h alike
@@ -10,7 +31,7 @@ Resources work side by side: the device, each direction of its link, every memor
 
 where ``read`` and ``written`` are copies of all devices and ``cpu`` is what the host's cores read and write. A phase
 fetches, computes and writes back unit after unit, in a pipeline of stages that take F, C and W seconds in all, and
-where several ranks gather weights and reduce gradients, G and R (`lightning_cxl.planning.jobs.exchange`)::
+where several ranks gather weights and reduce gradients, G and R (`ExchangeLoads`)::
 
     F = max(link h2d, read of every tier)       W = soft maximum(link d2h, written of the slowest tier)
     phase = max((F + G + C + R + W) / units + (1 - 1 / units) * max(F, G, C, R, W), busiest shared + C / units)
@@ -18,7 +39,7 @@ where several ranks gather weights and reduce gradients, G and R (`lightning_cxl
 The first term is such a pipeline's exact length when units are alike: its longest stage, and of the others one unit's
 part, the fill and the drain. The second says that what may serve several stages, a tier, peer links or the network,
 rests while one unit is computed.
-`soft_maximum` is how writes of copies slow down, see `lightning_cxl.planning.jobs.perf`; a cache that takes in a copy's
+`soft_maximum` is how writes of copies slow down, see above; a cache that takes in a copy's
 writes does not help here, as a step writes many times its size.
 
 What lies on the tier `ssd` visits memory to be updated, one visit after the other, each with all records of one unit:
@@ -28,8 +49,8 @@ drives together. With R and V the seconds in which all of it is read and written
     update = (R + U + V) / visits + (1 - 1 / visits) * max(R, U, V)
 
 where U is what it takes without that. Behind a backward or forward, reads and writes are two more resources of it, and
-the phase takes no less than either. So are reads of weights that lie there, in every forward and backward. What memory
-gives and takes for these transfers is left out.
+the phase takes no less than either. So are reads of weights that lie there, in every forward and backward. The
+traffic of memory for these transfers is left out.
 
 The update is a phase of its own (`Overlap` "none"), or it shares the resources of the backward or of the next forward,
 except for one unit's part: the last unit's gradients are there only when the backward ends, and the first unit's
@@ -38,19 +59,171 @@ and write what would be. Several devices each do the job's copies and flops on a
 runs once, each rank that of its shards. Devices that read one copy of the weights read it on all sockets alike: what
 lies on other sockets than theirs comes over the way between sockets, at the same time. A tier that another one backs
 uses that one's bandwidth.
+
+A gather or a reduction takes as long as the busier of two ways, and its latencies::
+
+    peer links    peer_bytes / peer_bytes_per_s          each device sends and receives at the same time
+    network       network_bytes / network_bytes_per_s    so does each machine
+                  + hops * latency                       of the network where machines take part, else of peer links
+
+Where devices have no links to each other, what they exchange goes through host memory: out over the link of one device,
+and in over that of another one. Where the CPU is the device, it is written and read by it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.workload import Overlap
-from lightning_cxl.machine.machine import Machine, Split, check_split
+from lightning_cxl.machine.machine import Machine, MachineTier, Split, check_split
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.exchange import NETWORK, PEERS, SOCKETS, ExchangeLoads, exchange_loads
-from lightning_cxl.planning.jobs.job import SSD_MOVES, Job, Phase
-from lightning_cxl.planning.jobs.perf import soft_maximum
+from lightning_cxl.planning.job import SSD_MOVES, Job, Phase
 from lightning_cxl.ssd_options import SSD
+
+ADAM_BYTES_PER_ELEMENT = 28
+"""Of float32 Adam: 16 read, 12 written."""
+_ADAM_STORED_BYTES = 16
+
+
+def predict_adam_seconds(num_elements: int, split: Split, machine: Machine) -> float:
+    """Return how long one float32 Adam update takes on the host, as a benchmark measures it.
+
+    A benchmark updates the same arrays again and again, so that the cache still has a part of them. A training step
+    touches each element once: the cache then matters only for what it happens to hold at the end, and
+    `lightning_cxl.planning.step` leaves it out.
+
+    Args:
+        num_elements: of the parameters.
+        split: the fraction of the elements on each tier.
+        machine: with the tiers that `split` names.
+
+    Raises:
+        TierNotFoundError: a tier that the machine does not have.
+        ValueError: a negative number, or fractions that do not add up to 1.
+    """
+    _check_count("num_elements", num_elements)
+    total = ADAM_BYTES_PER_ELEMENT * num_elements
+    cache = machine.cache
+    cached = min(_ADAM_STORED_BYTES * num_elements, cache.nbytes) * ADAM_BYTES_PER_ELEMENT / _ADAM_STORED_BYTES
+    slowest = max(share / tier.adam_bytes_per_s for tier, share in _by_memory(split, machine))
+    return cached / cache.bytes_per_s + (total - cached) * slowest
+
+
+def predict_copy_seconds(
+    num_bytes: int, split: Split, machine: Machine, direction: Literal["h2d", "d2h"] = "h2d", num_devices: int = 1
+) -> float:
+    """Return how long a copy of page-locked host memory takes.
+
+    Args:
+        num_bytes: of each device.
+        split: the fraction of the bytes on each tier.
+        machine: with the tiers that `split` names.
+        direction: to the device or from it.
+        num_devices: so many devices copy as much at the same time, each over a link of its own.
+
+    Raises:
+        TierNotFoundError: a tier that the machine does not have.
+        ValueError: a negative number, an unknown direction, no device, or fractions that do not add up to 1.
+    """
+    _check_count("num_bytes", num_bytes)
+    if direction not in ("h2d", "d2h"):
+        raise ValueError(f'direction must be "h2d" or "d2h", got {direction!r}')
+    if num_devices < 1:
+        raise ValueError(f"num_devices must be at least 1, got {num_devices}")
+    parts = [(tier, num_devices * num_bytes * share) for tier, share in _by_memory(split, machine)]
+    if num_bytes == 0:
+        return 0.0
+    device = machine.device
+    if direction == "h2d":
+        reads = [nbytes / tier.device_read_bytes_per_s for tier, nbytes in parts]
+        return device.copy_latency_s + max(num_bytes / device.h2d_bytes_per_s, *reads)
+    writing = max(max(0.0, nbytes - t.device_write_buffer_bytes) / t.device_write_bytes_per_s for t, nbytes in parts)
+    return device.copy_latency_s + soft_maximum(num_bytes / device.d2h_bytes_per_s, writing, machine.write_contention)
+
+
+def soft_maximum(first: float, second: float, sharpness: float) -> float:
+    """Return the `sharpness`-norm of two durations: at least the longer one, more if they are about equally long."""
+    shorter, longer = sorted((first, second))
+    if shorter <= 0 or math.isinf(sharpness):
+        return longer
+    return float(longer * (1 + (shorter / longer) ** sharpness) ** (1 / sharpness))
+
+
+def _by_memory(split: Split, machine: Machine) -> list[tuple[MachineTier, float]]:
+    """Return the tiers whose memory is used, with their fractions; tiers that another one backs count for that one."""
+    check_split(split, machine)
+    shares: dict[str, float] = {}
+    for name, share in split.items():
+        memory = machine.tier(name).backed_by or name
+        shares[memory] = shares.get(memory, 0.0) + share
+    return [(machine.tier(name), share) for name, share in shares.items()]
+
+
+def _check_count(name: str, value: int) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of at least 0, got {value}")
+
+
+PEERS, NETWORK, SOCKETS = "peer links", "network", "between sockets"
+"""Names of the resources."""
+
+
+@dataclass(slots=True)
+class ExchangeLoads:
+    """Seconds that the exchanges of one phase keep links busy, and bytes that go through host memory instead."""
+
+    gather: tuple[float, float] = (0.0, 0.0)
+    """Of peer links, and of the network."""
+    reduce: tuple[float, float] = (0.0, 0.0)
+    through_host: float = 0.0
+    """Sent by each device, and received."""
+
+    @property
+    def busy(self) -> tuple[float, float]:
+        """Seconds of peer links and network in all."""
+        return self.gather[0] + self.reduce[0], self.gather[1] + self.reduce[1]
+
+    def plus(self, other: "ExchangeLoads", part: float) -> "ExchangeLoads":
+        """Return these loads with a part of another phase's; what goes through host memory is counted there."""
+        return ExchangeLoads(_plus(self.gather, other.gather, part), _plus(self.reduce, other.reduce, part))
+
+
+def _plus(own: tuple[float, float], other: tuple[float, float], part: float) -> tuple[float, float]:
+    return own[0] + part * other[0], own[1] + part * other[1]
+
+
+def exchange_loads(job: Job, machine: Machine, phase: Phase) -> ExchangeLoads:
+    """Return what the exchanges of a phase keep busy.
+
+    Raises:
+        ConfigError: machines exchange bytes, and nothing says how fast the network is.
+    """
+    links, found = machine.links, ExchangeLoads()
+    for each in job.exchanges:
+        if each.phase != phase:
+            continue
+        if each.network_bytes and links.network_bytes_per_s is None:
+            raise ConfigError(
+                f"machines exchange data, and machine `{machine.name}` does not say how fast: give "
+                f"network_bytes_per_s under `links` in its file (--tiers), what one machine sends over all of its "
+                "adapters, such as `network_bytes_per_s: 50 GB/s`; examples/machines/eight_gpus.yaml has all links"
+            )
+        crosses = each.network_bytes > 0
+        latency = each.hops * (links.network_latency_s if crosses else links.peer_latency_s)
+        network = each.network_bytes / (links.network_bytes_per_s or 1.0) + latency if crosses else 0.0
+        peer = 0.0 if crosses else latency
+        if links.peer_bytes_per_s is None or machine.device.is_host:
+            found.through_host += each.peer_bytes
+        else:
+            peer += each.peer_bytes / links.peer_bytes_per_s
+        if each.kind == "gather":
+            found.gather = (found.gather[0] + peer, found.gather[1] + network)
+        else:
+            found.reduce = (found.reduce[0] + peer, found.reduce[1] + network)
+    return found
+
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 _KINDS = ("h2d", "d2h", "cpu")
@@ -62,7 +235,7 @@ class PhaseTime:
     """One phase of a step."""
 
     seconds: float
-    """What it adds to the step."""
+    """Its part of the step."""
     resources: Mapping[str, float]
     """Seconds that each resource is busy: ``"compute"``, ``"link h2d"``, ``"link d2h"``, ``"tier <name>"``, and where
     state is on the tier `ssd`, ``"ssd read"`` and ``"ssd write"``; of several ranks ``"peer links"``, ``"network"``,
@@ -88,7 +261,7 @@ class StepTime:
     update: PhaseTime
     overlap: Overlap
     serial_seconds: float
-    """What the same work takes if the update does not overlap."""
+    """Seconds of the same work if the update does not overlap."""
 
     @property
     def seconds(self) -> float:
@@ -97,7 +270,7 @@ class StepTime:
 
     @property
     def hidden_seconds(self) -> float:
-        """What the overlap saves."""
+        """Seconds that the overlap saves."""
         return self.serial_seconds - self.seconds
 
     def phases(self) -> dict[Phase, PhaseTime]:
@@ -134,7 +307,7 @@ def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine)
 
 
 class _Load:
-    """What one phase asks of the machine: bytes of the links, by tier and kind, of drives, and seconds of compute."""
+    """The load of one phase: bytes of the links, by tier and kind, of drives, and seconds of compute."""
 
     __slots__ = ("compute", "exchange", "link", "sockets", "ssd", "tiers")
 
