@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from lightning_cxl.memory.hook import active
-from lightning_cxl.run.unclosed import close_garbage
+from lightning_cxl.run.session import close_garbage
 from tests import training_device
 
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package

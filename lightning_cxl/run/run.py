@@ -42,7 +42,7 @@ from lightning_cxl.run.residence import Residence, count_parameters
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
-from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.updates.adoption import Adoption, describe_optimizer
 from lightning_cxl.updates.step import UnitUpdates, WholeUpdates
 
