@@ -25,7 +25,7 @@ test-rest: $(VENV)/installed
 
 test-all: test test-rest
 
-# takes one protection away at a time and shows which test notices; `python -m tests.mutants slots` takes some of them
+# takes one guard of data out of the code at a time and shows which test notices; see tests/mutants/__main__.py
 mutants: $(VENV)/installed
 	$(BIN)/python -m tests.mutants
 

@@ -10,8 +10,8 @@ With more torch threads tiny models would spend their time in barriers.
 * Files with slow tests start first, so that no process waits long for the last one.
 * Examples of hypothesis are the same in every run of `make test`. `make test-all` tries others as well: see
   tests/hypothesis_profiles.py.
-* Adam beyond 2^32 elements (one case of tests/numerics/test_adam_large.py) is ``full``, too, although no other case
-  shows the same: it takes long. `make test` has one beyond 2^31.
+* Kernels beyond 2^31 elements (tests/numerics/test_adam_large.py and test_grad_kernel_limits.py) are ``full``, too,
+  although no other case shows the same: they take long.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ import threading
 import pytest
 import torch
 
-from lightning_cxl.memory.scope import active
-from lightning_cxl.run.unclosed import close_garbage
+from lightning_cxl.memory.hook import active
+from lightning_cxl.run.session import close_garbage
 from tests import training_device
 
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package

@@ -25,9 +25,10 @@ import torch
 from lightning_cxl.devices.cuda import CudaDevices
 from lightning_cxl.devices.device_type import register_device_type
 from lightning_cxl.machine import disk_space
-from lightning_cxl.run.unclosed import close_garbage
+from lightning_cxl.run.session import close_garbage
 from tests import apart
 from tests.apart_accelerator import ApartAccelerator, ApartDevices
+from tests.cases import others_full
 
 
 class CountedCuda(CudaDevices):
@@ -59,8 +60,11 @@ LATE = {
     "to the host": {"d2h": 2e-3},
     "to the host, much": {"d2h": 2e-2},
     "kernels": {"kernel": 1e-4},
+    "copies and kernels": {"h2d": 1e-3, "d2h": 1e-3, "kernel": 1e-4},
 }
 """What `late` makes wait, in seconds for each copy or kernel."""
+LATE_CASES = others_full(["copies and kernels", "copies", "kernels"], ["copies and kernels"])
+"""For ``parametrize``: races show where both are late; where only one is, nothing else may hide them."""
 
 CPU = torch.device("cpu")
 chosen = CPU

@@ -40,7 +40,7 @@ from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.planning.job import model_job
 from lightning_cxl.streaming.unit_weights import tensors_by_parameter
-from lightning_cxl.weights.hf_quantizer import Quantizer
+from lightning_cxl.weights.hf import Quantizer
 
 SHAPE = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
          "num_attention_heads": 32, "num_key_value_heads": 4}  # fmt: skip

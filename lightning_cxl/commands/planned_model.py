@@ -23,12 +23,9 @@ from lightning_cxl.planning.job import Job, model_job
 from lightning_cxl.planning.settle_state import MEMORY_LEFT_FREE, SsdRoom, settle_state
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.streaming.quantised import wide_experts
-from lightning_cxl.weights.empty import empty_weights
-from lightning_cxl.weights.hf import without_code
-from lightning_cxl.weights.hf_quantizer import Quantizer
-from lightning_cxl.weights.model_names import is_cached, require_model
-from lightning_cxl.weights.published import SHAPES, published
-from lightning_cxl.weights.qlora import quantization_fields, with_adapters
+from lightning_cxl.weights.hf import Quantizer, quantization_fields, with_adapters, without_code
+from lightning_cxl.weights.load import empty_weights
+from lightning_cxl.weights.model_names import SHAPES, is_cached, published, require_model
 
 PlannedPrecision = Literal["32-true", "bf16-true", "bf16-mixed"]
 """The Trainer's precisions that can be planned."""

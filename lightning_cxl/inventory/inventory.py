@@ -44,9 +44,8 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
 from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.ssd_options import SSD
-from lightning_cxl.streaming.streamable import streamable
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
-from lightning_cxl.streaming.units import NamedUnits, find_units
+from lightning_cxl.streaming.units import NamedUnits, find_units, streamable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_cxl.gradients.leaving import MAX_STAGED
+from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.inventory.workload import Mesh, Workload
 from lightning_cxl.optim.state_records import taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
@@ -18,7 +18,7 @@ from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.inputs_on_ssd import NUM_INPUT_SLOTS
 from lightning_cxl.streaming.units import NamedUnits
-from lightning_cxl.updates.unit_updates import MAX_UNITS_IN_FLIGHT
+from lightning_cxl.updates.step import MAX_UNITS_IN_FLIGHT
 
 GRADIENTS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
 

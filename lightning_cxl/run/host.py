@@ -17,8 +17,7 @@ from lightning_cxl.inventory.inventory import Inventory, list_tensors
 from lightning_cxl.inventory.workload import Loop, Workload
 from lightning_cxl.machine.binding import RankBinding
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.memory.scope import activate
+from lightning_cxl.memory.hook import HostAllocationMode, activate
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.placement.placement import PlacementPolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
@@ -29,7 +28,7 @@ from lightning_cxl.planning.settle_state import SsdRoom, settle_state
 from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
-from lightning_cxl.updates.unit_updates import why_after_backward
+from lightning_cxl.updates.step import why_after_backward
 
 log = logging.getLogger(__name__)
 

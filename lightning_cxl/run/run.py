@@ -19,17 +19,20 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import LightningCXLError
-from lightning_cxl.gradients.arrived import ArrivedGradients
-from lightning_cxl.gradients.leaving import LeavingGradients
+from lightning_cxl.gradients.guard import OverflowGuard
 from lightning_cxl.gradients.meter import meter_of_run
-from lightning_cxl.gradients.overflow import OverflowGuard
-from lightning_cxl.gradients.sink import GradientSink
-from lightning_cxl.gradients.sums import GradientSums
-from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
+from lightning_cxl.gradients.offload import (
+    ArrivedGradients,
+    GradientSink,
+    GradientSums,
+    LeavingGradients,
+    attach_zero_grad,
+    detach_zero_grad,
+)
 from lightning_cxl.inventory.inventory import Inventory, precisions_of
 from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.memory.heap import HeapTrimmer
-from lightning_cxl.memory.scope import activate
+from lightning_cxl.memory.hook import activate
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.visits import NoVisits
 from lightning_cxl.planning.decide import Plan
@@ -39,10 +42,9 @@ from lightning_cxl.run.residence import Residence, count_parameters
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
-from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.updates.adoption import Adoption, describe_optimizer
-from lightning_cxl.updates.unit_updates import UnitUpdates
-from lightning_cxl.updates.whole_updates import WholeUpdates
+from lightning_cxl.updates.step import UnitUpdates, WholeUpdates
 
 log = logging.getLogger(__name__)
 

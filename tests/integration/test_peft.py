@@ -7,6 +7,7 @@ from lightning.pytorch import Callback
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, offload, train
+from tests.training_device import LATE_CASES
 
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -67,7 +68,7 @@ def adapted_experts(kind):
     return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **names))
 
 
-@pytest.mark.parametrize("late", ["copies", "kernels"], indirect=True)
+@pytest.mark.parametrize("late", LATE_CASES, indirect=True)
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
 def test_adapters_of_experts_are_no_writes_to_weights(late, kind):
     arguments = {"task": LlamaTask, "steps": 3, "trainer_args": {"accumulate_grad_batches": 2}}

@@ -16,7 +16,7 @@ from lightning_cxl.machine.speeds import machine_without_speeds
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.units import format_bytes
-from lightning_cxl.weights.qlora import with_adapters
+from lightning_cxl.weights.hf import with_adapters
 from tests.integration.llama import tiny_llama
 from tests.integration.training import make_trainer, offload
 

@@ -1,9 +1,9 @@
-"""Takes one protection away at a time, in a copy of the tree, and shows which test notices.
+"""Takes one guard out of the code at a time, in a copy of the tree, and shows which test notices.
 
-    python -m tests.mutants [word ...]
+    python -m tests.mutants [--check] [word ...]
 
-Without words all mutants run; with words those whose name or file contains one. The tests are those that `make test`
-runs. A mutant of a kernel is compiled. Exits with 1 if a mutant survives.
+Without words all mutations run; with words those whose name, function or tests contain one. With `--check` none runs:
+each is looked up in the code. Exits with 1 if a mutation is noticed by no test, or cannot be applied any more.
 """
 
 import argparse
@@ -18,85 +18,25 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutants import (
-    of_accelerate,
-    of_all_folders,
-    of_async_saves,
-    of_copies,
-    of_finetuning,
-    of_hf_trainer,
-    of_host_shards,
-    of_inputs_on_ssd,
-    of_quantised,
-    of_ranks,
-    of_sequences,
-    of_sharding,
-    of_shared_weights,
-    of_state_on_ssd,
-    of_storage,
-    of_updates,
-    of_user_loops,
-    of_weights_on_ssd,
-)
-from tests.mutants.mutant import Mutant
+from tests.mutants import checkpoints, copies, drives, gradients
+from tests.mutants.mutation import Mutation
 
-ON_SSD = (
-    *of_storage.MUTANTS,
-    *of_state_on_ssd.MUTANTS,
-    *of_weights_on_ssd.MUTANTS,
-    *of_inputs_on_ssd.MUTANTS,
-)
-MUTANTS = (
-    *of_copies.MUTANTS,
-    *ON_SSD,
-    *of_updates.MUTANTS,
-    *of_finetuning.MUTANTS,
-    *of_quantised.MUTANTS,
-    *of_ranks.MUTANTS,
-    *of_sequences.MUTANTS,
-    *of_sharding.MUTANTS,
-    *of_async_saves.MUTANTS,
-    *of_user_loops.MUTANTS,
-    *of_accelerate.MUTANTS,
-    *of_shared_weights.MUTANTS,
-    *of_hf_trainer.MUTANTS,
-    *of_host_shards.MUTANTS,
-    *of_all_folders.MUTANTS,
-)
+TABLES = (copies.MUTATIONS, gradients.MUTATIONS, drives.MUTATIONS, checkpoints.MUTATIONS)
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 180  # a mutant that hangs has been noticed, too
-HEAVY = ("torch", "lightning.pytorch", "transformers", "torch.utils.cpp_extension")
+HEAVY = ("torch", "lightning.pytorch", "transformers")
 
 
 def copy_tree(target: Path) -> None:
     """Copy what git knows, as it is in the working tree, and the compiled modules."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in listed.stdout.decode().split("\0"):
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
-    for path in (ROOT / "lightning_cxl" / "native").glob("*.so"):
-        shutil.copy(path, target / "lightning_cxl" / "native")  # with the time of now: newer than its sources
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    compiled = [str(path.relative_to(ROOT)) for path in (ROOT / "lightning_cxl" / "native").glob("*.so")]
+    for name in filter(lambda name: (ROOT / name).is_file(), [*names, *compiled]):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name)
 
 
-def compile_kernels(root: Path) -> None:
-    """Compile what is older than its sources: the one module that a mutant is in."""
-    command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "build_ext", "--inplace"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the mutant cannot be compiled:\n{done.stderr[-3000:]}")
-
-
-def remember_kernels(root: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in (root / "lightning_cxl" / "native").glob("*.so")}
-
-
-def run_tests(root: Path, tests: tuple[str, ...], timeout_s: float | None = TIMEOUT_S) -> tuple[int | None, str]:
+def run_tests(root: Path, tests: str, timeout_s: float | None = None) -> tuple[int | None, str]:
     """Run tests on the tree at `root`; returns pytest's exit code (None if it hung) and what it printed."""
     output = root / "output.txt"
     process = multiprocessing.get_context("fork").Process(target=_pytest, args=(root, tests, output))
@@ -109,12 +49,13 @@ def run_tests(root: Path, tests: tuple[str, ...], timeout_s: float | None = TIME
     return process.exitcode, output.read_text()
 
 
-def _pytest(root: Path, tests: tuple[str, ...], output: Path) -> None:
+def _pytest(root: Path, tests: str, output: Path) -> None:
     """In a child, which has imported nothing of the repository but this package: that goes now."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "lightning_cxl")]:
         del sys.modules[name]
     os.chdir(root)
     sys.path[:] = [str(root), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
+    os.environ["PYTHONPATH"] = str(root)
     sys.dont_write_bytecode = True
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -124,67 +65,78 @@ def _pytest(root: Path, tests: tuple[str, ...], output: Path) -> None:
     import lightning_cxl
 
     assert Path(lightning_cxl.__file__).is_relative_to(root), f"{lightning_cxl.__file__} is not the copy"
-    code = pytest.main(["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "-m", "not full", *tests])
+    options = ["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "-m", "not full"]
+    code = pytest.main([*options, *(f"tests/{each}" for each in tests.split())])
     sys.stdout.flush()
     os._exit(int(code))
 
 
-def who_noticed(code: int | None, output: str) -> str | None:
+def noticed_by(code: int | None, output: str) -> str | None:
     """Return the test that noticed; None if none did.
 
     Raises:
         RuntimeError: pytest did not run the tests.
     """
-    if code is None:
-        return f"(hung for {TIMEOUT_S} s)"
     if code == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (\S+?::\S+)", output, re.MULTILINE)
-    if found:
+    if code is None:
+        return "(hung)"
+    if found := re.search(r"^(?:FAILED|ERROR) (\S+?::\S+)", output, re.MULTILINE):
         return found[1]
     if code < 0 or code > 5:
         return f"(the process ended with {code})"
     raise RuntimeError(f"pytest ended with {code} and names no test:\n{output[-3000:]}")
 
 
+def run_group(root: Path, tests: str, mutations: list[Mutation]) -> int:
+    """Run the tests without and with each mutation; returns how many were not noticed."""
+    start_s = time.monotonic()
+    code, output = run_tests(root, tests)
+    if code != 0:
+        print(f"{tests}: fails as it is:\n{output[-3000:]}")
+        return len(mutations)
+    limit_s, survivors = 60 + 4 * (time.monotonic() - start_s), 0  # a mutation that hangs is noticed, too
+    for mutation in mutations:
+        start_s = time.monotonic()
+        path, text = mutation.applied(root)
+        original = path.read_text()
+        path.write_text(text)
+        try:
+            by = noticed_by(*run_tests(root, tests, limit_s))
+        finally:
+            path.write_text(original)
+        survivors += by is None
+        print(f"{time.monotonic() - start_s:4.0f} s  {mutation.guard}\n        {by or 'SURVIVED'}", flush=True)
+    return survivors
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="mutants whose name or file contains one; none: all")
-    words = parser.parse_args().words
-    chosen = [m for m in MUTANTS if not words or any(word in m.takes_away or word in m.file for word in words)]
-    if not chosen:
-        parser.error(f"no mutant has {' or '.join(words)} in its name or file")
-    for module in HEAVY:
-        importlib.import_module(module)
-    survivors: list[Mutant] = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        root = Path(folder)
-        copy_tree(root)
-        for mutant in MUTANTS:  # all texts before the first run
-            mutant.texts(root)
-        everything = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
-        code, output = run_tests(root, everything, timeout_s=None)  # minutes, where all mutants run
-        if code != 0:
-            print(f"the tests do not pass as they are:\n{output[-3000:]}")
-            return 2
-        for number, mutant in enumerate(chosen, 1):
-            start_s = time.monotonic()
-            original, kernels = mutant.apply(root), remember_kernels(root)
-            try:
-                if mutant.file.startswith("cython_ext/"):
-                    compile_kernels(root)
-                by = who_noticed(*run_tests(root, mutant.tests))
-            finally:
-                (root / mutant.file).write_text(original)
-                for path, content in kernels.items():
-                    path.write_bytes(content)
-            if by is None:
-                survivors.append(mutant)
-            seconds = time.monotonic() - start_s
-            name = f"{mutant.file.removeprefix('lightning_cxl/')}: {mutant.takes_away}"
-            print(f"{number:3} {seconds:4.0f} s  {name}\n           {by or 'SURVIVED'}", flush=True)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants were noticed")
-    return 1 if survivors else 0
+    parser.add_argument("words", nargs="*", help="mutations whose name, function or tests contain one; none: all")
+    parser.add_argument("--check", action="store_true", help="do not run tests")
+    args = parser.parse_args()
+    groups: dict[str, list[Mutation]] = {}
+    num_chosen = num_failed = 0
+    for tests, mutations in (group for table in TABLES for group in table.items()):
+        for each in mutations:
+            if not args.words or any(word in f"{each.guard} {each.where} {tests}" for word in args.words):
+                num_chosen += 1
+                try:
+                    each.applied(ROOT)
+                    groups.setdefault(tests, []).append(each)
+                except LookupError as error:
+                    print(error)
+                    num_failed += 1
+    if not num_chosen:
+        parser.error(f"no mutation has {' or '.join(args.words)} in its name, function or tests")
+    if not args.check:
+        for module in HEAVY:
+            importlib.import_module(module)
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            copy_tree(Path(folder))
+            num_failed += sum(run_group(Path(folder), *group) for group in groups.items())
+    print(f"{num_chosen - num_failed} of {num_chosen} mutations {'apply' if args.check else 'were noticed'}")
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def element_bytes(case: Case, name: str) -> float:
     ("combination", "after", "lead"),
     [
         pytest.param(PLAIN, 2**31, 0, marks=[pytest.mark.full, pytest.mark.alone]),
-        (SMALLEST, 2**31, 1000),
+        pytest.param(SMALLEST, 2**31, 1000, marks=[pytest.mark.full, pytest.mark.alone]),
         pytest.param(ROUNDED, 2**32, 1000, marks=[pytest.mark.full, pytest.mark.alone]),
     ],
     ids=["fp32", "split-8bit", "bf16-2^32"],

@@ -54,6 +54,7 @@ def repeated_zeros(nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_more_elements_than_32_bits_can_count():
     nbytes = 1 << 33  # 2 ** 32 elements
     with repeated_zeros(nbytes) as (address, behind):
@@ -66,6 +67,7 @@ def test_more_elements_than_32_bits_can_count():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_random_bits_of_elements_whose_counters_exceed_32_bits():
     """One counter serves two elements: these are the first ones behind 2 ** 33."""
     nbytes, key = 1 << 34, 0x0123456789ABCDEF

@@ -15,7 +15,7 @@ from lightning_cxl.machine.machine import load_machine
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.planning.policies import POLICIES
 from lightning_cxl.units import format_bytes
-from lightning_cxl.weights.published import SHAPES
+from lightning_cxl.weights.model_names import SHAPES
 from tests.integration.llama import tiny_llama
 
 MACHINE = """

@@ -5,7 +5,7 @@ from torch import nn
 
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.memory.pinned import PinnedResource
+from lightning_cxl.memory.numa import PinnedResource
 from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.planning.decide import Plan, check_fits, split_bytes
-from lightning_cxl.run.report import format_report
+from lightning_cxl.run.session import format_report
 
 ROLE = TensorRole.MOMENTUM
 SPLIT = Placement(("dram", "cxl"), shares=(0.8, 0.2))

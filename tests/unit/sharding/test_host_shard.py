@@ -6,6 +6,7 @@ import torch
 from tests import apart
 from tests.apart import fsdp_runs
 from tests.apart import ranks as processes
+from tests.cases import others_full
 from tests.training_device import LATE
 from tests.unit.sharding import host_updates, state_runs, timeline_runs
 
@@ -33,7 +34,9 @@ def test_training_equals_offloading_by_fsdp(ranks, case):
     check(ranks, case, {})
 
 
-@pytest.mark.parametrize("late", [late for late in LATE if LATE[late]])
+@pytest.mark.parametrize(
+    "late", others_full([late for late in LATE if LATE[late]], ["copies and kernels", "to the host, much"])
+)
 def test_nothing_overtakes_a_late_copy_or_kernel(ranks, late):
     check(ranks, "fetched ahead", LATE[late])
 

@@ -1,4 +1,4 @@
-"""Units run on the CPU, and on the device under test with late copies and with late kernels.
+"""Units run on the CPU, and on the device under test with late copies and kernels.
 
 On the device whatever a test makes without naming a device is made there.
 """
@@ -25,7 +25,7 @@ def device_engine(on_device):
     engine.close()
 
 
-@pytest.fixture(params=["host", "copies", "kernels"])
+@pytest.fixture(params=["host", *training_device.LATE_CASES])
 def engine(request):
     if request.param == "host":
         yield HostEngine()

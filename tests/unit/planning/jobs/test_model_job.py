@@ -10,7 +10,7 @@ from footprint import ModelShape, split_masters
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.gradients.leaving import MAX_STAGED
+from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.dry_run import measure
 from lightning_cxl.inventory.inventory import list_tensors

@@ -1,0 +1,94 @@
+"""Records on drives, commits and checksums; state, weights and inputs on SSD."""
+
+from tests.mutants.mutation import ALWAYS, ARGUMENT, CALL, DELETE, NEVER, VALUE, WITHOUT, Mutation
+
+MUTATIONS = {
+    "unit/storage/test_store.py": (
+        Mutation("a read waits for the write before it", "storage: Store.read", ARGUMENT, "read.after"),
+        Mutation("a write waits for transfers before it", "storage: Store.write", ARGUMENT, "write.after"),
+        Mutation("a checksum that differs is an error", "storage: Store.read", NEVER, "checksum"),
+        Mutation("a damaged manifest is found", "storage: decode", VALUE, "crc32", "False"),
+        Mutation("a folder is locked", "storage: Folder._take_lock", DELETE, "lock _lock_fd"),
+    ),
+    "unit/storage/test_faults.py": (
+        Mutation("a record whose last write failed is not read", "storage: Store.read", NEVER, "last_whole"),
+        Mutation("a record whose last write failed is not committed", "storage: Store.commit", NEVER, "is_whole"),
+        Mutation(
+            "a generation whose manifest may be on the drive is protected",
+            "storage: Generations._replace",
+            DELETE,
+            "append",
+        ),
+        Mutation("after a failed sync no write counts", "storage: Store._sync_drives", DELETE, "last_whole"),
+    ),
+    "unit/storage/test_engine.py": (
+        Mutation("a short transfer continues where it stopped", "storage: Drive._move", VALUE, "_after", "()"),
+    ),
+    "unit/storage/test_store_states.py unit/storage/test_store.py": (
+        Mutation("a committed version is not overwritten", "storage: Generations.free_version", ALWAYS, "committed"),
+        Mutation(
+            "the earlier generation stays until it is settled",
+            "storage: Generations.add",
+            ARGUMENT,
+            "_replace.0",
+            "[new]",
+        ),
+    ),
+    "unit/storage/test_faults.py::test_after_a_power_loss_at_any_time_a_committed_generation_is_there": (
+        Mutation("drives are synced before the manifest", "storage: Store._sync_drives", DELETE, "sync"),
+        Mutation("the manifest is synced before its rename", "storage: Folder.write_new", DELETE, "sync"),
+        Mutation("the folder is synced after the rename of the manifest", "storage: Folder.publish", DELETE, "sync"),
+        Mutation("new data files are synced into their folder", "storage: Places._open_drive", DELETE, "sync"),
+    ),
+    "unit/storage/test_places.py": (
+        Mutation("a new folder is synced into its parent", "storage: Folder.__init__", DELETE, "sync_folder"),
+    ),
+    "unit/optim/test_state_visits.py": (
+        Mutation("the kernel works on the buffer", "optim: KernelTable.add", DELETE, "moved"),
+        Mutation("state that a user wrote is kept", "optim: StateRecord.fill", CALL, "_written", "()"),
+        Mutation("new state is zero", "optim: StateRecord.fill", DELETE, "blank"),
+        Mutation(
+            "state that an interrupted step has not reached is zero", "optim: StateRecord.is_dirty", WITHOUT, "blanks"
+        ),
+        Mutation("state is zeroed once", "optim: StateRecord.clean", DELETE, "clear"),
+        Mutation("an access to state waits for writes", "optim/cpu_adam: CPUAdam.state", DELETE, "settle"),
+        Mutation("a buffer is kept until its read is done", "optim: _Guests._give_back", ALWAYS, "done"),
+        Mutation("a read waits for the write from its buffer", "optim: StateVisits._fetch", ARGUMENT, "read.after"),
+        Mutation("a failed write of state is an error", "optim: StateVisits.wait", NEVER, "is_whole"),
+        Mutation("lost state is refused", "optim: ParameterStates.check_not_lost", NEVER, "lost"),
+    ),
+    "integration/test_weights_on_ssd.py::test_what_a_user_writes_between_steps_counts": (
+        Mutation(
+            "state that was written after its read-ahead is read again",
+            "optim: StateVisits._fetch_now",
+            DELETE,
+            "_drop_fetched",
+            nth=0,
+        ),
+    ),
+    "integration/test_weights_on_ssd.py::test_weights_are_read_for_forward_backward_and_update_and_written_once": (
+        Mutation("an update has all records that it needs", "optim: _parts", DELETE, "append", nth=0),
+    ),
+    "integration/test_state_on_ssd.py": (
+        Mutation("state is verified before it is copied", "run: refer_to_ssd", DELETE, "check"),
+    ),
+    "integration/test_killed_runs.py": (
+        Mutation("the first save after a kill can write", "run: StateOnSsd.make_room", DELETE, "settle number"),
+    ),
+    "unit/streaming/test_hop.py": (
+        Mutation("a dropped read is not copied", "streaming: Fetch.drop", DELETE, "_is_dropped"),
+        Mutation("a buffer is free when its copy is done", "streaming: Hop._free_done", WITHOUT, "done"),
+        Mutation("a buffer that is being written is not reused", "streaming: _Lent._give_back", NEVER, "done"),
+        Mutation("a copy waits for its read", "streaming: Fetch.start", DELETE, "wait_host"),
+        Mutation("an error returns the buffer", "streaming: Hop._run", DELETE, "give_back"),
+    ),
+    "integration/test_weights_on_ssd.py::test_damaged_weights_are_not_saved": (
+        Mutation("weights are verified before they are copied", "run: StateOnSsd.check_weights", DELETE, "check"),
+    ),
+    "unit/streaming/test_inputs_on_ssd.py": (
+        Mutation(
+            "an input is written after its copy from the device", "streaming: _Leaving.start", DELETE, "wait_host"
+        ),
+        Mutation("reuse of a buffer waits for its write", "streaming: _Written.wait_host", DELETE, "wait_done"),
+    ),
+}
