@@ -20,7 +20,7 @@ from lightning_cxl.machine.machine import Machine
 from lightning_cxl.planning.compare import with_working_memory
 from lightning_cxl.planning.decide import FreeMemory
 from lightning_cxl.planning.job import Job, model_job
-from lightning_cxl.planning.settle_state import MEMORY_LEFT_FREE, SsdRoom, settle_state
+from lightning_cxl.planning.settle_state import settle_state
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.streaming.quantised import wide_experts
 from lightning_cxl.weights.hf import Quantizer, quantization_fields, with_adapters, without_code
@@ -175,8 +175,7 @@ class PlannedModel:
         if machine.ssd is not None:
             room = with_working_memory(job, machine)
             free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes)
-            ssd = SsdRoom(machine.ssd.capacity_bytes, machine.ssd.versions, machine.ssd.num_drives, MEMORY_LEFT_FREE)
-            job = model_job(self.name, settle_state(inventory, free.usable_bytes, ssd, "spill"))
+            job = model_job(self.name, settle_state(inventory, free.usable_bytes, machine.ssd, "spill"))
         note = wide_experts(model)
         return replace(job, notes=(*job.notes, note)) if note else job
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.inventory.workload import Mesh, Workload
+from lightning_cxl.machine.machine import MachineSsd
 from lightning_cxl.optim.state_records import taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import local
@@ -220,6 +221,10 @@ class PlannedRecord:
     def nbytes_on(self, num_drives: int) -> int:
         """Return the bytes of the record where it is cut over several drives; a slot for it has as many."""
         return round_up(self.nbytes, RECORD_ALIGNMENT * num_drives)
+
+    def stored_bytes(self, ssd: MachineSsd) -> int:
+        """Return the bytes of the record on the drives, all versions together; only state has several."""
+        return (ssd.versions if self.is_state else 1) * self.nbytes_on(ssd.num_drives)
 
 
 def round_up(nbytes: int, alignment: int) -> int:

@@ -20,10 +20,10 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.errors import ConfigError, TierFullError, TierNotFoundError
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.ssd_options import SSD
-from lightning_cxl.units import parse_bytes
+from lightning_cxl.units import format_bytes, parse_bytes
 
 Size = Annotated[int, "bytes"]
 """Bytes; a file may say ``128GiB``."""
@@ -280,6 +280,20 @@ class MachineSsd:
     def has_speeds(self) -> bool:
         """Whether seconds can be predicted."""
         return self.read_bytes_per_s is not None and self.write_bytes_per_s is not None
+
+    def check_bytes(self, needed: int) -> None:
+        """Refuse bytes, of all versions together, that the tier cannot hold.
+
+        Raises:
+            TierFullError: says how much is needed, and how much there is.
+        """
+        if needed > self.capacity_bytes:
+            twice = ', with optimizer state twice because of checkpoint="reference"' if self.versions > 1 else ""
+            raise TierFullError(
+                f"tier `ssd` has {format_bytes(self.capacity_bytes)}, and what goes there needs "
+                f"{format_bytes(needed)}{twice}. Raise its budget in `tiers`, free space on its drives, place less "
+                f'there, or keep smaller state: state="bf16" or "8bit"'
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -217,14 +217,16 @@ def load_calibration(topology: Topology, devices: Sequence[str]) -> Calibration 
         return None
 
 
-def ssd_of(topology: Topology, calibration: Calibration | None, overrides: Overrides) -> MachineSsd | None:
+def ssd_of(
+    topology: Topology, calibration: Calibration | None = None, overrides: Overrides | None = None
+) -> MachineSsd | None:
     """Return the tier `ssd` of a topology; None where it has none.
 
     Speeds are those of a user's file, else those that ``calibrate --ssd`` has measured in the tier's folders, or
     elsewhere on the same drives. Parts of a record are read and written on all drives at once, so the slowest drive
     decides. No speed is known as long as one drive was not measured.
     """
-    tier = topology.ssd
+    tier, overrides = topology.ssd, overrides or Overrides()
     if tier is None:
         return None
     values: dict[str, Any] = {} if calibration is None else _measured_drives(tier.folders, calibration.ssds)
@@ -349,7 +351,7 @@ def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu
         device=replace(computing, flops=1.0, h2d_bytes_per_s=1.0, d2h_bytes_per_s=1.0),
         source="not known",
         has_speeds=False,
-        ssd=ssd_of(topology, calibration, Overrides()),
+        ssd=ssd_of(topology, calibration),
     )
 
 

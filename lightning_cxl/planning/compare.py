@@ -4,12 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lightning_cxl.errors import ConfigError, TierFullError
-from lightning_cxl.machine.machine import Machine, Split
+from lightning_cxl.machine.machine import Machine, MachineSsd, Split
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.job import Job
 from lightning_cxl.planning.policies import ByRole, DramOnly, PlanningPolicy, get_policy, plans
-from lightning_cxl.planning.settle_state import SsdRoom
 from lightning_cxl.planning.step import StepTime, predict_step
 
 _UNLIMITED_BYTES = 1 << 62
@@ -99,9 +98,8 @@ def working_bytes(job: Job, machine: Machine) -> int:
 def _check_ssd(job: Job, machine: Machine) -> None:
     """Refuse state and weights that the tier `ssd` cannot hold."""
     if job.ssd_bytes:
-        ssd = machine.ssd
-        room = SsdRoom(0) if ssd is None else SsdRoom(ssd.capacity_bytes, ssd.versions, ssd.num_drives)
-        room.check_bytes(job.ssd_bytes_in(room.versions))
+        ssd = machine.ssd or MachineSsd(capacity_bytes=0)
+        ssd.check_bytes(job.ssd_bytes_in(ssd.versions))
 
 
 def _planning(name: str) -> PlanningPolicy:

@@ -19,7 +19,7 @@ from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import HostTensor
-from lightning_cxl.machine.machine import check_split
+from lightning_cxl.machine.machine import MachineSsd, check_split
 from lightning_cxl.machine.speeds import machine_of, machine_without_speeds, with_new_tiers
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_tensors import anonymous_bytes, is_ordinary
@@ -28,7 +28,7 @@ from lightning_cxl.placement.placement import Placement, PlacementPolicy, RoleHo
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.planning.job import MemoryClass, model_job
 from lightning_cxl.planning.policies import Bandwidth, Decision, PlanningPolicy, get_policy, plans
-from lightning_cxl.planning.settle_state import SsdRoom
+from lightning_cxl.planning.settle_state import check_on_ssd
 from lightning_cxl.shards import local
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.unit_weights import tensors_by_parameter
@@ -107,7 +107,7 @@ def check_fits(
 ) -> None:
     """Refuse a list of (role, bytes, placement) that the tiers of memory cannot hold, before anything is allocated.
 
-    Tensors on the tier `ssd` take no memory, see `SsdRoom.check`.
+    Tensors on the tier `ssd` take no memory, see `check_on_ssd`.
 
     Args:
         requests: in the order in which they will be allocated.
@@ -344,7 +344,7 @@ def decide(
     memory: HostMemory,
     placer: Placer,
     on_tier_full: OnTierFull,
-    ssd: SsdRoom | None = None,
+    ssd: MachineSsd | None = None,
 ) -> Plan:
     """Return the plan of a run: where every tensor of its inventory goes.
 
@@ -368,5 +368,5 @@ def decide(
         free = free_for(inventory.model, memory)
     check_fits(requests, free.tiers, on_tier_full, most=free.together)
     if ssd is not None:
-        ssd.check(inventory.ssd_records)
+        check_on_ssd(inventory, ssd)
     return plan

@@ -11,12 +11,12 @@ the check whether a run fits, `plan`, and the run.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_cxl.config import OnTierFull
-from lightning_cxl.errors import SpillWarning, TierFullError
+from lightning_cxl.errors import SpillWarning
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import (
     HostTensor,
@@ -27,57 +27,14 @@ from lightning_cxl.inventory.tensors import (
     weight_records,
     with_slots,
 )
-from lightning_cxl.machine.topology import Topology
+from lightning_cxl.machine.machine import MachineSsd
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.ssd_options import SSD, SsdOptions
+from lightning_cxl.ssd_options import SSD
 from lightning_cxl.units import format_bytes
 
 MEMORY_LEFT_FREE = 0.15
 """Part of memory, for what no inventory lists: temporaries of torch, gaps in the C library's heap. More state on drives
 costs less than a run that the kernel kills."""
-
-
-@dataclass(frozen=True, slots=True)
-class SsdRoom:
-    """The tier `ssd`, as plans fill it."""
-
-    capacity_bytes: int
-    """On all drives together."""
-    versions: int = 1
-    """How often each record of state is on the drives."""
-    num_drives: int = 1
-    """Over which each record is cut."""
-    memory_left_free: float = 0.0
-    """Fraction of memory that stays free where state goes to drives because memory cannot hold it."""
-
-    @classmethod
-    def of(cls, topology: Topology, options: SsdOptions) -> "SsdRoom":
-        """Return the room of a topology that has the tier."""
-        assert topology.ssd is not None
-        return cls(topology.ssd.capacity_bytes, options.versions, len(options.paths), MEMORY_LEFT_FREE)
-
-    def bytes_of(self, record: PlannedRecord) -> int:
-        """Return what a record takes on the drives, all versions together."""
-        versions = self.versions if record.is_state else 1  # checkpoints copy weights, and have no inputs
-        return versions * record.nbytes_on(self.num_drives)
-
-    def check(self, records: Iterable[PlannedRecord]) -> None:
-        """Refuse records that the tier cannot hold; see `check_bytes`."""
-        self.check_bytes(sum(map(self.bytes_of, records)))
-
-    def check_bytes(self, needed: int) -> None:
-        """Refuse bytes, of all versions together, that the tier cannot hold.
-
-        Raises:
-            TierFullError: says how much is needed, and how much there is.
-        """
-        if needed > self.capacity_bytes:
-            twice = ', with optimizer state twice because of checkpoint="reference"' if self.versions > 1 else ""
-            raise TierFullError(
-                f"tier `ssd` has {format_bytes(self.capacity_bytes)}, and what goes there needs "
-                f"{format_bytes(needed)}{twice}. Raise its budget in `tiers`, free space on its drives, place less "
-                f'there, or keep smaller state: state="bf16" or "8bit"'
-            )
 
 
 NO_ROOM = "does not fit in memory"
@@ -91,7 +48,13 @@ class _Movable(NamedTuple):
     inputs: Sequence[PlannedRecord]  # in the order of the forward
 
 
-def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_full: OnTierFull) -> Inventory:
+def settle_state(
+    inventory: Inventory,
+    memory_bytes: int,
+    ssd: MachineSsd,
+    on_tier_full: OnTierFull,
+    left_free: float = MEMORY_LEFT_FREE,
+) -> Inventory:
     """Return the inventory with state and weights on the tier `ssd` as they will be in the run.
 
     Args:
@@ -100,16 +63,26 @@ def settle_state(inventory: Inventory, memory_bytes: int, ssd: SsdRoom, on_tier_
         ssd: the tier.
         on_tier_full: where more is asked for than the tier holds, the last records stay in memory, with a warning; or
             that is refused.
+        left_free: fraction of memory that stays free where state goes to drives because memory cannot hold it.
 
     Raises:
         TierFullError: more is asked for than the tier holds, and ``on_tier_full="error"``.
     """
     if on_tier_full == "error":
-        ssd.check(inventory.ssd_records)
+        check_on_ssd(inventory, ssd)
     else:
         inventory = _as_ssd_can_hold(inventory, ssd)
-    chosen = _without_room(inventory, memory_bytes, ssd)
+    chosen = _without_room(inventory, memory_bytes, ssd, left_free)
     return _placed(inventory, chosen, SSD, NO_ROOM, ssd.num_drives) if chosen else inventory
+
+
+def check_on_ssd(inventory: Inventory, ssd: MachineSsd) -> None:
+    """Refuse an inventory whose records the tier `ssd` cannot hold.
+
+    Raises:
+        TierFullError: says how much is needed, and how much there is.
+    """
+    ssd.check_bytes(sum(record.stored_bytes(ssd) for record in inventory.ssd_records))
 
 
 def memory_bytes_of(inventory: Inventory) -> int:
@@ -122,13 +95,13 @@ def evenly_spread(count: int, of: int) -> list[int]:
     return [(2 * index + 1) * of // (2 * count) for index in range(count)]
 
 
-def _as_ssd_can_hold(inventory: Inventory, ssd: SsdRoom) -> Inventory:
+def _as_ssd_can_hold(inventory: Inventory, ssd: MachineSsd) -> Inventory:
     left, refused = ssd.capacity_bytes, []
     for record in inventory.ssd_records:
-        if ssd.bytes_of(record) > left:
+        if record.stored_bytes(ssd) > left:
             refused.append(record)
         else:
-            left -= ssd.bytes_of(record)
+            left -= record.stored_bytes(ssd)
     if not refused:
         return inventory
     warnings.warn(
@@ -149,22 +122,24 @@ def _what(records: Sequence[PlannedRecord]) -> str:
     return " and ".join(sorted(found))
 
 
-def _without_room(inventory: Inventory, memory_bytes: int, ssd: SsdRoom) -> Sequence[PlannedRecord]:
+def _without_room(
+    inventory: Inventory, memory_bytes: int, ssd: MachineSsd, left_free: float
+) -> Sequence[PlannedRecord]:
     """Return the records that go to the tier `ssd` so that the others fit; where none do, those that leave least."""
     needed = memory_bytes_of(inventory)
     if needed <= memory_bytes:
         return []
     there, movable = inventory.ssd_records, _movable(inventory)
-    room = ssd.capacity_bytes - sum(map(ssd.bytes_of, there))
+    room = ssd.capacity_bytes - sum(record.stored_bytes(ssd) for record in there)
     num_devices = inventory.workload.mesh.num_devices
     without_slots = needed - slot_bytes(there, ssd.num_drives, num_devices)
-    enough = memory_bytes * (1 - ssd.memory_left_free)
+    enough = memory_bytes * (1 - left_free)
     best: Sequence[PlannedRecord] = []
     for choices in (_choices_of_state(movable), _choices_of_weights(movable), _choices_of_inputs(movable)):
         before = best
         for more in choices:
             chosen = [*before, *more]
-            if sum(map(ssd.bytes_of, chosen)) > room:
+            if sum(record.stored_bytes(ssd) for record in chosen) > room:
                 continue
             slots = slot_bytes([*there, *chosen], ssd.num_drives, num_devices)
             left = without_slots - sum(_bytes_in_memory(inventory, record) for record in chosen) + slots

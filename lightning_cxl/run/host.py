@@ -16,6 +16,7 @@ from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import Inventory, list_tensors
 from lightning_cxl.inventory.workload import Loop, Workload
 from lightning_cxl.machine.binding import RankBinding
+from lightning_cxl.machine.speeds import ssd_of
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode, activate
 from lightning_cxl.memory.stacks import HostMemory
@@ -24,7 +25,7 @@ from lightning_cxl.placement.placer import Placer
 from lightning_cxl.placement.rules import resolve
 from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for
 from lightning_cxl.planning.policies import PlanningPolicy
-from lightning_cxl.planning.settle_state import SsdRoom, settle_state
+from lightning_cxl.planning.settle_state import settle_state
 from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
@@ -67,8 +68,8 @@ class Host:
         self.ssd_options = options = binding.ssd if binding else config.ssd()
         """What this process has of the tier `ssd`; None where there is none."""
         self.topology = found if options is None else found.with_ssd(options)
-        self.ssd = None if options is None else SsdRoom.of(self.topology, options)
-        """How much the tier `ssd` may hold; None where there is none."""
+        self.ssd = None if options is None else ssd_of(self.topology)
+        """The tier `ssd` with what it may hold; None where there is none."""
         pin = device.type != "cpu" if config.pin_memory == "auto" else bool(config.pin_memory)
         full = config.on_tier_full
         self.memory = HostMemory(self.topology, budgets=budgets, room=room, on_tier_full=full, pin=pin)

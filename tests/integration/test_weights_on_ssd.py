@@ -13,7 +13,7 @@ from lightning.pytorch import seed_everything
 
 from lightning_cxl.errors import LightningCXLWarning, StorageError
 from lightning_cxl.inventory.tensors import NUM_HOP_SLOTS, PlannedRecord
-from lightning_cxl.planning.settle_state import SsdRoom
+from lightning_cxl.machine.machine import MachineSsd
 from lightning_cxl.run import run
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage import store
@@ -111,8 +111,9 @@ def test_a_run_takes_the_bytes_that_were_planned(tmp_path, monkeypatch, num_driv
     make_trainer(strategy, max_steps=3, default_root_dir=str(tmp_path)).fit(
         SmallPartTrained(tiny_llama(4)), token_data()
     )
-    report, room = strategy.report(), SsdRoom(0, versions=2 if checkpoint == "reference" else 1, num_drives=num_drives)
-    assert report["tiers"]["ssd"]["peak_bytes"] == sum(map(room.bytes_of, records))
+    report, versions = strategy.report(), 2 if checkpoint == "reference" else 1
+    ssd = MachineSsd(capacity_bytes=0, versions=versions, num_drives=num_drives)
+    assert report["tiers"]["ssd"]["peak_bytes"] == sum(each.stored_bytes(ssd) for each in records)
     staging = report["planned_roles"]["staging"]
     assert sum(staging.values()) >= NUM_HOP_SLOTS * max(each.nbytes_on(num_drives) for each in records)
     for tier, nbytes in report["peak_roles"]["staging"].items():

@@ -17,17 +17,18 @@ from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.tensors import NUM_HOP_SLOTS, NUM_INPUT_SLOTS, NUM_UPDATE_SLOTS, SLOTS_OWNER
 from lightning_cxl.inventory.workload import Mesh, Workload
+from lightning_cxl.machine.machine import MachineSsd
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.placement.rules import resolve
 from lightning_cxl.planning.decide import Plan
 from lightning_cxl.planning.job import model_job
-from lightning_cxl.planning.settle_state import NO_ROOM, SsdRoom, evenly_spread, memory_bytes_of, settle_state
+from lightning_cxl.planning.settle_state import NO_ROOM, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.ssd_options import SsdOptions
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
-LARGE = SsdRoom(1 << 40)
+LARGE = MachineSsd(capacity_bytes=1 << 40)
 OUTSIDE = {"embed.weight", "head.weight", "head.bias"}
 STATE_ROLES = {TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS}
 
@@ -72,8 +73,8 @@ def listed(
     return list_tensors(model, optimizers, config, load, asked=asked)
 
 
-def settled(inventory, memory_bytes, ssd=LARGE, on_tier_full="spill"):
-    return settle_state(inventory, memory_bytes, ssd, on_tier_full)
+def settled(inventory, memory_bytes, ssd=LARGE, on_tier_full="spill", left_free=0.0):
+    return settle_state(inventory, memory_bytes, ssd, on_tier_full, left_free)
 
 
 def settled_state_alone():
@@ -260,14 +261,14 @@ def test_state_that_is_asked_there_needs_slots():
 def test_what_is_asked_for_and_does_not_fit_stays_in_memory_or_is_refused():
     rules = {"layers.*": {"optimizer_state": "ssd"}}
     record = listed(rules=rules).ssd_records[0]
-    room = SsdRoom(5 * record.nbytes + 1)
+    room = MachineSsd(capacity_bytes=5 * record.nbytes + 1)
     with pytest.raises(TierFullError, match=r"tier `ssd` has .* and what goes there needs"):
         settled(listed(rules=rules), 1 << 40, room, "error")
     with pytest.warns(SpillWarning, match=r"state of 3 of 8 records stays in memory"):
         inventory = settled(listed(rules=rules), 1 << 40, room)
     assert on_ssd(inventory) == [f"layers.{i}" for i in range(5)]
     with pytest.warns(SpillWarning, match="6 of 8"):
-        inventory = settled(listed(rules=rules), 1 << 40, SsdRoom(5 * record.nbytes + 1, versions=2))
+        inventory = settled(listed(rules=rules), 1 << 40, MachineSsd(capacity_bytes=5 * record.nbytes + 1, versions=2))
     assert on_ssd(inventory) == ["layers.0", "layers.1"]
     last = next(e for e in inventory.tensors if e.in_state and e.unit == "layers.7")
     assert "tier ssd is full" in placements(inventory).of(last).reason
@@ -277,15 +278,15 @@ def test_no_more_goes_there_than_the_tier_holds():
     record = next(each for each in settled(listed(), 0).ssd_records if each.name == "layers.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        inventory = settled(listed(), 0, SsdRoom(4 * record.nbytes))
-    assert sum(map(SsdRoom(0).bytes_of, inventory.ssd_records)) <= 4 * record.nbytes
+        inventory = settled(listed(), 0, MachineSsd(capacity_bytes=4 * record.nbytes))
+    assert sum(each.stored_bytes(MachineSsd(capacity_bytes=0)) for each in inventory.ssd_records) <= 4 * record.nbytes
     assert on_ssd(inventory)
 
 
 def test_a_record_is_cut_into_whole_blocks_of_every_drive():
     record = settled(listed(), 0).ssd_records[-1]
     assert record.nbytes == 4096
-    assert SsdRoom(0, versions=2, num_drives=3).bytes_of(record) == 2 * 3 * 4096
+    assert record.stored_bytes(MachineSsd(capacity_bytes=0, versions=2, num_drives=3)) == 2 * 3 * 4096
 
 
 def test_weights_go_when_all_state_is_there_and_memory_is_still_too_small():
@@ -352,11 +353,11 @@ def test_frozen_weights_go_first():
 
 
 def test_where_weights_go_memory_stays_free_too():
-    widths, room = (64,) * 32, SsdRoom(1 << 40, memory_left_free=0.15)
+    widths = (64,) * 32
     memory = memory_bytes_of(settled(listed(widths, rules={"": {"weights": "dram"}}), 0)) - 1
-    just, left = (weights_on_ssd(settled(listed(widths), memory, each)) for each in (LARGE, room))
+    just, left = (weights_on_ssd(settled(listed(widths), memory, left_free=part)) for part in (0, 0.15))
     assert 0 < len(just) < len(left) < 32
-    assert memory_bytes_of(settled(listed(widths), memory, room)) <= 0.85 * memory
+    assert memory_bytes_of(settled(listed(widths), memory, left_free=0.15)) <= 0.85 * memory
 
 
 def test_what_a_step_moves_of_weights_and_of_state():
@@ -382,15 +383,15 @@ def test_slots_hold_records_that_are_cut_over_several_drives():
     slots = next(each.nbytes for each in inventory.tensors if each.owner == SLOTS_OWNER)
     assert slots == NUM_UPDATE_SLOTS * (weights + state) + NUM_HOP_SLOTS * weights
     assert slots > slots_of(inventory)
-    free = SsdRoom(1 << 40, num_drives=3)
+    free = MachineSsd(capacity_bytes=1 << 40, num_drives=3)
     automatic = settled(listed(tiers=tiers), 0, free)
     assert next(each.nbytes for each in automatic.tensors if each.owner == SLOTS_OWNER) >= slots
 
 
 def test_weights_have_one_version_on_the_drives():
     weights, *_, state = settled(listed(), 0).ssd_records
-    room = SsdRoom(1 << 40, versions=2)
-    assert (room.bytes_of(weights), room.bytes_of(state)) == (weights.nbytes, 2 * state.nbytes)
+    room = MachineSsd(capacity_bytes=1 << 40, versions=2)
+    assert (weights.stored_bytes(room), state.stored_bytes(room)) == (weights.nbytes, 2 * state.nbytes)
 
 
 def test_state_that_goes_there_beside_weights_makes_their_slots_larger():
@@ -440,14 +441,14 @@ def test_inputs_that_are_asked_for_there_are_listed_also_where_their_size_is_not
     slots = [each.nbytes for each in inventory.tensors if each.owner == SLOTS_OWNER]
     assert slots == ([NUM_INPUT_SLOTS * record.nbytes] if tokens else [])
     assert (record.nbytes > 0) == (tokens > 0)
-    assert SsdRoom(0, versions=2).bytes_of(record) == record.nbytes  # no generation has them
+    assert record.stored_bytes(MachineSsd(capacity_bytes=0, versions=2)) == record.nbytes  # no generation has them
 
 
 def test_inputs_that_the_tier_cannot_hold_stay_in_memory():
     rules = {"layers.*": {"activations": "ssd"}}
     record = listed(rules=rules, tokens=512).ssd_records[0]
     with pytest.warns(SpillWarning, match=r"activations of 3 of 8 records stays in memory"):
-        inventory = settled(listed(rules=rules, tokens=512), 1 << 40, SsdRoom(5 * record.nbytes))
+        inventory = settled(listed(rules=rules, tokens=512), 1 << 40, MachineSsd(capacity_bytes=5 * record.nbytes))
     assert inputs_on_ssd(inventory) == [f"layers.{i} inputs" for i in range(5)]
     last = next(each for each in inventory.tensors if each.unit == "layers.7" and each.role is TensorRole.ACTIVATIONS)
     assert placements(inventory).of(last).tiers[0] != "ssd"
