@@ -28,24 +28,21 @@ from lightning_cxl.integrations.fabric.strategy import CXLFabricStrategy
 from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
 from lightning_cxl.integrations.lightning.lightning_api import STRATEGY_REGISTRY, StrategyRegistry
 from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
-from lightning_cxl.machine.machine import Machine, MachineTier
-from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.machine.machine import Machine, MachineTier, load_machine
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
 from lightning_cxl.memory.api import empty, host_allocation, residency
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.placement.decorators import tier
-from lightning_cxl.placement.placement import Placement, TensorRole
-from lightning_cxl.placement.policy import PlacementPolicy, PlacementRequest, RoleHomePolicy
-from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
-from lightning_cxl.planning.jobs.perf import predict_adam_seconds, predict_copy_seconds
-from lightning_cxl.planning.policies.api import Decision, PlanningPolicy
+from lightning_cxl.placement.placement import Placement, PlacementPolicy, PlacementRequest, RoleHomePolicy, TensorRole
+from lightning_cxl.planning.job import Job, MemoryClass, Move
+from lightning_cxl.planning.policies import Decision, PlanningPolicy
+from lightning_cxl.planning.step import predict_adam_seconds, predict_copy_seconds
 from lightning_cxl.run.checkpoint import plain_checkpoint
 from lightning_cxl.sequences.attention import packed_arguments
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.sequences.packing import pack_sequences
-from lightning_cxl.weights.empty import empty_weights
 from lightning_cxl.weights.hf import from_pretrained, save_pretrained
-from lightning_cxl.weights.load import LoadReport, load_weights
+from lightning_cxl.weights.load import LoadReport, empty_weights, load_weights
 from lightning_cxl.weights.save import save_weights
 
 __version__ = VERSION

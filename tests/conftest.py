@@ -23,8 +23,8 @@ import threading
 import pytest
 import torch
 
-from lightning_cxl.memory.scope import active
-from lightning_cxl.run.unclosed import close_garbage
+from lightning_cxl.memory.hook import active
+from lightning_cxl.run.session import close_garbage
 from tests import training_device
 
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package

@@ -16,9 +16,9 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.machine.calibration import Calibration, DeviceSpeeds, NodeSpeeds, SsdSpeeds
 from lightning_cxl.machine.machine import Cache, Device, Machine, MachineSsd, MachineTier
-from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.machine.speeds import Calibration, DeviceSpeeds, NodeSpeeds, SsdSpeeds
+from lightning_cxl.planning.policies import POLICIES
 
 DUMPED = Path(__file__).parent / "fixtures" / "configs" / "dumped_earlier.yaml"
 
@@ -114,7 +114,7 @@ KEYS_OF_FILES = {
 }
 COMMANDS = {
     "plan": "model tiers ssd ssd-budget ssd-checkpoint batch seq precision state master accumulate "
-    "accumulate-grad-batches activation-offload stream-weights overlap policy loss lora quantize plot json",
+    "accumulate-grad-batches activation-offload stream-weights overlap policy loss lora quantize json",
     "calibrate": "output ssd quick json",
     "export": "base adapter-config only-adapter dtype max-shard-bytes",
 }

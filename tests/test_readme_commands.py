@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cxl.commands.plan.command import DOES_NOT_FIT
+from lightning_cxl.commands.plan import DOES_NOT_FIT
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

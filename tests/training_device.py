@@ -25,7 +25,7 @@ import torch
 from lightning_cxl.devices.cuda import CudaDevices
 from lightning_cxl.devices.device_type import register_device_type
 from lightning_cxl.machine import disk_space
-from lightning_cxl.run.unclosed import close_garbage
+from lightning_cxl.run.session import close_garbage
 from tests import apart
 from tests.apart_accelerator import ApartAccelerator, ApartDevices
 from tests.cases import others_full

@@ -22,10 +22,9 @@ from adam_bench.path import check_section, path_section
 from adam_bench.plot import plot
 from adam_bench.problems import parse_count
 from adam_bench.step import Curves, state_section, step_section
+from results import Results, check_matplotlib, machine
 
-from lightning_cxl.commands.measuring.files import check_target
-from lightning_cxl.commands.measuring.pictures import check_matplotlib
-from lightning_cxl.commands.measuring.results import Results, machine
+from lightning_cxl.commands.parsers import check_target
 from lightning_cxl.native import _cpu
 
 _SECTIONS: dict[str, Callable[[Results, Options], Curves | None]] = {

@@ -44,10 +44,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from own_memory import Growth, status_bytes
+from results import Results, machine, print_columns
 from ssd_state import SHAPES, Job, batches, make_model
 
 import lightning_cxl
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 
 ON_SSD = {"tier_rules": {"*": {"optimizer_state": "ssd"}}}
 STREAMED = {**ON_SSD, "stream_weights": True, "overlap_step": True, "on_overflow": "ignore"}

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import Results, machine, print_columns
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, get_linear_schedule_with_warmup
 
 import lightning_cxl
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 
 PER_EPOCH, MICRO_BATCHES, ROWS = 6, 2, 2
 """Steps of an epoch, micro-batches of a step, rows of a micro-batch."""

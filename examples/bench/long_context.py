@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 from own_memory import Growth
+from results import Results, machine, print_columns
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl import chunked_loss
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 
 VOCABULARY, TOKENS = 128_256, 8192
 CONTENDERS = ("all logits", "in chunks")

@@ -26,11 +26,11 @@ from statistics import median
 
 import torch
 from own_memory import Growth
+from results import Results, machine, print_columns
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl import chunked_loss, pack_sequences, packed_arguments
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 from lightning_cxl.finetune.corpus import stdlib_files
 from lightning_cxl.finetune.tokenizer import train_tokenizer
 

@@ -3,7 +3,7 @@
 The job of `examples/configs/finetune_stdlib.yaml`, and a Llama of 196 M parameters at three sequence lengths, for two
 steps on the CPU; every job in a process of its own. Three comparisons:
 
-* roles: `lightning_cxl.planning.jobs.model_job` on the meta device, against the peak of every role in
+* roles: `lightning_cxl.planning.job` on the meta device, against the peak of every role in
   `strategy.report()`;
 * report: what the strategy planned itself when the run began, against the same peaks;
 * process: all roles and the working memory of forward and backward, against what the process grew by (anonymous memory
@@ -30,17 +30,17 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from own_memory import Growth
+from results import Results, machine, print_columns
 from torch.utils.data import DataLoader
 
 import lightning_cxl
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.commands.plan.meta_model import loss_on_meta
+from lightning_cxl.commands.planned_model import loss_on_meta
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.inventory.activations import measure
+from lightning_cxl.inventory.dry_run import measure
 from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
-from lightning_cxl.planning.jobs.model_job import model_job
+from lightning_cxl.planning.job import model_job
 
 STEPS = 2
 NO_HOLES = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -115,7 +115,7 @@ def plan(case: Case) -> dict[str, Any]:
     seen = measure(model, config, load, loss_on_meta(model, case.batch, case.sequence, chunked=True))
     if seen.note:
         raise RuntimeError(seen.note)
-    job = model_job("planned", list_tensors(model, None, config, load, measured=seen)).job
+    job = model_job("planned", list_tensors(model, None, config, load, measured=seen))
     roles = {role.value: nbytes for role, nbytes in job.bytes_of().items()}
     return {"roles": roles, "working": job.device_bytes, "num_parameters": job.num_parameters}
 

@@ -9,7 +9,7 @@ every 2 ms.
 * load: nf4 with double quantisation, by `lightning_cxl.from_pretrained` and by transformers;
 * train: adapters of peft on all linear layers of the blocks, two steps, under `CXLOffloadStrategy`, and with plain
   Lightning and the gradient checkpointing of transformers; losses must be the same;
-* plan: the quantised model on the meta device, a dry run of a step, and `lightning_cxl.planning.jobs.model_job`,
+* plan: the quantised model on the meta device, a dry run of a step, and `lightning_cxl.planning.job`,
   against the peak of every role in `strategy.report()` and against the growth of the process.
 
     python examples/bench/qlora.py FOLDER [--size tiny] [--json FILE]
@@ -28,19 +28,19 @@ import torch
 import transformers
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from own_memory import Growth
+from results import Results, machine, print_columns
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 import lightning_cxl
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.commands.plan.meta_model import loss_on_meta
+from lightning_cxl.commands.planned_model import loss_on_meta
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.inventory.activations import measure
+from lightning_cxl.inventory.dry_run import measure
 from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
-from lightning_cxl.planning.jobs.model_job import model_job
+from lightning_cxl.planning.job import model_job
 from lightning_cxl.streaming.unit_weights import tensors_by_parameter
-from lightning_cxl.weights.hf_quantizer import Quantizer
+from lightning_cxl.weights.hf import Quantizer
 
 SHAPE = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
          "num_attention_heads": 32, "num_key_value_heads": 4}  # fmt: skip
@@ -165,7 +165,7 @@ def planned(folder: Path) -> dict[str, Any]:
     if seen.note:
         raise RuntimeError(seen.note)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    job = model_job("planned", list_tensors(model, [optimizer], config, work, measured=seen)).job
+    job = model_job("planned", list_tensors(model, [optimizer], config, work, measured=seen))
     roles = {role.value: nbytes for role, nbytes in job.bytes_of().items()}
     return {"roles": roles, "working": job.device_bytes, "num_parameters": job.num_parameters}
 

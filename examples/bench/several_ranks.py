@@ -40,14 +40,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from results import Results, machine, print_columns
 from sharded_contenders import CONTENDERS, KEPT, Step, compile_deepspeed, has_deepspeed, make_model
 from shared_host import SHAPES, TOKENS
 from torch import nn
 
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.commands.measuring.timing import cpu_seconds, others_fraction
-from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.planning.jobs.collectives import groups_of, step_volume
+from lightning_cxl.commands.measuring import cpu_seconds, others_fraction
+from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.planning.job import groups_of, step_volume
 from lightning_cxl.streaming.units import find_units
 
 UPDATED = 12 + 12

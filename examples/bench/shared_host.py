@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from results import Results, machine, print_columns
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.commands.measuring.timing import cpu_seconds, others_fraction
+from lightning_cxl.commands.measuring import cpu_seconds, others_fraction
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, NumaResource, allocate_pages
 from lightning_cxl.memory.resource import Buffer

@@ -17,7 +17,7 @@ import torch
 from ssd_bench.contenders import DiskContender, Job, clocked, fastest
 from ssd_bench.turns import make_parser, run
 
-from lightning_cxl.commands.measuring.timing import reason
+from lightning_cxl.commands.measuring import reason
 
 NAME = "DeepSpeed aio"
 # bytes of a request, requests in flight, threads that share a tensor; the first setting is DeepSpeed's own

@@ -45,11 +45,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from own_memory import Growth
+from results import Results, machine, print_columns
 from simulated_drive import SimulatedDrive
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_cxl
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
 from lightning_cxl.storage import store as storage
 
 WARM_UP = 2
@@ -164,7 +164,7 @@ def move(state: str, size: str, steps: int, folder: Path) -> None:
     """Write and read records, as large as those of the run, in turn."""
     from lightning_cxl.config import OffloadConfig
     from lightning_cxl.inventory.inventory import list_tensors
-    from lightning_cxl.inventory.records import group_state
+    from lightning_cxl.inventory.tensors import group_state
     from lightning_cxl.inventory.workload import Workload
     from lightning_cxl.memory.resource import Buffer
     from lightning_cxl.native._numa import Mapping

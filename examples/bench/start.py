@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
+from results import Results, machine, print_columns
 
 HERE = Path(__file__).resolve().parents[2]
 BASE = "import torch, lightning.pytorch"

@@ -20,15 +20,15 @@ from typing import Literal, NamedTuple
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.workload import Overlap
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
-from lightning_cxl.weights.published import SHAPES
+from lightning_cxl.planning.job import Job, MemoryClass, Move
+from lightning_cxl.weights.model_names import SHAPES
 
 State = Literal["fp32", "bf16", "8bit"]
 """How momentum and variance are kept."""
 _STATE_BYTES: Mapping[State, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}  # a float32 scale per 256 codes
 _UNITS_OF_GRADIENTS = 4
 """Whose gradients are on the host at a time when updates run behind the backward: three that wait for their update
-(`lightning_cxl.updates.unit_updates.MAX_UNITS_IN_FLIGHT`), and the one that backward is at."""
+(`lightning_cxl.updates.step.MAX_UNITS_IN_FLIGHT`), and the one that backward is at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,13 +17,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import bench_path  # noqa: F401  # where `results` is
 import torch
+from results import Results, check_matplotlib, machine
 from schedule.picture import draw
 from schedule.tables import grid_section, replay_section
 from simulation.trace import Trace
-
-from lightning_cxl.commands.measuring.pictures import check_matplotlib
-from lightning_cxl.commands.measuring.results import Results, machine
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

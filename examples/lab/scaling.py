@@ -4,7 +4,7 @@
 
 Every GPU has the same batch, so a step of twice as many GPUs has twice the tokens. Efficiency is tokens per second and
 GPU in those of one GPU alone. Nothing here is measured: speeds are those of the machine file, times are the formulas of
-`lightning_cxl/planning/jobs/step.py`.
+`lightning_cxl/planning/step.py`.
 """
 
 import argparse
@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_cxl.commands.measuring.results import print_columns
-from lightning_cxl.commands.plan.command import look
-from lightning_cxl.commands.plan.planned_model import PlannedModel
-from lightning_cxl.commands.plan.ranks import bound_by
-from lightning_cxl.commands.plan.settings import Settings
-from lightning_cxl.machine.machine import Machine
-from lightning_cxl.machine.machine_file import load_machine
+import bench_path  # noqa: F401  # where `results` is
+from results import print_columns
+
+from lightning_cxl.commands.plan import bound_by, make_plan
+from lightning_cxl.commands.planned_model import PlannedModel, Settings
+from lightning_cxl.machine.machine import Machine, load_machine
 from lightning_cxl.units import format_bytes
 
 PREDICTED = "predicted, not measured"
@@ -68,10 +67,10 @@ def scaling(model: PlannedModel, settings: Settings, machine: Machine, sizes: It
 
 
 def _row(model: PlannedModel, settings: Settings, machine: Machine, first: Row | None) -> Row:
-    found = look(model, settings, machine, "bandwidth", either=True)
-    time, mesh = found.chosen.time, found.planned.mesh
+    found = make_plan(model, settings, machine, "bandwidth", either=True)
+    time, mesh = found.chosen.time, found.job.mesh
     assert time is not None, found.chosen.error or "the machine file has no speeds"
-    tokens_per_s = found.planned.job.num_tokens / time.seconds
+    tokens_per_s = found.job.num_tokens / time.seconds
     each = tokens_per_s / mesh.num_ranks
     alone = each if first is None else first.tokens_per_s / first.num_gpus
     return Row(
@@ -83,7 +82,7 @@ def _row(model: PlannedModel, settings: Settings, machine: Machine, first: Row |
         tokens_per_s=tokens_per_s,
         efficiency=each / alone,
         host_bytes=found.host_bytes,
-        received_bytes=found.planned.volume.total,
+        received_bytes=found.job.volume.total,
         bound_by=bound_by(time),
         fits=found.fits,
     )

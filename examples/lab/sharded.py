@@ -13,20 +13,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import bench_path  # noqa: F401  # where `results` is
 from footprint import PUBLISHED, ModelShape
+from results import Results, machine, print_columns
 from schedule.sharded import ShardedUnits, simulate
 from simulation.links import HostTraffic, Links
 from simulation.machine_links import links_of
 
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.machine.machine import Machine
-from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.machine.machine import Machine, load_machine
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.collectives import Group, step_volume
-from lightning_cxl.planning.jobs.exchange import exchanges
-from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
-from lightning_cxl.planning.jobs.step import predict_step
+from lightning_cxl.planning.job import Group, Job, MemoryClass, Move, exchanges, step_volume
+from lightning_cxl.planning.step import predict_step
 
 GOAL = 1.10
 _MACHINE = Path(__file__).resolve().parents[1] / "machines" / "eight_gpus.yaml"

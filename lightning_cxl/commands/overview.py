@@ -36,10 +36,10 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "plan": Command(
         "what a job holds where, whether it fits, seconds per step; loads no weights",
-        "lightning_cxl.commands.plan.command",
+        "lightning_cxl.commands.plan",
     ),
     "env": Command("what this machine has, and what to change about it", "lightning_cxl.commands.env"),
-    "calibrate": Command("measure memory, devices and disks, for `plan`", "lightning_cxl.commands.calibrate.command"),
+    "calibrate": Command("measure memory, devices and disks, for `plan`", "lightning_cxl.commands.calibrate"),
 }
 
 

@@ -1,9 +1,15 @@
-"""Options of all commands, without an import of torch: `--help` and wrong options are answered at once."""
+"""Options of all commands and the files they write, without an import of torch: `--help` is answered at once."""
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from lightning_cxl.errors import ConfigError
+
+TO_STDOUT = Path("-")
+"""Stands for stdout in the place of a file."""
 
 
 def env() -> argparse.ArgumentParser:
@@ -23,7 +29,7 @@ def calibrate() -> argparse.ArgumentParser:
         "calibrate",
         """\
 Measures how fast this machine's memory is (every node read, written, updated as Adam does it, and followed load by
-load), its caches, its devices (copies from and to every node, bf16 matrix products), and disks. What is found is kept
+load), its caches, its devices (copies from and to every node, bf16 matrix products), and disks. The results are kept
 for this machine and used by plans; `python -m lightning_cxl env` shows it. Nothing else should run meanwhile.""",
         " --quick --output machine.yaml",
     )
@@ -69,7 +75,7 @@ quantised weights become plain numbers.""",
 
 
 def plan() -> argparse.ArgumentParser:
-    """Return the parser of `plan`; its defaults are those of `commands.plan.settings.Settings`."""
+    """Return the parser of `plan`; its defaults are those of `commands.planned_model.Settings`."""
     parser = _parser(
         "plan",
         """\
@@ -80,7 +86,7 @@ an error, 2 for options that are none.""",
     )
     add: Any = parser.add_argument
     add("--model", required=True, help="folder with a config.json, hub id, or a shape such as llama-3.1-8b")
-    add("--seq", type=int, default=4096, help="tokens per sequence (%(default)s)")
+    add("--seq", dest="sequence", metavar="SEQ", type=int, default=4096, help="tokens per sequence (%(default)s)")
     add("--batch", type=int, default=1, help="sequences per micro-batch (%(default)s)")
     add("--tiers", type=Path, help="machine as YAML; this machine with what is free on it when left out")
     add("--ssd", metavar="DIR", action="append", help="folder for what memory cannot hold, one for each drive")
@@ -131,7 +137,7 @@ an error, 2 for options that are none.""",
     add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers, not the weights")
     add("--quantize", choices=["4bit", "8bit"], help="weights below adapters (needs --lora)")
     add("--json", type=Path, metavar="FILE", help="write everything there; -: to stdout, and the text to stderr")
-    add("--plot", type=Path, metavar="FILE.png", help="draw tiers and predicted times")
+    add("--plot", help=argparse.SUPPRESS)  # removed: an error says what to do instead
     return parser
 
 
@@ -174,6 +180,35 @@ PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
     "plan": plan,
 }
 """Of commands that parse their own options."""
+
+
+def check_target(path: Path | None) -> None:
+    """Check before anything is measured that a file can be written; None is no file, and so is `TO_STDOUT`.
+
+    Raises:
+        ConfigError: its folder does not exist, or it is a folder.
+    """
+    if path is None or path == TO_STDOUT:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: its folder does not exist")
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder. Name a file in it")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or to stdout.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path == TO_STDOUT:
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name a file that can be written") from error
 
 
 def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:

@@ -20,8 +20,7 @@ from lightning_cxl.integrations.lightning.lightning_api import LightningModule, 
 from lightning_cxl.sequences.attention import packed_arguments, separate
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.sharding.fsdp import gathered, is_cut
-from lightning_cxl.weights.hf import from_pretrained, without_code
-from lightning_cxl.weights.qlora import quantization_fields, with_adapters
+from lightning_cxl.weights.hf import from_pretrained, quantization_fields, with_adapters, without_code
 
 _RNG_KEY = "causal_lm_rng"
 

@@ -20,33 +20,42 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.inventory.activations import Measured, estimate, known_parameters, units_of
 from lightning_cxl.inventory.asked import AskedTiers
-from lightning_cxl.inventory.gradients import gradients_at_once, staged_gradients, widened_gradients
-from lightning_cxl.inventory.machine_part import of_machine
-from lightning_cxl.inventory.records import PlannedRecord, record_names, records_on_ssd, with_slots
-from lightning_cxl.inventory.sensitive import sensitive_parameters
-from lightning_cxl.inventory.state import state_tensors
-from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, StreamedUnit, grouped, units_by_parameter
+from lightning_cxl.inventory.dry_run import DryRun, estimate, known_parameters, units_of
+from lightning_cxl.inventory.state import sensitive_parameters, state_tensors
+from lightning_cxl.inventory.tensors import (
+    GRADIENTS,
+    HostTensor,
+    PlannedRecord,
+    StreamedUnit,
+    gradients_at_once,
+    grouped,
+    of_machine,
+    record_names,
+    records_on_ssd,
+    staged_gradients,
+    units_by_parameter,
+    widened_gradients,
+    with_slots,
+)
 from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
 from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.ssd_options import SSD
-from lightning_cxl.streaming.streamable import streamable
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
-from lightning_cxl.streaming.units import NamedUnits, find_units
+from lightning_cxl.streaming.units import NamedUnits, find_units, streamable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """What one run keeps in host memory. See [Note: One inventory]."""
+    """The tensors that one run keeps in host memory. See [Note: One inventory]."""
 
     model: nn.Module
     workload: Workload
     asked: AskedTiers
-    """What decorators and rules ask for."""
+    """Tiers that decorators and rules ask for."""
     units: NamedUnits
     """Blocks whose inputs are offloaded, and which are recomputed."""
     streamed: tuple[StreamedUnit, ...]
@@ -54,12 +63,12 @@ class Inventory:
     gathered: tuple[StreamedUnit, ...]
     """Those of them whose shards may lie on the tier `ssd`: in each of several processes with a device apart."""
     tensors: tuple[HostTensor, ...]
-    """What exists at a time, in the order in which it is allocated."""
+    """Tensors that exist at a time, in the order in which they are allocated."""
     gradients: tuple[HostTensor, ...]
     """Gradients of all parameters, also where `tensors` has those of a few units only."""
     staged_bytes: int
     """Bytes of gradients that land in staging memory in one step."""
-    measured: Measured
+    measured: DryRun
     """One micro-batch."""
     overlap: Overlap
     reserves_all_gradients: bool
@@ -74,7 +83,7 @@ class Inventory:
 
     @property
     def ssd_records(self) -> tuple[PlannedRecord, ...]:
-        """What lies on the tier `ssd`: weights and inputs by units, then state in the order of optimizers' parameters.
+        """Records on the tier `ssd`: weights and inputs by units, then state in the order of optimizers' parameters.
 
         Inputs have no bytes here where the size of a micro-batch is not known.
         """
@@ -100,7 +109,7 @@ def list_tensors(
     workload: Workload,
     *,
     asked: AskedTiers | None = None,
-    measured: Measured | None = None,
+    measured: DryRun | None = None,
 ) -> Inventory:
     """Return what a run of a model keeps. See [Note: One inventory].
 
@@ -160,12 +169,12 @@ def list_tensors(
         )
     ]
     reserves_all = overlap != "backward" or workload.num_arrivals > 1
-    staged = staged_gradients(state, workload)
+    staged, staged_bytes = staged_gradients(state, workload)
     tensors = (
         *_weights(model, (*streamed, *gathered), is_updated, all_on_host=all_on_host),
         *(state if reserves_all else gradients_at_once(state)),
         *widened_gradients(state),
-        *staged.at_once,
+        *staged,
         *(_inputs(measured, units, asked) if optimizers else ()),
     )
     tensors = tuple(each._replace(tier=asked.tier(each.owner, each.role, in_state=each.in_state)) for each in tensors)
@@ -183,7 +192,7 @@ def list_tensors(
         gathered=gathered,
         tensors=with_slots(tensors, record_of, 1 if ssd is None else len(ssd.paths), workload.mesh.num_devices),
         gradients=of_machine(gradients, streamed, workload.mesh),
-        staged_bytes=workload.mesh.machine_bytes(staged.nbytes, trained),
+        staged_bytes=workload.mesh.machine_bytes(staged_bytes, trained),
         measured=measured,
         overlap=overlap,
         reserves_all_gradients=reserves_all,
@@ -238,9 +247,9 @@ def _weights(
     ] + [HostTensor(parameter, role, sum(local(t).nbytes for t in tensors[id(parameter)])) for parameter in rest]
 
 
-def _inputs(measured: Measured, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:
+def _inputs(measured: DryRun, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:
     """Return the inputs of units; those without a known size where they are asked for on the tier `ssd`."""
-    role, stored = TensorRole.ACTIVATIONS, dict(measured.run.stored_bytes)
+    role, stored = TensorRole.ACTIVATIONS, dict(measured.stored_bytes)
     if not stored:
         stored = {name: 0 for name, _ in units if asked.tier(name, role) == SSD}
     return [HostTensor(None, role, nbytes, unit, is_updated=False) for unit, nbytes in stored.items()]

@@ -4,17 +4,49 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.inventory.foreign_state import num_state_tensors
 from lightning_cxl.inventory.tensors import HostTensor
 from lightning_cxl.optim.masters import master_dtype, needs_master
 from lightning_cxl.optim.number_formats import MasterForm
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import local
+
+_FIXED: dict[type[Optimizer], int] = {Adadelta: 2, Adagrad: 1, Adamax: 2, ASGD: 1, NAdam: 2, RAdam: 2, Rprop: 2}
+
+
+def num_state_tensors(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """Return how many tensors of a parameter's size its state has; 0 for classes that are not torch's.
+
+    Adafactor keeps less than one, LBFGS a history that is shared by all; both count as 0 as well.
+    """
+    if isinstance(optimizer, Adam):  # AdamW too
+        return 3 if group.get("amsgrad") else 2
+    if isinstance(optimizer, SGD):
+        return 1 if group.get("momentum") else 0
+    if isinstance(optimizer, RMSprop):
+        return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
+    return next((count for kind, count in _FIXED.items() if isinstance(optimizer, kind)), 0)
+
+
+def sensitive_parameters(model: nn.Module) -> dict[Tensor, None]:
+    """Return the parameters of embeddings and norms, as keys: told apart by identity, also in a copy or a pickle.
+
+    As bitsandbytes recommends (arXiv:2110.02861, section 2.3): rows of an embedding that are rarely used have gradients
+    of another size than their neighbours in a block. Norms are told by their class name, as every model family
+    has its own.
+    """
+    return {
+        parameter: None
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Norm" in type(module).__name__
+        for parameter in module.parameters(recurse=False)
+    }
+
 
 _HALF = (torch.bfloat16, torch.float16)
 

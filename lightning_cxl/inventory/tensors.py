@@ -1,13 +1,24 @@
-"""`HostTensor`: one line of the inventory."""
+"""`HostTensor`, a row of the inventory; `PlannedRecord`, rows that are one record on the tier `ssd`; gradients."""
 
-from collections.abc import Callable, Hashable, Iterable
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_cxl.gradients.offload import MAX_STAGED
+from lightning_cxl.inventory.workload import Mesh, Workload
+from lightning_cxl.optim.state_records import taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import local
+from lightning_cxl.ssd_options import SSD
+from lightning_cxl.storage.drive import BLOCK_BYTES
+from lightning_cxl.streaming.inputs_on_ssd import NUM_INPUT_SLOTS
+from lightning_cxl.streaming.units import NamedUnits
+from lightning_cxl.updates.step import MAX_UNITS_IN_FLIGHT
 
 GRADIENTS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
 
@@ -72,3 +83,270 @@ def grouped(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Ha
     for parameter in parameters:
         groups.setdefault(key(parameter), []).append(parameter)
     return list(groups.values())
+
+
+def leaving_groups(tensors: Iterable[HostTensor]) -> list[list[HostTensor]]:
+    """Return the gradients among the tensors in groups as they leave the device, the largest group first."""
+    groups: dict[object, list[HostTensor]] = {}
+    for each in tensors:
+        if each.role in GRADIENTS:
+            groups.setdefault(each.unit or id(each.parameter), []).append(each)
+    return sorted(groups.values(), key=parameter_bytes, reverse=True)
+
+
+def parameter_bytes(group: Iterable[HostTensor]) -> int:
+    """Return the bytes of the parameters themselves, each in its own type."""
+    return sum(each.parameter_nbytes for each in group)
+
+
+def gradients_at_once(tensors: Iterable[HostTensor]) -> list[HostTensor]:
+    """Return the tensors, of the gradients of units only those that exist at a time when updates run in backward."""
+    kept: list[HostTensor] = []
+    of_unit: dict[str, list[HostTensor]] = {}
+    for each in tensors:
+        (of_unit.setdefault(each.unit, []) if each.unit and each.role in GRADIENTS else kept).append(each)
+    largest = heapq.nlargest(
+        MAX_UNITS_IN_FLIGHT + 1, of_unit.values(), key=lambda group: sum(each.nbytes for each in group)
+    )
+    return kept + [each for group in largest for each in group]
+
+
+def widened_gradients(tensors: Iterable[HostTensor]) -> list[HostTensor]:
+    """Return the largest first gradients of a step that are still there while sums become wider (`GradientSums`)."""
+    wider = [each for each in tensors if each.nbytes > each.parameter_nbytes]
+    largest = next(iter(leaving_groups(wider)), [])
+    return [each._replace(nbytes=each.parameter_nbytes) for each in largest]
+
+
+def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> tuple[list[HostTensor], int]:
+    """Return the gradients that are in staging memory at a time, as `LeavingGradients` has it, and bytes of a step.
+
+    All gradients of a step are staged but the first, unless it widens. If the host computes, only those of units that
+    stream leave.
+    """
+    total, landing = 0, []
+    for each in tensors:
+        if each.role in GRADIENTS and (each.unit or not workload.computes_on_host):
+            is_first_kept = each.nbytes == each.parameter_nbytes or workload.num_arrivals > 1
+            num_landed = workload.num_arrivals - is_first_kept
+            total += num_landed * each.parameter_nbytes
+            if num_landed:
+                landing.append(each._replace(nbytes=each.parameter_nbytes))
+    groups = leaving_groups(landing)[:MAX_STAGED]
+    return [each._replace(role=TensorRole.STAGING) for group in groups for each in group], total
+
+
+def of_machine(tensors: Iterable[HostTensor], streamed: Iterable[StreamedUnit], mesh: Mesh) -> tuple[HostTensor, ...]:
+    """Return the tensors as large as all shards of one machine together; inputs of units stay as they are.
+
+    Args:
+        tensors: of the whole model.
+        streamed: units; what one piece of weights has is in their groups.
+        mesh: the ranks.
+    """
+    if not mesh.is_sharded:
+        return tuple(tensors)
+    pieces: dict[int, list[Tensor]] = {id(group[0]): [*group] for unit in streamed for group in unit.groups}
+
+    def part(each: HostTensor) -> HostTensor:
+        if each.parameter is None:
+            return each
+        whole = (
+            pieces.get(id(each.parameter), [each.parameter])
+            if each.role is TensorRole.COMPUTE_WEIGHTS
+            else [each.parameter]
+        )
+        return each._replace(nbytes=mesh.machine_bytes(each.nbytes, whole))
+
+    return tuple(map(part, tensors))
+
+
+NUM_UPDATE_SLOTS = 3
+"""Buffers in memory for updates of units: one is read, one is updated, one is written."""
+NUM_HOP_SLOTS = 2
+"""Weights of units in memory at a time on their way to the device: one is read, one is copied."""
+SLOTS_OWNER = "slots for the tier ssd"
+"""Owner of the memory of these slots, in the place of a parameter or unit."""
+RECORD_ALIGNMENT = BLOCK_BYTES
+"""Of where a record begins and ends, in bytes: what direct access to a drive wants."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRecord:
+    """The state of one unit, or of one parameter outside of units; weights of one unit that streams; or its inputs.
+
+    Args:
+        name: of the record.
+        owner: the unit or parameter. The records of one owner are updated together.
+        tensors: in the order of the inventory.
+    """
+
+    name: str
+    owner: str
+    tensors: tuple[HostTensor, ...]
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether it has weights, and no state."""
+        return self.tensors[0].role is TensorRole.COMPUTE_WEIGHTS
+
+    @property
+    def is_inputs(self) -> bool:
+        """Whether it stands for the inputs of a unit in one micro-batch."""
+        return self.tensors[0].role is TensorRole.ACTIVATIONS
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it has optimizer state."""
+        return not self.is_weights and not self.is_inputs
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether steps write it: weights that are frozen are only read."""
+        return any(each.is_updated for each in self.tensors)
+
+    @cached_property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors alone."""
+        return sum(each.nbytes for each in self.tensors)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the record, with the gaps that alignment leaves, also between 8-bit numbers and their scales."""
+        if self.is_inputs and not self.tensors[0].nbytes:
+            return 0
+        return round_up(sum(taken_nbytes(each.nbytes) + taken_nbytes(1) for each in self.tensors), RECORD_ALIGNMENT)
+
+    def nbytes_on(self, num_drives: int) -> int:
+        """Return the bytes of the record where it is cut over several drives; a slot for it has as many."""
+        return round_up(self.nbytes, RECORD_ALIGNMENT * num_drives)
+
+
+def round_up(nbytes: int, alignment: int) -> int:
+    """Return the next multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
+
+
+def record_names(model: nn.Module, blocks: NamedUnits, streamed: Sequence[StreamedUnit]) -> dict[int, str]:
+    """Return the name of the record that the state of each parameter belongs to, by the parameter's id.
+
+    A parameter that streams belongs to its unit. So does one that does not, if nothing of its block streams: then all
+    of the block is updated together. Any other parameter is a record of its own.
+
+    Args:
+        model: all of it.
+        blocks: its repeated blocks, whether their weights stream or not.
+        streamed: the units whose weights stream.
+    """
+    found = units_by_parameter(streamed)
+    streams = {unit.name for unit in streamed}
+    for name, block in blocks:
+        for parameter in block.parameters() if name not in streams else ():
+            found.setdefault(id(parameter), name)
+    for name, parameter in model.named_parameters():
+        found.setdefault(id(parameter), name)
+    return found
+
+
+def group_state(
+    tensors: Iterable[HostTensor], record_of: Mapping[int, str], wanted: Callable[[HostTensor], bool]
+) -> tuple[PlannedRecord, ...]:
+    """Return the state among the tensors that is wanted, in records.
+
+    Args:
+        tensors: of the inventory.
+        record_of: see `record_names`.
+        wanted: is asked about every tensor of `CPUAdam`'s state.
+    """
+    groups: dict[str, list[HostTensor]] = {}
+    for each in tensors:
+        if each.in_state and wanted(each):
+            # an optimizer may hold what is no parameter of the model
+            name = record_of.get(id(each.parameter)) or f"unnamed.{id(each.parameter)}"
+            groups.setdefault(name, []).append(each)
+    return tuple(PlannedRecord(name, name, tuple(group)) for name, group in groups.items())
+
+
+def weight_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor], bool]) -> tuple[PlannedRecord, ...]:
+    """Return the weights of streamed units that are wanted, in records: each piece is one.
+
+    Args:
+        tensors: of the inventory.
+        wanted: is asked about every piece.
+    """
+    records = []
+    num_pieces: dict[str, int] = {}
+    for each in tensors:
+        if each.role is TensorRole.COMPUTE_WEIGHTS and each.unit:
+            name = f"{each.unit} weights" if each.is_updated else f"{each.unit} frozen weights"
+            index = num_pieces[name] = num_pieces.get(name, 0) + 1
+            if wanted(each):
+                records.append(PlannedRecord(name if index == 1 else f"{name} {index}", each.unit, (each,)))
+    return tuple(records)
+
+
+def input_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor], bool]) -> tuple[PlannedRecord, ...]:
+    """Return the inputs of units that are wanted, in the order of units; their sizes may be 0: not known.
+
+    Args:
+        tensors: of the inventory.
+        wanted: is asked about the inputs of every unit.
+    """
+    inputs = [each for each in tensors if each.role is TensorRole.ACTIVATIONS and wanted(each)]
+    return tuple(PlannedRecord(f"{each.unit} inputs", each.unit, (each,)) for each in inputs)
+
+
+def records_on_ssd(tensors: Sequence[HostTensor], record_of: Mapping[int, str]) -> tuple[PlannedRecord, ...]:
+    """Return what lies on the tier `ssd`: weights, then inputs, then state.
+
+    Args:
+        tensors: of the inventory.
+        record_of: see `record_names`.
+    """
+    return (
+        *weight_records(tensors, lambda each: each.tier == SSD),
+        *input_records(tensors, lambda each: each.tier == SSD),
+        *group_state(tensors, record_of, lambda each: each.tier == SSD),
+    )
+
+
+def with_slots(
+    tensors: Iterable[HostTensor], record_of: Mapping[int, str], num_drives: int = 1, num_devices: int = 1
+) -> tuple[HostTensor, ...]:
+    """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now.
+
+    Args:
+        tensors: of the inventory.
+        record_of: see `record_names`.
+        num_drives: over which each record is cut.
+        num_devices: of the machine; each has slots of its own for inputs.
+    """
+    others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)
+    records = records_on_ssd(others, record_of)
+    nbytes = slot_bytes(records, num_drives, num_devices)
+    return (*others, HostTensor(None, TensorRole.STAGING, nbytes, SLOTS_OWNER)) if nbytes else others
+
+
+def slot_bytes(records: Sequence[PlannedRecord], num_drives: int = 1, num_devices: int = 1) -> int:
+    """Return the bytes of all slots that these records visit, each cut over some drives; see `with_slots`."""
+    once = update_slot_bytes(records, num_drives) + hop_slot_bytes(records, num_drives)
+    return once + num_devices * input_slot_bytes(records, num_drives)
+
+
+def update_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
+    """Return the bytes of the slots of updates; each holds the largest of what is updated together."""
+    of_owner: dict[str, int] = {}
+    for record in records:
+        if record.is_updated:
+            of_owner[record.owner] = of_owner.get(record.owner, 0) + record.nbytes_on(num_drives)
+    return NUM_UPDATE_SLOTS * max(of_owner.values(), default=0)
+
+
+def hop_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
+    """Return the bytes of the slots of weights on their way to the device; each holds the largest of them."""
+    return NUM_HOP_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_weights), default=0)
+
+
+def input_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
+    """Return the bytes of the slots of inputs of units; each holds the inputs of the largest of them."""
+    return NUM_INPUT_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_inputs), default=0)

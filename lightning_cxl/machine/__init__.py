@@ -1,1 +1,1 @@
-"""What this machine has: nodes, limits, tiers, and their speeds, measured or read from a file."""
+"""This machine: nodes, limits, tiers, their speeds (measured or read from a file), and the share of each process."""

@@ -1,25 +1,265 @@
-"""The machine this runs on, as plans need it: its tiers with the best speeds that are known, `machine_of`.
+"""The machine at hand with the best speeds that are known, `machine_of`; `Calibration`, what was measured of it.
 
-Each field comes from the first that has it: a file of the user, the calibration of this very machine (the command
-``calibrate``), the firmware's ratings. Nothing is guessed: a tier without a speed leaves the machine unknown.
+Each field comes from the first source that has it: a file of the user, the calibration of this very machine (written by
+the command ``calibrate``), the firmware's ratings. A tier without a speed leaves the machine unknown.
 """
 
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_cxl.cache import cache_folder
 from lightning_cxl.devices.device_type import devices_apart
-from lightning_cxl.machine.calibration import Calibration, load_calibration
-from lightning_cxl.machine.fingerprint import cpu_model
-from lightning_cxl.machine.machine import Cache, Device, Machine, MachineTier
-from lightning_cxl.machine.machine_file import Overrides, load_overrides
-from lightning_cxl.machine.ssd_speeds import ssd_of, ssd_origin
+from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.machine.disk_space import drive_of, existing_folder
+from lightning_cxl.machine.machine import (
+    Cache,
+    Device,
+    Machine,
+    MachineSsd,
+    MachineTier,
+    Overrides,
+    Positive,
+    Rate,
+    Size,
+    load_overrides,
+    read,
+)
+from lightning_cxl.machine.nodes import read_text, usable_cpus
 from lightning_cxl.machine.topology import Tier, Topology
 from lightning_cxl.native import _cpu
 from lightning_cxl.ssd_options import SSD
+
+
+def cpu_model(root: Path = Path("/")) -> str:
+    """Return the name of the CPUs, the architecture where the kernel does not tell it."""
+    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def describe_machine(
+    topology: Topology, devices: Sequence[str] = (), allowed: frozenset[int] | None = None
+) -> dict[str, Any]:
+    """Return what speeds depend on, as JSON: CPUs, nodes with the CPUs this process may use, memory, devices.
+
+    Capacities have two digits: kernels keep some memory for themselves, each another amount.
+
+    Args:
+        topology: of a real machine (`Topology.root` is not None).
+        devices: names of the accelerators.
+        allowed: the CPUs of this process; when None those that `topology` names, else asked from the kernel.
+    """
+    root = topology.root or Path("/")
+    cpus = usable_cpus(root, topology.measured_on if allowed is None else allowed)
+    nodes = sorted({node.node_id: node for tier in topology.tiers for node in tier.nodes}.items())
+    return {
+        "cpu": cpu_model(root),
+        "nodes": [
+            {"node_id": node_id, "cpus": list(cpus.get(node_id, ())), "gib": f"{node.capacity_bytes / 2**30:.2g}"}
+            for node_id, node in nodes
+        ],
+        "devices": list(devices),
+    }
+
+
+def fingerprint(description: dict[str, Any]) -> str:
+    """Return a short name of a description, fit for a file name."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
+
+
+QUIET_FRACTION = 0.03
+"""When other processes take more than this part of the CPU time, measured numbers are doubtful."""
+_VERSION = 1  # of the files; change it when fields change their names or meaning
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSpeeds:
+    """One NUMA node, used by all CPUs of the process and by all devices."""
+
+    node_id: int
+    read_bytes_per_s: Rate
+    write_bytes_per_s: Rate
+    """With stores that do not read the lines first, as a device writes."""
+    adam_bytes_per_s: Rate
+    """Bytes read and written per second, 16 to 12."""
+    latency_ns: Positive
+    """Of a load, from the nearest CPU."""
+    h2d_bytes_per_s: Rate | None = None
+    """All devices together; None without a device."""
+    d2h_bytes_per_s: Rate | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpeeds:
+    """One device, alone; the CPU has no copies."""
+
+    kind: str
+    """``"cpu"``, ``"cuda"`` or another type of ``torch.device``."""
+    name: str
+    flops: Positive
+    """Of bf16 matrix products, the fastest size."""
+    h2d_bytes_per_s: Rate | None = None
+    d2h_bytes_per_s: Rate | None = None
+    copy_latency_s: Positive | None = None
+    """A copy of a few bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SsdSpeeds:
+    """Large sequential accesses to one folder."""
+
+    folder: str
+    read_bytes_per_s: Rate
+    write_bytes_per_s: Rate
+    direct: bool
+    """Past the page cache; False where the file system cannot do that, then the numbers are partly memory's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """All that was measured in one run."""
+
+    date: str
+    """Day, as in ``2026-01-31``."""
+    num_threads: int
+    nodes: tuple[NodeSpeeds, ...]
+    devices: tuple[DeviceSpeeds, ...]
+    cache_bytes: Size
+    """Last-level caches of the CPUs this process may use; 0 where the kernel does not tell."""
+    cache_bytes_per_s: Rate | None = None
+    """Adam's mix, over and over the same quarter of them."""
+    ssds: tuple[SsdSpeeds, ...] = ()
+    others_fraction: float = 0.0
+    """Part of the machine's CPU time that other processes took meanwhile."""
+
+    @property
+    def origin(self) -> str:
+        """The source of numbers that come from here. Too few threads, or other processes, show in all of them."""
+        text = f"calibration of {self.date} with {self.num_threads} threads"
+        return text + (f", beside others that took {self.others_fraction:.0%} of the CPU time" if self.doubtful else "")
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether other processes disturbed it."""
+        return self.others_fraction > QUIET_FRACTION
+
+    def node(self, node_id: int) -> NodeSpeeds | None:
+        """Return the speeds of a node, None when it was not measured."""
+        return next((node for node in self.nodes if node.node_id == node_id), None)
+
+    def device(self, kind: str, index: int = 0) -> DeviceSpeeds | None:
+        """Return the speeds of a device, None when it was not measured."""
+        found = [device for device in self.devices if device.kind == kind]
+        return found[index] if index < len(found) else None
+
+
+def calibration_path(topology: Topology, devices: Sequence[str]) -> Path:
+    """Return where the calibration of a machine is kept, whether there is one or not."""
+    return cache_folder() / "calibration" / f"{fingerprint(describe_machine(topology, devices))}.json"
+
+
+def save_calibration(calibration: Calibration, topology: Topology, devices: Sequence[str]) -> Path:
+    """Keep what was measured on this machine; readers see the old file or the new one, whole.
+
+    Returns:
+        The file.
+    """
+    path = calibration_path(topology, devices)
+    content = {"version": _VERSION, "machine": describe_machine(topology, devices), "speeds": asdict(calibration)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+    return path
+
+
+def load_calibration(topology: Topology, devices: Sequence[str]) -> Calibration | None:
+    """Return what was measured on this very machine; None when nothing was, or the machine is invented.
+
+    A file that cannot be used is left out with a warning.
+    """
+    if topology.root is None:
+        return None
+    path = calibration_path(topology, devices)
+    try:
+        content = json.loads(path.read_text())
+        if content["version"] != _VERSION:
+            raise ValueError(f"its version is {content['version']}, this program writes {_VERSION}")
+        if content["machine"] != describe_machine(topology, devices):
+            raise ValueError("it is of another machine")
+        return read(Calibration, content["speeds"], "what was measured")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warnings.warn(
+            f"the measured speeds in {path} are not used ({type(error).__name__}: {error}). Measure again: `python -m "
+            "lightning_cxl calibrate`.",
+            LightningCXLWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def ssd_of(topology: Topology, calibration: Calibration | None, overrides: Overrides) -> MachineSsd | None:
+    """Return the tier `ssd` of a topology; None where it has none.
+
+    Speeds are those of a user's file, else those that ``calibrate --ssd`` has measured in the tier's folders, or
+    elsewhere on the same drives. Parts of a record are read and written on all drives at once, so the slowest drive
+    decides. No speed is known as long as one drive was not measured.
+    """
+    tier = topology.ssd
+    if tier is None:
+        return None
+    values: dict[str, Any] = {} if calibration is None else _measured_drives(tier.folders, calibration.ssds)
+    values |= overrides.ssd
+    values["capacity_bytes"] = min(tier.capacity_bytes, overrides.ssd.get("capacity_bytes", tier.capacity_bytes))
+    return MachineSsd(num_drives=len(tier.folders), versions=tier.versions, **values)
+
+
+def ssd_origin(ssd: MachineSsd, calibration: Calibration | None, overrides: Overrides) -> str:
+    """Return where the speeds of a tier `ssd` that `ssd_of` has made come from."""
+    if not ssd.has_speeds:
+        return "unknown"
+    from_file = [name in overrides.ssd for name in ("read_bytes_per_s", "write_bytes_per_s")]
+    origins = ["file"] if any(from_file) else []
+    return " and ".join(origins + ([calibration.origin] if calibration is not None and not all(from_file) else []))
+
+
+def _measured_drives(folders: Sequence[Path], ssds: Sequence[SsdSpeeds]) -> dict[str, float]:
+    drives = [drive_of(existing_folder(folder)) for folder in folders]
+    sharing = Counter(drives)
+    reads, writes = [], []
+    for folder, drive in zip(folders, drives, strict=True):
+        found = _speeds_of(folder, drive, ssds)
+        if found is None:
+            return {}
+        reads.append(found.read_bytes_per_s / sharing[drive])
+        writes.append(found.write_bytes_per_s / sharing[drive])
+    return {"read_bytes_per_s": len(folders) * min(reads), "write_bytes_per_s": len(folders) * min(writes)}
+
+
+def _speeds_of(folder: Path, drive: int, ssds: Sequence[SsdSpeeds]) -> SsdSpeeds | None:
+    """Return what was measured in a folder, else elsewhere on its drive."""
+    there = [each for each in ssds if Path(each.folder).is_dir() and drive_of(Path(each.folder)) == drive]
+    return next((each for each in there if Path(each.folder) == folder.resolve()), next(iter(there), None))
+
 
 _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
 
@@ -34,7 +274,7 @@ _CPU_FLOPS_PER_THREAD = 0.187e12
 
 @dataclass(frozen=True, slots=True)
 class TierSpeeds:
-    """What is known of a tier: fields of `MachineTier`, and where each comes from."""
+    """The known speeds of a tier: fields of `MachineTier`, and where each comes from."""
 
     values: Mapping[str, Any]
     origins: Mapping[str, str]
@@ -46,7 +286,7 @@ class TierSpeeds:
 
     @property
     def origin(self) -> str:
-        """Where the speeds come from, e.g. ``"file and firmware"``, or ``"unknown"``."""
+        """Source of the speeds, e.g. ``"file and firmware"``, or ``"unknown"``."""
         if not self.known:
             return "unknown"
         return " and ".join(dict.fromkeys(self.origins[name] for name in _NEEDED))
@@ -177,7 +417,7 @@ def _together(tier: Tier, speeds: Sequence[float | None]) -> float | None:
     """Return the speed of near nodes, each at its part of a stripe: who ends last decides. None when one is not known.
 
     A tier's stripes have parts in proportion to rated read bandwidths where all nodes have one, else equal parts
-    (`lightning_cxl.memory.tier_pages.make_leaf`).
+    (`lightning_cxl.memory.numa.make_leaf`).
     """
     ratings = [node.read_bytes_per_s for node in tier.near_nodes]
     parts = [rating or 1.0 for rating in ratings] if all(ratings) else [1.0] * len(ratings)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
-from lightning_cxl.machine import limits, nodes
+from lightning_cxl.machine import nodes
 from lightning_cxl.machine.disk_space import ssd_capacity_bytes
 from lightning_cxl.machine.nodes import Node
 from lightning_cxl.ssd_options import SSD, SsdOptions
@@ -26,7 +26,7 @@ _NOT_THE_CALLER = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
 
 
 class TierKind(enum.Enum):
-    """What a tier is made of, fastest first."""
+    """The kind of memory of a tier, fastest first."""
 
     GPU = "gpu"
     DRAM = "dram"
@@ -44,9 +44,9 @@ class Tier:
     emulated: bool = False
     """No such hardware here: the nodes are another tier's, so that programs written for it run anyway."""
     folders: tuple[Path, ...] = ()
-    """Where the files of the tier `ssd` lie, one folder per drive; a tier of memory has none."""
+    """Folders of the files of the tier `ssd`, one per drive; a tier of memory has none."""
     file_bytes: int = 0
-    """What these files may hold together."""
+    """Capacity of these files together."""
     versions: int = 1
     """How often every byte lies in these files: 2 where checkpoints refer to it."""
     nearest_first: bool = False
@@ -100,7 +100,7 @@ class Tier:
 class Topology:
     """The tiers of a host: of memory, nearest first, and `ssd` where a user has named a folder for it.
 
-    Without CXL memory there is one tier, ``dram``. Who asks for the tier ``cxl`` by name then gets DRAM under that
+    Without CXL memory there is one tier, ``dram``. A request for the tier ``cxl`` by name then gets DRAM under that
     name, with one warning, and from then on it is one of `tiers`. Topologies of the same hardware are equal, whether
     that tier was asked for or not.
     """
@@ -110,7 +110,7 @@ class Topology:
     root: Path | None = None
     """Where ``sys`` and ``proc`` were read; None for an invented machine, all of whose memory counts as free."""
     notes: tuple[str, ...] = ()
-    """What detection left out and why, one sentence each."""
+    """Nodes that detection left out, and why, one sentence each."""
     backs_cxl: bool = False
     """Whether DRAM may stand in for CXL memory that is asked for and missing."""
     ssd: Tier | None = None
@@ -253,15 +253,15 @@ class Topology:
             raise ConfigError(f"there is no usable node {node_id}; this machine has nodes {known}")
         if self.root is None:
             return capacity
-        return min(nodes.node_free_bytes(self.root, node_id, capacity), limits.host_available_bytes(self.root))
+        return min(nodes.node_free_bytes(self.root, node_id, capacity), nodes.host_available_bytes(self.root))
 
     def host_limit_bytes(self) -> int:
         """Return the most host memory this process can ever use: physical memory or a control group's limit."""
-        return self._real_capacity_bytes() if self.root is None else limits.host_limit_bytes(self.root)
+        return self._real_capacity_bytes() if self.root is None else nodes.host_limit_bytes(self.root)
 
     def host_available_bytes(self) -> int:
         """Return the host memory this process can take now: MemAvailable or what a control group leaves of it."""
-        return self._real_capacity_bytes() if self.root is None else limits.host_available_bytes(self.root)
+        return self._real_capacity_bytes() if self.root is None else nodes.host_available_bytes(self.root)
 
     def describe(self) -> str:
         """Return the tiers and notes, one line each."""

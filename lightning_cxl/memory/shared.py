@@ -12,9 +12,7 @@ import secrets
 from typing import NamedTuple, Protocol
 
 from lightning_cxl.errors import TierFullError, UnsupportedError
-from lightning_cxl.memory.adaptors import whole_pages
-from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PAGE_BYTES, PageNodes
-from lightning_cxl.memory.pinned import check_nodes
+from lightning_cxl.memory.numa import HUGE_PAGE_BYTES, PAGE_BYTES, PageNodes, check_nodes, whole_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping, Range
 from lightning_cxl.units import format_bytes

@@ -3,24 +3,420 @@
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right, insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, Literal
 
 import torch
 
+from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError, UnsupportedError
 from lightning_cxl.machine.topology import Tier, TierKind, Topology
-from lightning_cxl.memory.adaptors import BudgetFullError
-from lightning_cxl.memory.ledger import Counted, Ledger, SplitKey
-from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.memory.split_stacks import Pinner, SplitStacks, make_pinner
-from lightning_cxl.memory.striped import stripe_bytes_for
-from lightning_cxl.memory.tier_limits import TierLimits
-from lightning_cxl.memory.tier_pages import MakeLeaf, TierPages, make_leaf
+from lightning_cxl.memory.numa import (
+    HUGE_PAGE_BYTES,
+    BudgetFullError,
+    BudgetResource,
+    MakeLeaf,
+    PageNodes,
+    PageSource,
+    PinnedResource,
+    StripedResource,
+    TierPages,
+    allocate_pages,
+    make_leaf,
+    stripe_bytes_for,
+)
+from lightning_cxl.memory.pool import STEP_BYTES, ArenaResource, PoolResource
+from lightning_cxl.memory.resource import Buffer, MemoryResource, Span, cut_spans
+from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.units import format_bytes
+
+# ----------------------------------------------------------------------------------------------------
+# Who holds what: the living buffers of a `HostMemory`, counted by tensor role and tier.
+
+SplitKey = tuple[tuple[str, float], ...]
+"""Tiers and their shares of a buffer; equal splits are equal tuples."""
+
+
+@dataclass(slots=True)
+class _Count:
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    nbytes: int
+    spans: tuple[Span, ...]
+    tiers: tuple[tuple[str, int], ...]  # bytes by tier
+    role: TensorRole
+    split: SplitKey | None
+
+
+class Counted:
+    """Bytes that a `Ledger` counts while this lives; nobody owns them here.
+
+    Args:
+        gone: gets `what` when this dies.
+        what: role, tier and bytes.
+    """
+
+    __slots__ = ("_gone", "_what")
+
+    def __init__(self, gone: deque[tuple[TensorRole, str, int]], what: tuple[TensorRole, str, int]) -> None:
+        self._gone = gone
+        self._what = what
+
+    def __del__(self) -> None:
+        """Note the death; without a lock, as of a buffer."""
+        self._gone.append(self._what)
+
+
+class Ledger:
+    """Counts bytes by their spans from `record` until the returned buffer dies, and finds the buffer at an address.
+
+    Thread-safe. Deaths are noted without a lock and booked at the next call, see [Note: Life of a Buffer].
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._dead: deque[int] = deque()
+        self._gone: deque[tuple[TensorRole, str, int]] = deque()
+        self._starts: list[int] = []  # addresses of living buffers, sorted
+        self._entries: dict[int, _Entry] = {}  # by address
+        self._tiers: dict[str, _Count] = {}
+        self._roles: dict[tuple[TensorRole, str], _Count] = {}
+
+    def record(self, inner: Buffer, role: TensorRole, split: SplitKey | None) -> Buffer:
+        """Count `inner` and return the buffer to hand out in its place.
+
+        Args:
+            inner: its spans say what each tier holds.
+            role: what it is for.
+            split: how it was meant to be divided over tiers; None when it was not possible.
+        """
+        counts = Counter[str]()
+        for span in inner.spans:
+            counts[span.tier] += span.nbytes
+        entry = _Entry(inner.nbytes, inner.spans, tuple(counts.items()), role, split)
+        with self._lock:
+            self._settle()
+            self._entries[inner.address] = entry
+            insort(self._starts, inner.address)
+            self._count(entry, 1)
+        return Buffer(inner.address, inner.nbytes, inner.spans, self, inner)
+
+    def count(self, nbytes: int, role: TensorRole, tier: str) -> "Counted":
+        """Count bytes of a role that lie on a tier in memory of others, until what is returned dies."""
+        with self._lock:
+            self._settle()
+            self._roles.setdefault((role, tier), _Count()).add(nbytes)
+        return Counted(self._gone, (role, tier, nbytes))
+
+    def deallocate(self, buffer: Buffer) -> None:
+        """Note a dying buffer."""
+        self._dead.append(buffer.address)
+
+    def allocate(self, nbytes: int, *, alignment: int = 64) -> Buffer:
+        """Refuse: a ledger owns no memory, it only counts what others hand out."""
+        raise NotImplementedError("a Ledger counts buffers, allocate from a MemoryResource and record the buffer here")
+
+    def tier_at(self, address: int) -> str | None:
+        """Return the tier of the byte at `address`, None when no living buffer has it."""
+        return next(self.tiers_of(address, 1))[0]
+
+    def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[str | None, int]]:
+        """Yield (tier, bytes) of neighbouring parts that are ``[address, address + nbytes)`` together.
+
+        What lies beyond the living buffer that has `address` has the tier None.
+        """
+        start, entry = self._find(address)
+        size = 0 if entry is None else min(nbytes, start + entry.nbytes - address)
+        tier, length = None, 0
+        for span in cut_spans(entry.spans, address - start, size) if entry is not None else ():
+            if span.tier != tier and length:
+                yield tier, length
+                length = 0
+            tier, length = span.tier, length + span.nbytes
+        if length:
+            yield tier, length
+        if size < nbytes:
+            yield None, nbytes - size
+
+    def split_at(self, address: int) -> SplitKey | None:
+        """Return how the living buffer that has `address` was meant to be divided; None when there is none."""
+        entry = self._find(address)[1]
+        return None if entry is None else entry.split
+
+    def tier_bytes(self, tier: str) -> tuple[int, int]:
+        """Return the bytes living on a tier now, and their peak."""
+        with self._lock:
+            self._settle()
+            count = self._tiers.get(tier, _Count())
+            return count.live_bytes, count.peak_bytes
+
+    def begin(self) -> None:
+        """Let the peaks of roles begin anew, with what lives now."""
+        with self._lock:
+            self._settle()
+            for count in self._roles.values():
+                count.peak_bytes = count.live_bytes
+
+    def role_bytes(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+        """Return the bytes per role and tier, now and at their peaks; roles and tiers never used are left out."""
+        with self._lock:
+            self._settle()
+            live: dict[str, dict[str, int]] = {}
+            peak: dict[str, dict[str, int]] = {}
+            for (role, tier), count in self._roles.items():
+                live.setdefault(role.value, {})[tier] = count.live_bytes
+                peak.setdefault(role.value, {})[tier] = count.peak_bytes
+            return live, peak
+
+    def _find(self, address: int) -> tuple[int, _Entry | None]:
+        """Return the start of the living buffer that has `address`, and its entry."""
+        with self._lock:
+            self._settle()
+            index = bisect_right(self._starts, address) - 1
+            start = self._starts[index] if index >= 0 else address
+            entry = self._entries.get(start)
+            return start, entry if entry is not None and address < start + entry.nbytes else None
+
+    def _count(self, entry: _Entry, sign: int) -> None:
+        for tier, nbytes in entry.tiers:
+            self._tiers.setdefault(tier, _Count()).add(sign * nbytes)
+            self._roles.setdefault((entry.role, tier), _Count()).add(sign * nbytes)
+
+    def _settle(self) -> None:
+        while self._dead:
+            address = self._dead.popleft()
+            del self._starts[bisect_right(self._starts, address) - 1]
+            self._count(self._entries.pop(address), -1)
+        while self._gone:
+            role, tier, nbytes = self._gone.popleft()
+            self._roles[role, tier].add(-nbytes)
+
+
+# ----------------------------------------------------------------------------------------------------
+# `TierLimits`: the most bytes that one process holds of each tier, and which of these limits a user has set.
+
+
+class TierLimits:
+    """Limits by tier.
+
+    Args:
+        topology: the machine.
+        budgets: what the user allows of a tier.
+        room: what this process may take of a tier without a budget, where others share the machine; None: all.
+
+    Raises:
+        ConfigError: a budget is negative.
+        TierNotFoundError: a budget for a tier that does not exist.
+    """
+
+    def __init__(
+        self, topology: Topology, budgets: Mapping[str, int] | None = None, room: Mapping[str, int] | None = None
+    ) -> None:
+        self._topology = topology
+        self._budgets = dict(budgets or {})
+        self._room = dict(room or {})
+        for name, budget in self._budgets.items():
+            topology.tier(name)
+            if budget < 0:
+                raise ConfigError(f"the budget of tier `{name}` must not be negative, got {budget}")
+
+    def has_budget(self, tier: Tier) -> bool:
+        """Return whether the user has limited a tier."""
+        return tier.name in self._budgets
+
+    def of(self, tier: Tier) -> int:
+        """Return the most bytes of a tier; of one that DRAM stands in for, as of DRAM."""
+        if tier.name in self._budgets:
+            return self._budgets[tier.name]
+        behind = self._topology.node_tier(tier.node_ids[0]) if tier.emulated else tier
+        return self._room.get(tier.name if behind is None else behind.name, tier.capacity_bytes)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The canonical stacks of one split, built in this one place: what lies over what, and which budgets are charged.
+
+Pinner = Callable[[MemoryResource], PinnedResource]
+"""Puts page-locking on a resource."""
+
+_KINDS = {
+    TensorRole.ACTIVATIONS: "activations",
+    TensorRole.COMPUTE_WEIGHTS: "inherited",
+    TensorRole.STAGING: "inherited",
+}
+
+
+class SplitStacks:
+    """Serves one tier, or several of which each holds its share of every buffer, in stripes.
+
+    Up to four stacks, built when first asked for. Their source is the tier's leaf under its budget, or a strict
+    `StripedResource` over several of those; so every byte is charged to the budget of the tier that holds it.
+
+    ==========  =========================  ==========================================================
+    inherited   ``Pool(source)``           pageable weights and staging; forked children see them
+    pageable    ``Pool(source)``           masters, moments and gradients of the CPU
+    pinned      ``Pool(Pinned(source))``   what a device copies from or to
+    activations ``Arena(source)``          pageable activations; pinned ones come from the pinned pool,
+                                           because a copy must not cross two registrations
+    ==========  =========================  ==========================================================
+
+    A file of memory gets pages of ``source`` itself. Forked children do not see them: what they write there would be
+    written for all processes.
+
+    Args:
+        tiers: the tiers' pages by name.
+        shares: the fraction of each of `tiers`.
+        pinner: how memory is page-locked.
+        stripe_bytes: granularity, see `StripedResource`.
+        reuse_below: buffers of this size and more have pages of their own, which go back to the OS when the buffer
+            dies. None: every stack keeps what was given back. The pinned one always does: the driver must not let go of
+            memory that a copy may still read, and page-locking is slow.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[str, TierPages],
+        shares: Mapping[str, float],
+        pinner: Pinner,
+        stripe_bytes: int = HUGE_PAGE_BYTES,
+        reuse_below: int | None = None,
+    ) -> None:
+        self.tiers = frozenset(tiers)
+        self._limit_bytes = sum(pages.budget.limit_bytes for pages in tiers.values())
+        self._sources = {inherit: _source(tiers, shares, stripe_bytes, inherit) for inherit in (False, True)}
+        self._pinner = pinner
+        self._stripe_bytes = stripe_bytes
+        self._reuse_below = reuse_below
+        self._stacks: dict[str, PoolResource | ArenaResource] = {}
+        self._pinned: PinnedResource | None = None
+        self._lock = threading.Lock()
+
+    def stack(self, role: TensorRole, pinned: bool, nbytes: int, fd: int = -1) -> MemoryResource:
+        """Return what serves a request of `nbytes` for a role, or for a file of memory."""
+        kind = _kind(role, pinned)
+        if fd >= 0:
+            return _FilePages(self._sources[False], fd)
+        with self._lock:
+            if self._reuse_below is not None and nbytes >= self._reuse_below and kind != "pinned":
+                return self._sources[kind == "inherited"]
+            if kind not in self._stacks:
+                self._stacks[kind] = self._build(kind)
+            return self._stacks[kind]
+
+    def lend(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str], fd: int = -1) -> Buffer:
+        """Allocate where one of several tiers may have no room for its share, which the others then take.
+
+        Args:
+            nbytes: exact size.
+            role: what for.
+            pinned: page-locked or not.
+            alignment: of the first byte.
+            full: gets the tiers without room. OUT.
+            fd: of the file of memory whose bytes it gets; -1 for none.
+        """
+        source = self._sources[fd < 0 and _kind(role, pinned) == "inherited"]
+        assert isinstance(source, StripedResource)
+        with source.lending(full):
+            return self.stack(role, pinned, nbytes, fd).allocate(nbytes, alignment=alignment)
+
+    @property
+    def pin_failure(self) -> str:
+        """Why memory that should be pinned is pageable; empty if none is."""
+        return "" if self._pinned is None else self._pinned.failure
+
+    def trim(self) -> None:
+        """Give everything unused back to the OS."""
+        for stack in self._all():
+            stack.trim()
+
+    def end_step(self) -> None:
+        """Tell the arena, if there is one, that a training step is over."""
+        for stack in self._all():
+            if isinstance(stack, ArenaResource):
+                stack.end_step()
+
+    def close(self) -> None:
+        """Give everything back as soon as its last user is gone."""
+        for stack in self._all():
+            stack.close()
+
+    def _all(self) -> list[PoolResource | ArenaResource]:
+        with self._lock:
+            return list(self._stacks.values())
+
+    def _build(self, kind: str) -> PoolResource | ArenaResource:
+        if kind == "pinned":
+            self._pinned = self._pinner(self._sources[False])
+            return PoolResource(self._pinned)
+        source = self._sources[kind == "inherited"]
+        if kind == "activations":
+            # it grows by whole stripes: a stripe cut in two would be two entries of the kernel's table
+            step, least = (-(-n // self._stripe_bytes) * self._stripe_bytes for n in (STEP_BYTES, HUGE_PAGE_BYTES))
+            return ArenaResource(source, max(1, self._limit_bytes), step_bytes=step, least_bytes=least)
+        return PoolResource(source)
+
+
+class _FilePages:
+    """Pages of `source` for one file of memory, straight from the OS: no pool could give them to another file."""
+
+    def __init__(self, source: PageSource, fd: int) -> None:
+        self._source = source
+        self._fd = fd
+
+    def allocate(self, nbytes: int, *, alignment: int = HUGE_PAGE_BYTES) -> Buffer:
+        """Return the bytes of the file; `source` gets them back."""
+        return allocate_pages(self._source, nbytes, alignment, self._fd)
+
+    def deallocate(self, buffer: Buffer) -> None:
+        """Nothing to do: `source` is asked."""
+
+
+def _kind(role: TensorRole, pinned: bool) -> str:
+    return "pinned" if pinned else _KINDS.get(role, "pageable")
+
+
+def _source(
+    tiers: Mapping[str, TierPages], shares: Mapping[str, float], stripe_bytes: int, inherit: bool
+) -> BudgetResource | StripedResource:
+    if len(tiers) == 1:
+        return next(iter(tiers.values())).source(inherit=inherit)
+    children = []
+    for name, pages in tiers.items():
+        nodes = set(pages.tier.node_ids)
+        on_same = sum(shares[other] for other in tiers if nodes.intersection(tiers[other].tier.node_ids))
+        children.append((pages.source(inherit=inherit, node_fraction=shares[name] / on_same), shares[name]))
+    return StripedResource(children, stripe_bytes, strict=True)
+
+
+def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
+    """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
+    where = where_pages_move(topology)
+
+    def pin(upstream: MemoryResource) -> PinnedResource:
+        driver = process_device_type()
+        return PinnedResource(upstream, driver.register, driver.unregister, required=required, where=where)
+
+    return pin
+
+
+def where_pages_move(topology: Topology) -> PageNodes | None:
+    """Return what says where pages are; None on a machine with one node, where they cannot move."""
+    several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
+    return page_nodes if several else None
+
 
 _SHARE_DIGITS = 4  # splits that differ less share their stacks
 

@@ -112,7 +112,7 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
             "fused": None,
             "decoupled_weight_decay": decoupled,
         }
-        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `updates/torch_names.py`
+        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `updates/adoption.py`
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer, **options: Any) -> "CPUAdam":
@@ -282,7 +282,7 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
         """Restore a copy, perhaps on another machine."""
         self.wait = _nothing_runs
         self.plain_state = state.pop("state")
-        torch.optim.Optimizer.__setstate__(self, state)  # not torch's Adam: see `updates/torch_names.py`
+        torch.optim.Optimizer.__setstate__(self, state)  # not torch's Adam: see `updates/adoption.py`
         if self.isa not in _cpu.supported_isas():
             self.isa = _cpu.best_isa()
         self.teams = ThreadTeams.detect()

@@ -8,7 +8,7 @@ for bfloat16 with *split* master weights (`CPUAdam` only): the compute parameter
 weights, and the lower half belongs to the optimizer's state. Otherwise the master is a separate parameter on the host,
 float32 or, split, a bfloat16 copy. With several devices it is in the very memory of a shard that lies on the host and
 says that it is on the device (`sharding/host_shard.py`), where types allow that. Gradients arrive in ``master.grad``
-(see `gradients/sink.py`), everything that reads gradients through the optimizer (clipping, the loss scaler,
+(see `gradients/offload.py`), everything that reads gradients through the optimizer (clipping, the loss scaler,
 ``on_before_optimizer_step``) finds them there, and every step ends by writing the new values back to the compute
 parameter.
 

@@ -1,1 +1,1 @@
-"""What goes where, tensor by tensor: roles, decorators, rules, and the policy that is asked."""
+"""The tier of a tensor: roles, decorators, rules, and the policy that is asked."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.placement.placement import TensorRole
 
 _MARK = "_lightning_cxl_tier_spec"
@@ -59,7 +59,7 @@ class TierSpec:
 
 
 SPEC_FIELDS = tuple(field.name for field in fields(TierSpec))
-"""What a spec or a rule can place, in order."""
+"""Fields that a spec or a rule can place, in order."""
 
 _MADE_FOR: contextvars.ContextVar[TierSpec | None] = contextvars.ContextVar("lightning_cxl_made_for", default=None)
 
@@ -179,7 +179,7 @@ def constructing_spec() -> TierSpec | None:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What `tier` returns: marks a class or an instance with a spec."""
+    """The decorator that `tier` returns: marks a class or an instance with a spec."""
 
     spec: TierSpec
 
@@ -192,3 +192,42 @@ class _Mark:
         else:
             setattr(target, _MARK, self.spec.or_else(instance_spec(target)))
         return target
+
+
+ROLES_ON_SSD = frozenset({TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS})
+"""Of these, what is part of `CPUAdam`'s state; full master weights are not. See `HostTensor.in_state`."""
+_SETTLED_ROLES = frozenset({TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS})
+_FIELDS = frozenset(filter(None, map(field_of_role, ROLES_ON_SSD | _SETTLED_ROLES)))
+_WHAT = (
+    "Only optimizer state of `CPUAdam` (momentum, variance, and what master weights have beyond bfloat16 weights), "
+    "weights of units that stream, and inputs of units can lie there. Ask for these alone: "
+    '{"optimizer_state": "ssd", "weights": "ssd", "activations": "ssd"}'
+)
+
+
+def check_field_on_ssd(field: str, source: str) -> None:
+    """Refuse a field of a rule or decorator whose tensors cannot lie on the tier `ssd`.
+
+    Args:
+        field: of a `TierSpec`.
+        source: who asks, for the message.
+
+    Raises:
+        UnsupportedError: it cannot; the message says what can.
+    """
+    if field not in _FIELDS:
+        raise UnsupportedError(f"{source} asks for {field} on tier 'ssd', and that cannot lie there yet. {_WHAT}")
+
+
+def check_role_on_ssd(role: TensorRole, source: str) -> None:
+    """Refuse a role whose tensors cannot be made on the tier `ssd`; weights and inputs of units move there.
+
+    Args:
+        role: of the tensor.
+        source: who asks, for the message.
+
+    Raises:
+        UnsupportedError: it cannot; the message says what can.
+    """
+    if role not in ROLES_ON_SSD:
+        raise UnsupportedError(f"{source} asks for {role.value} on tier 'ssd', and that cannot lie there yet. {_WHAT}")

@@ -1,4 +1,4 @@
-"""Which tier each module of a model asks for: instances, `tier_rules`, decorated classes, in that precedence."""
+"""Tiers that the modules of a model ask for: instances, `tier_rules`, decorated classes, in that precedence."""
 
 import difflib
 import fnmatch
@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.decorators import SPEC_FIELDS, TierSpec, class_spec, field_of_role, instance_spec
-from lightning_cxl.placement.on_ssd import check_field_on_ssd
+from lightning_cxl.placement.decorators import (
+    SPEC_FIELDS,
+    TierSpec,
+    check_field_on_ssd,
+    class_spec,
+    field_of_role,
+    instance_spec,
+)
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.ssd_options import SSD
 
@@ -17,7 +23,7 @@ _Choice = tuple[str, str]  # tier name, who asked for it
 
 @dataclass(frozen=True, slots=True)
 class ModuleTiers:
-    """What was asked for each module of one model; made by `resolve`."""
+    """Requests of each module of one model; made by `resolve`."""
 
     choices: Mapping[str, Mapping[str, _Choice]]
     """Module name -> field of `TierSpec` -> (tier name, who asked)."""

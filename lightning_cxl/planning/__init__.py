@@ -1,1 +1,1 @@
-"""Everything decided before a byte is taken."""
+"""Placement, computed before any allocation: the job, policies, predicted seconds, the check whether it fits."""

@@ -7,19 +7,17 @@ from lightning_cxl.errors import ConfigError, TierFullError
 from lightning_cxl.machine.machine import Machine, Split
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.job import Job
-from lightning_cxl.planning.jobs.step import StepTime, predict_step
-from lightning_cxl.planning.policies.api import PlanningPolicy
-from lightning_cxl.planning.policies.baselines import ByRole, DramOnly
-from lightning_cxl.planning.policies.registry import get_policy, plans
-from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.planning.job import Job
+from lightning_cxl.planning.policies import ByRole, DramOnly, PlanningPolicy, get_policy, plans
+from lightning_cxl.planning.settle_state import SsdRoom
+from lightning_cxl.planning.step import StepTime, predict_step
 
 _UNLIMITED_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlan:
-    """What one policy makes of a job."""
+    """The plan of one policy for a job."""
 
     policy: str
     bytes_on: Mapping[TensorRole, Mapping[str, int]]
@@ -32,7 +30,7 @@ class PolicyPlan:
     needs_speeds: bool = False
     """It could not decide: speeds are not known."""
     ssd_seconds: float | None = None
-    """What the tier `ssd` adds to the predicted step; None where that is not predicted, or nothing lies there."""
+    """Seconds that the tier `ssd` adds to the predicted step; None if not predicted, or if the tier is empty."""
 
     @property
     def fits(self) -> bool:

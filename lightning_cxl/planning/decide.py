@@ -1,18 +1,341 @@
 """`decide`: where everything of a run goes, before any of it is allocated. See [Note: One inventory].
 
 A policy that plans (`PlanningPolicy`) sees the whole inventory as one job; another one is asked tensor by tensor, about
-all of them with what is free now. What does not fit is refused here.
+all of them with what is free now. A run that does not fit is refused here.
 """
 
-from lightning_cxl.config import OnTierFull
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cxl.config import OffloadConfig, OnTierFull
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError
+from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import Inventory
+from lightning_cxl.inventory.tensors import HostTensor
+from lightning_cxl.machine.machine import check_split
+from lightning_cxl.machine.speeds import machine_of, machine_without_speeds, with_new_tiers
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.host_tensors import anonymous_bytes, is_ordinary
 from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.placement.placement import Placement, PlacementPolicy, RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.planning.fit import check_fits
-from lightning_cxl.planning.free_memory import free_for
-from lightning_cxl.planning.placements import Placements
-from lightning_cxl.planning.run_policy import RunPolicy
-from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.planning.job import MemoryClass, model_job
+from lightning_cxl.planning.policies import Bandwidth, Decision, PlanningPolicy, get_policy, plans
+from lightning_cxl.planning.settle_state import SsdRoom
+from lightning_cxl.shards import local
+from lightning_cxl.ssd_options import SSD
+from lightning_cxl.streaming.unit_weights import tensors_by_parameter
+from lightning_cxl.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_SLACK_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Host memory that a run may fill."""
+
+    tiers: Mapping[str, int]
+    """Bytes of every tier."""
+    together: int
+    """Bytes of all tiers: they may share memory or a limit."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that a plan may fill of all tiers together."""
+        return min(sum(map(usable, self.tiers.values())), usable(self.together))
+
+
+def usable(nbytes: int) -> int:
+    """Return what a plan may fill of a tier: pools have unused ends of slabs, and splits end in whole stripes."""
+    return nbytes - min(nbytes // 8, _SLACK_BYTES)
+
+
+def free_for(model: nn.Module, memory: HostMemory) -> FreeMemory:
+    """Return what a run of a model may fill: what is free, and what the model's weights take already.
+
+    Free is what every tier has within its budget. Weights move when a run begins, so their present bytes count, on
+    their tier or in ordinary memory.
+    """
+    topology = memory.topology
+    own = dict.fromkeys(topology.names, 0)
+    others = []
+    tensors = (local(tensor) for each in tensors_by_parameter(model).values() for tensor in each)
+    for tensor in filter(is_ordinary, tensors):
+        tier = memory.tier_at(tensor.data_ptr()) if tensor.numel() else None
+        if tier is None:
+            others.append(tensor)
+        else:
+            own[tier.name] += tensor.nbytes
+    freed = dict.fromkeys(topology.names, 0)  # when weights in ordinary memory have moved
+    for node, nbytes in anonymous_bytes(others, topology.tiers[0].node_ids[0]).items():
+        if (tier := topology.node_tier(node)) is not None:
+            freed[tier.name] += nbytes
+    accounts, tiers = memory.stats()["tiers"], {}
+    for name, free in memory.free_bytes().items():
+        budget_left = accounts[name]["budget_bytes"] - accounts[name]["used_bytes"]
+        tiers[name] = min(free + freed[name], budget_left) + own[name]
+    return FreeMemory(tiers, topology.host_available_bytes() + sum(freed.values()) + sum(own.values()))
+
+
+def split_bytes(nbytes: int, placement: Placement) -> dict[str, int]:
+    """Return what each tier gets of a tensor, whole bytes that add up to `nbytes`."""
+    sizes: dict[str, int] = {}
+    before, share_before = 0, 0.0
+    for tier, share in placement.split().items():
+        share_before += share
+        end = min(nbytes, round(nbytes * share_before))
+        sizes[tier], before = end - before, end
+    sizes[tier] += nbytes - before  # shares may add up to a millionth less than 1
+    return sizes
+
+
+def check_fits(
+    requests: Sequence[tuple[TensorRole, int, Placement]],
+    free: Mapping[str, int],
+    on_tier_full: OnTierFull,
+    *,
+    most: float = math.inf,
+) -> None:
+    """Refuse a list of (role, bytes, placement) that the tiers of memory cannot hold, before anything is allocated.
+
+    Tensors on the tier `ssd` take no memory, see `SsdRoom.check`.
+
+    Args:
+        requests: in the order in which they will be allocated.
+        free: bytes by tier of memory.
+        on_tier_full: whether a full tier spills.
+        most: bytes of all tiers together, where they share memory or a limit.
+
+    Raises:
+        TierFullError: names the first role that does not fit, how much it needs in all and what every tier has left.
+    """
+    left, together = dict(free), most
+    requests = [each for each in requests if SSD not in each[2].tiers]
+    for role, nbytes, placement in requests:
+        together -= nbytes
+        sizes = None if together < 0 else _where_it_fits(nbytes, placement, left, on_tier_full)
+        if sizes is None:
+            allowed = placement.tiers if on_tier_full == "spill" else tuple(placement.split())
+            needed = sum(size for other, size, _ in requests if other is role)
+            have = ", ".join(f"`{name}` {format_bytes(size)}" for name, size in free.items())
+            total = format_bytes(sum(size for _, size, _ in requests))
+            raise TierFullError(
+                f"cannot place {role.value} ({format_bytes(needed)} of {total} to place now) on tier "
+                f"{' and '.join(f'`{name}`' for name in placement.split())}"
+                f"{' or any other' if len(allowed) > len(placement.split()) else ''}: free before that: {have}"
+                f"{f', {format_bytes(most)} together' if together < 0 else ''}. Raise "
+                "the tier's budget in `tiers`, free memory, use a smaller model, or see what there is with "
+                "`python -m lightning_cxl env`."
+            )
+        for tier, size in sizes.items():
+            left[tier] -= size
+
+
+def _where_it_fits(
+    nbytes: int, placement: Placement, left: Mapping[str, int], on_tier_full: OnTierFull
+) -> dict[str, int] | None:
+    """Return what each tier gets, as `HostMemory` divides a tensor; None when it fits nowhere."""
+    sizes = split_bytes(nbytes, placement)
+    over = sum(max(0, size - left.get(tier, 0)) for tier, size in sizes.items())
+    if not over:
+        return sizes
+    if on_tier_full == "error":
+        return None
+    if sum(left.get(tier, 0) for tier in sizes) < nbytes:
+        spilled = next((tier for tier in placement.tiers if tier not in sizes and left.get(tier, 0) >= nbytes), None)
+        return None if spilled is None else {spilled: nbytes}
+    for tier, size in sizes.items():  # the others of the split take what one of them cannot
+        room = left.get(tier, 0)
+        more = min(over, max(0, room - size))
+        sizes[tier] = min(size, room) + more
+        over -= more
+    return sizes
+
+
+class Plan:
+    """The placement of every tensor of one model, by decorators and rules first, then by the policy; and its bytes.
+
+    Args:
+        asked: what decorators and rules ask for.
+        placer: the policy with the machine's free bytes.
+        pin: page-lock what a device copies, whatever the policy says about it.
+    """
+
+    def __init__(self, asked: AskedTiers, placer: Placer, *, pin: bool = False) -> None:
+        self.asked = asked
+        self.placer = placer
+        self._pin = pin
+        self._decided: dict[tuple[int | str, TensorRole, bool], Placement] = {}
+        self._bytes: dict[str, dict[str, int]] = {}
+        self._reasons: dict[str, dict[str, None]] = {}  # an ordered set per role
+
+    def count(self, role: TensorRole, nbytes: int, placement: Placement) -> None:
+        """Add `nbytes` of a role to the planned bytes of the tiers of its placement, by their shares."""
+        tiers = self._bytes.setdefault(role.value, {})
+        for tier, size in split_bytes(nbytes, placement).items():
+            tiers[tier] = tiers.get(tier, 0) + size
+        self._reasons.setdefault(role.value, {})[placement.describe()] = None
+
+    def roles(self) -> dict[str, dict[str, int]]:
+        """Return planned bytes by role and tier."""
+        return {role: dict(tiers) for role, tiers in self._bytes.items()}
+
+    def reasons(self) -> dict[str, list[str]]:
+        """Return, by role, why its bytes go where they go."""
+        return {role: list(reasons) for role, reasons in self._reasons.items()}
+
+    def of(self, tensor: HostTensor) -> Placement:
+        """Return the placement of a tensor of the inventory."""
+        return self.place(tensor.owner, tensor.role, tensor.nbytes, in_state=tensor.in_state)
+
+    def place(self, owner: Tensor | str, role: TensorRole, nbytes: int, *, in_state: bool = False) -> Placement:
+        """Return the placement of the tensor that plays `role` for its owner; decided at the first call.
+
+        Args:
+            owner: a parameter of the model; for inputs of a unit, the name of the unit.
+            role: of the tensor.
+            nbytes: its size.
+            in_state: see `HostTensor`; only such a tensor, weights, or inputs of units may be placed on the tier `ssd`.
+        """
+        key = (owner if isinstance(owner, str) else id(owner), role, in_state)
+        if key not in self._decided:
+            self._decided[key] = self._decide(owner, role, nbytes, in_state)
+        return self._decided[key]
+
+    def _decide(self, owner: Tensor | str, role: TensorRole, nbytes: int, in_state: bool) -> Placement:
+        tier, source = self.asked.lookup(owner, role, in_state=in_state)
+        if tier == SSD and role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS):
+            return Placement((tier,), reason=source)
+        return self._in_memory(owner, role, nbytes, tier, source)
+
+    def in_memory(self, unit: str, nbytes: int) -> Placement:
+        """Return where an input of a unit goes that belongs on the tier `ssd` and has no room there."""
+        return self._in_memory(unit, TensorRole.ACTIVATIONS, nbytes, None, "tier ssd is full")
+
+    def _in_memory(
+        self, owner: Tensor | str, role: TensorRole, nbytes: int, tier: str | None, source: str
+    ) -> Placement:
+        name = owner if isinstance(owner, str) else self.asked.names.get(id(owner), "")
+        placement = self.placer.place(role, nbytes, tier=tier, source=source, module=name)
+        if tier is None and source:
+            placement = replace(placement, reason=f"{placement.reason}; {source}")
+        return replace(placement, pinned=True) if self._pin and role.is_copied else placement
+
+
+class RunPolicy:
+    """The policy of a run, chosen before there is a model; ours by default, where tiers and their speeds are known.
+
+    Args:
+        config: of the run.
+        topology: the machine.
+        device: what computes.
+        wanted: a policy object that wins over ``config.policy``; None for none.
+
+    Raises:
+        ConfigError: there is no such policy, or it needs speeds that are not known.
+    """
+
+    def __init__(self, config: OffloadConfig, topology: Topology, device: torch.device, wanted: object) -> None:
+        self._topology = topology
+        self.by_tensor: PlacementPolicy = RoleHomePolicy(topology, cpu_computes=device.type == "cpu")
+        """Asked tensor by tensor: for what no plan places, and before there is one."""
+        self._planning: PlanningPolicy | None = None
+        several = sum(not tier.emulated for tier in topology.tiers) > 1
+        by_role = wanted is None and (config.policy == "by_role" or (config.policy == "auto" and not several))
+        machine = None
+        if config.machine is not None or not by_role:  # no need to look up speeds that nobody asks for
+            machine = machine_of(topology, device, file=config.machine)
+        if wanted is None and config.policy in ("auto", "by_role"):
+            if not by_role and machine is not None:
+                self.name, self._planning = "bandwidth", Bandwidth()
+            else:
+                self.name = "by role"
+                if not by_role:
+                    log.info(
+                        "every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl "
+                        "calibrate`"
+                    )
+                _warn_of_idle_machine(config, "there is one kind of memory, where" if not several else "with it")
+        else:
+            policy = get_policy(config.policy) if wanted is None else wanted
+            self.name = config.policy if wanted is None else type(policy).__name__
+            if plans(policy):
+                self._planning = cast(PlanningPolicy, policy)
+            else:
+                _warn_of_idle_machine(config, f"policy {self.name!r} is asked tensor by tensor, and")
+                self.by_tensor = cast(PlacementPolicy, policy)
+                self.name = getattr(policy, "name", type(policy).__name__)
+        if self._planning is not None and machine is None:
+            if getattr(self._planning, "needs_speeds", True):
+                raise ConfigError(
+                    f"policy {self.name!r} needs the speeds of all tiers ({', '.join(topology.names)}), and they are "
+                    "not known. Run `python -m lightning_cxl calibrate`, or give a file with `machine=`, such as those "
+                    "in examples/machines."
+                )
+            machine = machine_without_speeds(topology, device)
+        if machine is not None:  # one process drives one of its devices
+            machine = replace(machine, device=replace(machine.device, count=1))
+        self._machine = machine
+
+    def decide(self, inventory: Inventory, free: FreeMemory) -> Decision:
+        """Return the decision about a whole run; an empty one where the policy is asked tensor by tensor.
+
+        The topology gets the tier ``cxl`` where the policy names it and there is none.
+
+        Args:
+            inventory: of the run.
+            free: what the run may fill; the machine's own limits hold as well.
+
+        Raises:
+            ConfigError: the policy leaves a role out, or its splits are none.
+            TierFullError: it does not fit.
+        """
+        if self._planning is None or self._machine is None:
+            return Decision({}, {})
+        job = model_job(type(inventory.model).__name__, inventory)
+        if TensorRole.ACTIVATIONS not in job.free_classes():
+            # how large they are may not be known yet; where they go is decided now
+            unknown = MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=0)
+            job = replace(job, classes=(*job.classes, unknown))
+        # since the policy was chosen, rules and decorators may have asked for one tier more
+        machine = with_new_tiers(self._machine, self._topology)
+        limits = {tier.name: min(usable(free.tiers[tier.name]), tier.capacity_bytes) for tier in machine.tiers}
+        most = free.together if machine.host_bytes is None else min(free.together, machine.host_bytes)
+        machine = machine.with_capacity(limits, most)
+        decision = self._planning.decide(job, machine)
+        missing = [role.value for role in job.free_classes() if role not in decision.splits]
+        if missing:
+            raise ConfigError(
+                f"policy {self.name!r} decides nothing about {', '.join(missing)}: `decide` must place all"
+            )
+        try:
+            for name in (name for split in decision.splits.values() for name in split):
+                self._topology.tier(name)
+            machine = with_new_tiers(machine, self._topology)
+            for split in decision.splits.values():
+                check_split(split, machine)
+        except ValueError as error:
+            raise ConfigError(f"policy {self.name!r}: {error}") from error
+        return decision
+
+
+def _warn_of_idle_machine(config: OffloadConfig, why: str) -> None:
+    if config.machine is not None:
+        warnings.warn(
+            f"`machine={config.machine!r}` has no effect: {why} nothing is planned by speed. Choose a policy such as "
+            f"'bandwidth'.",
+            LightningCXLWarning,
+            stacklevel=2,
+        )
 
 
 def decide(
@@ -22,8 +345,8 @@ def decide(
     placer: Placer,
     on_tier_full: OnTierFull,
     ssd: SsdRoom | None = None,
-) -> Placements:
-    """Return where every tensor of the inventory goes.
+) -> Plan:
+    """Return the plan of a run: where every tensor of its inventory goes.
 
     Args:
         inventory: of the run.
@@ -38,12 +361,12 @@ def decide(
         TierFullError: the run does not fit where the policy wants it.
     """
     free = free_for(inventory.model, memory)
-    decided = policy.decide(inventory, free)
-    placements = Placements(inventory.asked, placer.with_policy(decided), pin=memory.pins)
-    requests = [(each.role, each.nbytes, placements.of(each)) for each in inventory.tensors]
+    decision = policy.decide(inventory, free)
+    plan = Plan(inventory.asked, placer.with_plan(decision.splits, decision.reasons), pin=memory.pins)
+    requests = [(each.role, each.nbytes, plan.of(each)) for each in inventory.tensors]
     if set(memory.topology.names) - set(free.tiers):  # the policy has asked for one tier more
         free = free_for(inventory.model, memory)
     check_fits(requests, free.tiers, on_tier_full, most=free.together)
     if ssd is not None:
         ssd.check(inventory.ssd_records)
-    return placements
+    return plan

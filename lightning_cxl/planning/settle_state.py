@@ -1,24 +1,25 @@
 """`settle_state`: which state and weights lie on the tier `ssd`, settled in the inventory before any policy decides.
 
-What decorators and rules ask for is there already. Where memory cannot hold the rest, more state goes there: that of as
-many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the units whose
-state is in memory; then that of parameters outside of units, the largest first, but those that are larger than the
-largest unit last of all, because each of the slots in memory must hold the largest. Where that is not enough, weights
-of streamed units go, evenly spread again: they are read twice in every micro-batch. Those that no step writes go first.
-The last are inputs of units, where their sizes are known: those of the first units of a forward, which wait longest.
-What someone asks another tier for stays. All who read the inventory afterwards see the same: policies, the check
-whether a run fits, `plan`, and the run.
+State that decorators and rules ask for is there already. Where memory cannot hold the rest, more state goes there: that
+of as many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the units
+whose state is in memory; then that of parameters outside of units, the largest first, but those that are larger than
+the largest unit last of all, because each of the slots in memory must hold the largest. Where that is not enough,
+weights of streamed units go, evenly spread again: they are read twice in every micro-batch. Those that no step writes
+go first. The last are inputs of units, where their sizes are known: those of the first units of a forward, which wait
+longest. State that is asked for on another tier stays there. All later readers of the inventory see the same: policies,
+the check whether a run fits, `plan`, and the run.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_cxl.config import OnTierFull
-from lightning_cxl.errors import SpillWarning
+from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.records import (
+from lightning_cxl.inventory.tensors import (
+    HostTensor,
     PlannedRecord,
     group_state,
     input_records,
@@ -26,14 +27,61 @@ from lightning_cxl.inventory.records import (
     weight_records,
     with_slots,
 )
-from lightning_cxl.inventory.tensors import HostTensor
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.ssd_room import SsdRoom
-from lightning_cxl.ssd_options import SSD
+from lightning_cxl.ssd_options import SSD, SsdOptions
 from lightning_cxl.units import format_bytes
 
+MEMORY_LEFT_FREE = 0.15
+"""Part of memory, for what no inventory lists: temporaries of torch, gaps in the C library's heap. More state on drives
+costs less than a run that the kernel kills."""
+
+
+@dataclass(frozen=True, slots=True)
+class SsdRoom:
+    """The tier `ssd`, as plans fill it."""
+
+    capacity_bytes: int
+    """On all drives together."""
+    versions: int = 1
+    """How often each record of state is on the drives."""
+    num_drives: int = 1
+    """Over which each record is cut."""
+    memory_left_free: float = 0.0
+    """Fraction of memory that stays free where state goes to drives because memory cannot hold it."""
+
+    @classmethod
+    def of(cls, topology: Topology, options: SsdOptions) -> "SsdRoom":
+        """Return the room of a topology that has the tier."""
+        assert topology.ssd is not None
+        return cls(topology.ssd.capacity_bytes, options.versions, len(options.paths), MEMORY_LEFT_FREE)
+
+    def bytes_of(self, record: PlannedRecord) -> int:
+        """Return what a record takes on the drives, all versions together."""
+        versions = self.versions if record.is_state else 1  # checkpoints copy weights, and have no inputs
+        return versions * record.nbytes_on(self.num_drives)
+
+    def check(self, records: Iterable[PlannedRecord]) -> None:
+        """Refuse records that the tier cannot hold; see `check_bytes`."""
+        self.check_bytes(sum(map(self.bytes_of, records)))
+
+    def check_bytes(self, needed: int) -> None:
+        """Refuse bytes, of all versions together, that the tier cannot hold.
+
+        Raises:
+            TierFullError: says how much is needed, and how much there is.
+        """
+        if needed > self.capacity_bytes:
+            twice = ', with optimizer state twice because of checkpoint="reference"' if self.versions > 1 else ""
+            raise TierFullError(
+                f"tier `ssd` has {format_bytes(self.capacity_bytes)}, and what goes there needs "
+                f"{format_bytes(needed)}{twice}. Raise its budget in `tiers`, free space on its drives, place less "
+                f'there, or keep smaller state: state="bf16" or "8bit"'
+            )
+
+
 NO_ROOM = "does not fit in memory"
-"""Who asks for the tier `ssd` for what no decorator or rule puts there."""
+"""The source of a request for the tier `ssd` that no decorator or rule makes."""
 
 
 class _Movable(NamedTuple):

@@ -8,7 +8,7 @@ parameter when their order changed, and master weights where they are not the mo
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,6 @@ from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
 from lightning_cxl.run import ssd_checkpoint
 from lightning_cxl.run.saved_generation import KEY, SSD
 from lightning_cxl.run.state_on_ssd import StateOnSsd
-from lightning_cxl.run.straight_copy import copying_from
 from lightning_cxl.shards import local, shard_of, sharded_like
 
 if TYPE_CHECKING:  # it imports torch's checkpoints, which one device does without
@@ -79,29 +78,25 @@ def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_receiv
 
 @contextmanager
 def refer_to_ssd(
-    checkpoint: dict[str, Any], own: dict[str, Any], on_ssd: StateOnSsd | None, path: str, *, by_us: bool
+    checkpoint: dict[str, Any], own: dict[str, Any], on_ssd: StateOnSsd | None, path: str
 ) -> Iterator[dict[str, Any]]:
     """Return a region in which a checkpoint is written; yields what to write.
 
-    See [Note: Referring checkpoints] and [Note: Copying checkpoints].
+    See [Note: Referring checkpoints]. Of state that is copied all checksums are compared first.
 
     Args:
         checkpoint: as the framework made it.
         own: our entry.
         on_ssd: state of the run that does not lie in memory.
         path: where it will be, for messages.
-        by_us: whether `save_file` writes it, in this thread.
 
     Raises:
         StorageError: the state on SSD cannot be committed or read, or is damaged.
     """
     if on_ssd is None or not on_ssd.refers:
-        with ExitStack() as stack:
-            if on_ssd is not None and by_us:
-                stack.enter_context(copying_from(on_ssd.visits))
-            elif on_ssd is not None:
-                on_ssd.visits.check()
-            yield {**checkpoint, KEY: own}
+        if on_ssd is not None:
+            on_ssd.visits.check()
+        yield {**checkpoint, KEY: own}
         return
     states = ssd_checkpoint.refer(checkpoint["optimizer_states"], on_ssd.visits)
     with ssd_checkpoint.commit_beside(on_ssd, path) as entry:

@@ -21,7 +21,7 @@ from lightning_cxl.shards import shard_of, sharded_like
 from lightning_cxl.streaming.quantised import kept_whole, tensors_of
 from lightning_cxl.streaming.unit_weights import owners_in
 from lightning_cxl.streaming.units import find_units
-from lightning_cxl.weights.unread import UnreadWeight
+from lightning_cxl.weights.files import UnreadWeight
 
 
 def cut_for(

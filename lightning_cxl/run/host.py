@@ -14,28 +14,21 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import Inventory, list_tensors
-from lightning_cxl.inventory.loop import Loop
-from lightning_cxl.inventory.workload import Workload
-from lightning_cxl.machine.ranks.binding import RankBinding
+from lightning_cxl.inventory.workload import Loop, Workload
+from lightning_cxl.machine.binding import RankBinding
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.memory.scope import activate
+from lightning_cxl.memory.hook import HostAllocationMode, activate
 from lightning_cxl.memory.stacks import HostMemory
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import PlacementPolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.policy import PlacementPolicy
 from lightning_cxl.placement.rules import resolve
-from lightning_cxl.planning.decide import decide
-from lightning_cxl.planning.free_memory import free_for
-from lightning_cxl.planning.placements import Placements
-from lightning_cxl.planning.policies.api import PlanningPolicy
-from lightning_cxl.planning.run_policy import RunPolicy
-from lightning_cxl.planning.settle_state import settle_state
-from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for
+from lightning_cxl.planning.policies import PlanningPolicy
+from lightning_cxl.planning.settle_state import SsdRoom, settle_state
 from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
-from lightning_cxl.updates.unit_updates import why_after_backward
+from lightning_cxl.updates.step import why_after_backward
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +73,7 @@ class Host:
         full = config.on_tier_full
         self.memory = HostMemory(self.topology, budgets=budgets, room=room, on_tier_full=full, pin=pin)
         self.policy = RunPolicy(config, self.topology, device, policy)
-        self.placer = Placer(self.topology, self.policy.at_first, self.memory.free_bytes)
+        self.placer = Placer(self.topology, self.policy.by_tensor, self.memory.free_bytes)
         self.engine = make_engine(device) if engine is None else engine
 
     @property
@@ -129,7 +122,7 @@ class Host:
                 log.info("no memory is kept for activations: with `batch_tokens`, more goes to the tier ssd instead")
         return inventory
 
-    def decide(self, inventory: Inventory) -> Placements:
+    def decide(self, inventory: Inventory) -> Plan:
         """Return where everything of an inventory goes.
 
         Raises:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_cxl.gradients.replaced_method import ReplacedMethod
+from lightning_cxl.gradients.guard import ReplacedMethod
 from lightning_cxl.run.checkpoint import entry_of, load_optimizers, own_entry, restore_masters
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.saved_generation import KEY

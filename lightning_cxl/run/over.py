@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.streaming.unit_weights import peek
 
 
 def refuse_gradients(model: nn.Module, message: str) -> Callable[[], None]:

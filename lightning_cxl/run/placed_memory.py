@@ -11,21 +11,20 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.records import SLOTS_OWNER
+from lightning_cxl.inventory.tensors import SLOTS_OWNER
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.host_tensors import is_dense, is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.placement.placement import Placement, TensorRole
-from lightning_cxl.planning.placements import Placements
-from lightning_cxl.planning.planned import PlannedBytes
+from lightning_cxl.planning.decide import Plan
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.shards import local, sharded_like
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
-from lightning_cxl.streaming.homes import Home, InMemory
 from lightning_cxl.streaming.inputs_on_ssd import InputOnSsd
+from lightning_cxl.streaming.unit_weights import Home, InMemory
 
 _TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -36,8 +35,7 @@ class PlacedMemory:
 
     Args:
         memory: of the run.
-        placements: of the model.
-        planned: gets the bytes of `count_planned`, and of inputs of units.
+        placements: of the model; gets the bytes of `count_planned`, and of inputs of units.
         heap: trimmed before memory for a gradient is given; None: the heap is never trimmed.
         units: names of those whose inputs are offloaded.
     """
@@ -45,14 +43,12 @@ class PlacedMemory:
     def __init__(
         self,
         memory: HostMemory,
-        placements: Placements,
-        planned: PlannedBytes,
+        placements: Plan,
         heap: HeapTrimmer | None,
         units: Sequence[str] = (),
     ) -> None:
         self.memory = memory
         self.placements = placements
-        self._planned = planned
         self._heap = heap
         self._units = units
         self._keeps_in_place = False
@@ -183,12 +179,12 @@ class PlacedMemory:
         if len(self._seen_units) > 2:
             self._seen_units = None
         elif unit == self._seen_units[0]:
-            self._planned.add(TensorRole.ACTIVATIONS, nbytes, placement)
+            self.placements.count(TensorRole.ACTIVATIONS, nbytes, placement)
         else:
             for other in self._units:
                 if other != self._seen_units[0]:
                     where = self.placements.place(other, TensorRole.ACTIVATIONS, nbytes)
-                    self._planned.add(TensorRole.ACTIVATIONS, nbytes, where)
+                    self.placements.count(TensorRole.ACTIVATIONS, nbytes, where)
 
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Home:
         """Return a home for the weights of several parameters that belong on the same tier.
@@ -278,7 +274,7 @@ class PlacedMemory:
         """
         for each in inventory.tensors:
             if each.role is not TensorRole.ACTIVATIONS:
-                self._planned.add(each.role, each.nbytes, self.placements.of(each))
+                self.placements.count(each.role, each.nbytes, self.placements.of(each))
 
     def _is_at_home(self, tensor: torch.Tensor, placement: Placement) -> bool:
         """Whether weights lie already where they should, because they were created there."""

@@ -19,31 +19,32 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import LightningCXLError
-from lightning_cxl.gradients.arrived import ArrivedGradients
-from lightning_cxl.gradients.leaving import LeavingGradients
+from lightning_cxl.gradients.guard import OverflowGuard
 from lightning_cxl.gradients.meter import meter_of_run
-from lightning_cxl.gradients.overflow import OverflowGuard
-from lightning_cxl.gradients.sink import GradientSink
-from lightning_cxl.gradients.sums import GradientSums
-from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
+from lightning_cxl.gradients.offload import (
+    ArrivedGradients,
+    GradientSink,
+    GradientSums,
+    LeavingGradients,
+    attach_zero_grad,
+    detach_zero_grad,
+)
 from lightning_cxl.inventory.inventory import Inventory, precisions_of
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.memory.heap import HeapTrimmer
-from lightning_cxl.memory.scope import activate
+from lightning_cxl.memory.hook import activate
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.visits import NoVisits
-from lightning_cxl.planning.placements import Placements
-from lightning_cxl.planning.planned import PlannedBytes
+from lightning_cxl.planning.decide import Plan
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.run.residence import Residence, count_parameters
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
-from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.updates.adoption import Adoption, describe_optimizer
-from lightning_cxl.updates.unit_updates import UnitUpdates
-from lightning_cxl.updates.whole_updates import WholeUpdates
+from lightning_cxl.updates.step import UnitUpdates, WholeUpdates
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Run:
     min_activation_bytes = DEFAULT_MIN_BYTES
     """Inputs of units smaller than this stay where they are."""
 
-    def __init__(self, host: Host, inventory: Inventory, decision: Placements, loop: Loop) -> None:
+    def __init__(self, host: Host, inventory: Inventory, decision: Plan, loop: Loop) -> None:
         config, engine, model = host.config, host.engine, inventory.model
         if config.activation_offload and not inventory.units:
             log.info(
@@ -85,8 +86,8 @@ class Run:
         self._model = model
         self.units = tuple(name for name, _ in inventory.units)
         self._heap = HeapTrimmer() if inventory.units else None  # only where the user trades time for memory anyway
-        self._planned = PlannedBytes()
-        self._placed = PlacedMemory(host.memory, decision, self._planned, self._heap, self.units)
+        self._plan = decision
+        self._placed = PlacedMemory(host.memory, decision, self._heap, self.units)
         self.masters = MasterWeights(decision.asked.names, self._placed.like, engine)
         """The master weights; `wait_for_updates` before their values are read."""
         self.meter = meter_of_run(config, engine.computes_on_host, trusts_versions=not loop.edits_gradients)
@@ -283,8 +284,8 @@ class Run:
         report = self._host.report(state, None if self.on_ssd is None else self.on_ssd.report_row())
         return {
             **report,
-            "planned_roles": self._planned.roles(),
-            "reasons": self._planned.reasons(),
+            "planned_roles": self._plan.roles(),
+            "reasons": self._plan.reasons(),
             **count_parameters(self._model),
             "units": list(self.units),
             "streamed": self._residence.stats(),

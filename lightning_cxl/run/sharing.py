@@ -9,7 +9,7 @@ from torch import nn
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import PinnedMemoryError, TierFullError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.memory.split_stacks import where_pages_move
+from lightning_cxl.memory.stacks import where_pages_move
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.sharding.measured_gather import measure_gather

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.inventory.records import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
+from lightning_cxl.inventory.tensors import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
 from lightning_cxl.optim.state_visits import StateVisits

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
-from lightning_cxl.gradients.replaced_method import ReplacedMethod
-from lightning_cxl.gradients.unscale import HostUnscale
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.gradients.guard import HostUnscale, ReplacedMethod
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.cutting import follow
@@ -31,9 +30,8 @@ from lightning_cxl.run.optimizer_files import attach_files, detach_files
 from lightning_cxl.run.over import refuse_gradients
 from lightning_cxl.run.residence import bring_to_host
 from lightning_cxl.run.run import Run
-from lightning_cxl.run.session import Session
-from lightning_cxl.run.unclosed import close_garbage, note_garbage, note_open
-from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.run.session import Session, close_garbage, note_garbage, note_open
+from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.torch_private import MOVE, UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
 
 

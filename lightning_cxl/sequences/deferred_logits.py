@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cxl.sequences.cross_entropy import compute_type
-from lightning_cxl.streaming.versions import version_of
+from lightning_cxl.streaming.saved_inputs import version_of
 from lightning_cxl.torch_private import plain_tensor_functions, tree_map, wrapper_tensor
 
 log = logging.getLogger("lightning_cxl")

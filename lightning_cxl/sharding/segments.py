@@ -5,8 +5,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from lightning_cxl.memory.numa import PageNodes
-from lightning_cxl.memory.pinned import page_locking
+from lightning_cxl.memory.numa import PageNodes, page_locking
 from lightning_cxl.memory.shared import ForeignSegment, SharedSegment
 from lightning_cxl.sharding.agreement import on_all_ranks
 

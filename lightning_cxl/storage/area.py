@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from lightning_cxl.memory.blocks import BlockList
+from lightning_cxl.memory.pool import BlockList
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.record import Record, part_nbytes
 from lightning_cxl.storage.store import Store

@@ -1,11 +1,10 @@
 """`Record`: what is read and written as one, and what is known of its versions."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.drive import BLOCK_BYTES, Drive
+from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.engine import Piece, StorageTransfer
 from lightning_cxl.storage.manifest import Entry
 from lightning_cxl.storage.window import Window
@@ -56,19 +55,6 @@ class Record:
     def entry(self) -> Entry | None:
         """Return what generations keep of it; None: it was never written."""
         return None if self.present is None else self.entries[self.present]
-
-    def extents(self, start: int, nbytes: int) -> Iterator[tuple[Drive | None, int, int]]:
-        """Yield where a part of the present bytes lies: drive, offset there, and bytes, in the order of the part.
-
-        The drive is None where no window says which drives there are, or nothing was written.
-        """
-        entry, end = self.entry(), start + nbytes
-        while start < end:
-            index, position = divmod(start, self.part_nbytes)
-            length = min(end - start, self.part_nbytes - position)
-            drive = None if entry is None or self.window is None else self.window.drives[index]
-            yield drive, position + (self.versions[entry.version] if entry is not None else 0), length
-            start += length
 
     def becomes(self, entry: Entry | None) -> None:
         """Say that its bytes are those of `entry` from now on; None: it was never written."""

@@ -4,13 +4,11 @@ import ctypes
 import errno
 import fcntl
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 Views = Sequence[memoryview]
 """Bytes in memory that are read or written one after the other."""
-_FICLONERANGE = 0x4020940D
 
 
 class System:
@@ -35,15 +33,6 @@ class System:
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         """Take space on the disk for a part of a file, which grows where needed."""
         os.posix_fallocate(fd, offset, nbytes)
-
-    def share(self, fd: int, offset: int, nbytes: int, to_fd: int, to_offset: int) -> None:
-        """Let blocks of a file be blocks of another one, too, until one of both is written (a reflink)."""
-        fcntl.ioctl(to_fd, _FICLONERANGE, struct.pack("qQQQ", fd, offset, nbytes, to_offset))
-
-    def free(self, fd: int) -> int:
-        """Return the free bytes of the filesystem that a file lies on."""
-        found = os.fstatvfs(fd)
-        return found.f_bavail * found.f_frsize
 
     def datasync(self, fd: int) -> None:
         """Wait until what was written lies on the disk, with what is needed to find it."""

@@ -36,9 +36,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cxl.streaming.awaited import peek, peek_at_own
-from lightning_cxl.streaming.comparisons import Comparisons
-from lightning_cxl.streaming.versions import stale_error, version_of
+from lightning_cxl.streaming.saved_inputs import Comparisons, stale_error, version_of
+from lightning_cxl.streaming.unit_weights import peek, peek_at_own
 
 _SMALL_NUMEL = 1 << 14
 _INTERNAL = (frozenset(nn.Module().__dict__) - {"training"}) | {"forward"}

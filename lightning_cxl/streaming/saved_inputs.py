@@ -19,16 +19,43 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_tensors import storage_extent
 from lightning_cxl.streaming.inputs_on_ssd import InputOnSsd
-from lightning_cxl.streaming.versions import same_bits, stale_error, version_of
 from lightning_cxl.torch_private import is_only_holder
-from lightning_cxl.transfer.engine import Transfer, TransferEngine
+from lightning_cxl.transfer.engine import Copy, Transfer, TransferEngine
+
+# ----------------------------------------------------------------------------------------------------
+# Versions of tensors: torch counts writes in place.
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return the tensor's version counter; None for an inference tensor, which has none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def stale_error(
+    what: str,
+    version: int | None,
+    expected: int | None,
+    advice: str = "Run backward before changing it, or change a clone.",
+) -> RuntimeError:
+    """Return the error for a tensor that changed between forward and recompute; autograd has the same."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
+        f"version {version}, the forward saw version {expected}. {advice}"
+    )
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype have the same bits: NaN is equal to itself, 0 is not -0."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.detach().view(integers), other.detach().view(integers))
+
 
 _ALIGNMENT = 64  # bytes; what torch's own allocations and ours start at
 
@@ -345,3 +372,154 @@ def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> boo
         return False
     nbytes = tensor.numel() * tensor.element_size()
     return 0 < nbytes >= min_bytes and storage_extent(tensor) <= 2 * tensor.numel()
+
+
+# ----------------------------------------------------------------------------------------------------
+# `Comparisons`: whether tensors still have the values of their copies, without holding up the host or the device.
+
+MAX_PENDING = 2
+"""Answers on their way: they bound the copies that wait for one, and are enough for the device not to run dry."""
+
+
+class Asks(Protocol):
+    """Gets an answer, unless it has died before."""
+
+    def take_answer(self, is_same: Sequence[bool]) -> None:
+        """Take the answers: for each pair that was asked about, whether both tensors have the same values."""
+
+
+class _Pending(NamedTuple):
+    asker: Callable[[], Asks | None]
+    answer: torch.Tensor  # on the host
+    transfer: Transfer
+
+
+class Comparisons:
+    """Compares tensors on the device there, and hands the answers on when they have come to the host.
+
+    ``torch.equal`` would block the host until the device has done all its work, at every unit. Here the host waits for
+    an answer only when `MAX_PENDING` younger ones are on their way: the device has work then.
+
+    Args:
+        engine: brings answers to the host.
+        allocate: gives the host memory that they land in.
+    """
+
+    def __init__(self, engine: TransferEngine, allocate: Allocate) -> None:
+        self._engine = engine
+        self._allocate = allocate
+        self._pending: deque[_Pending] = deque()
+
+    def ask(self, asker: Asks, pairs: Sequence[Copy], unit: str) -> None:
+        """Compare each pair as it is now; NaN differs from NaN.
+
+        Args:
+            asker: gets the answer, now or at a later call of this method; held weakly, with what it holds.
+            pairs: two tensors each, of one shape.
+            unit: the name of the unit whose tensors these are.
+        """
+        on_device = not self._engine.computes_on_host and all(one.device == self._engine.device for one, _ in pairs)
+        if not on_device or self._engine.device.type == "meta":  # nothing there has values, or changes
+            asker.take_answer([one.is_meta or torch.equal(one, other) for one, other in pairs])
+            return
+        flags = torch.stack([torch.eq(one, other).all() for one, other in pairs])
+        answer = self._allocate(flags.nbytes, unit).tensor((len(pairs),), torch.bool)
+        self._pending.append(_Pending(weakref.ref(asker), answer, self._engine.d2h(flags, answer)))
+        while self._pending and (len(self._pending) > MAX_PENDING or self._pending[0].transfer.done()):
+            self._hand_on(self._pending.popleft())
+
+    def _hand_on(self, pending: _Pending) -> None:
+        asker = pending.asker()
+        if asker is not None:
+            pending.transfer.wait_host()
+            values: Any = pending.answer.tolist()
+            asker.take_answer(values)
+
+
+# ----------------------------------------------------------------------------------------------------
+# `InPlaceInput`: an input that lies on its tier already and is kept where it lies, without a copy.
+#
+# [Note: Inputs kept in place]
+# A device that computes on host memory is given inputs that may lie on their tier already: all memory of a machine with
+# one kind of memory does. A copy of such an input takes time and memory, and has one use: it has the old values when
+# the model writes to the tensor after the unit (``y = block(x); x.add_(y)``). So an input is copied until a backward
+# has shown that nobody writes to it, and is kept where it lies from then on:
+#
+# * Position by position among the tensors of a unit's calls. `UnitForward.lasted` counts for each position the
+#   recomputes at which the input was the same as in its forward. One at which it was not is enough to copy that
+#   position for good.
+# * The first recompute compares versions and every bit of copy and source: `x.data.zero_()` and writes through numpy or
+#   DLPack have no version. The source's memory is kept for that. The model may drop it much earlier, so before each
+#   unit's call every source is looked at that only this package holds: nobody can write to it any more. It is compared
+#   then, and freed. One input at most lives longer than without the comparison.
+# * Later only versions are compared, which costs nothing. A write that begins late is an error at the recompute, like a
+#   write to a tensor that autograd has saved, and the position is copied from then on. The same holds where the unit
+#   writes to its own input, see [Note: Life of a saved input]. A late write that has no version is not seen, as in
+#   `torch.utils.checkpoint`: the gradients are then those of the new values.
+# * Only a tensor that has its storage for itself stays: of a small view all of the storage would be kept. And only
+#   ordinary memory: what lies in other memory, such as a file's, has an owner who may write to it unseen.
+# * Bytes kept where they lie count for the report like copied ones, but for no budget: nothing is taken from the system
+#   for them. A tier with a budget of the user's gets copies, which keep to it.
+
+KeepInPlace = Callable[[torch.Tensor, int, str], object | None]
+"""Takes a tensor, its bytes and the unit's name. Returns what counts these bytes as long as it lives. None where the
+tensor must be copied: its memory is not known to be that of the unit's tier, or is the package's own; the unit's inputs
+are spread over several tiers, or wanted in page-locked memory; the tier has a budget, or DRAM stands in for it; or the
+run's memory is closed."""
+
+
+class History(NamedTuple):
+    """Why an input is expected to keep its values."""
+
+    position: int
+    """Which one of the different tensors of the unit's call it is, from 0."""
+    times: int
+    """At how many recomputes the input of this position was unchanged so far."""
+
+
+class InPlaceInput(HeldInput):
+    """An input of units that is kept where it lies. See [Note: Inputs kept in place].
+
+    Args:
+        tensor: the input.
+        unit: name, for errors.
+        count: counts the bytes as long as it lives.
+        saved: counts them, too.
+        lasted: why there is no copy, for errors.
+    """
+
+    __slots__ = ("__weakref__", "_address", "_count", "_lasted", "_nbytes", "_saved", "_source")
+
+    def __init__(self, tensor: torch.Tensor, unit: str, count: object, saved: SavedBytes, lasted: History) -> None:
+        super().__init__(tensor, unit)
+        self._lasted = lasted
+        self._address = tensor.data_ptr()
+        self._source = weakref.ref(tensor)
+        self._count = count
+        self._nbytes = input_bytes(tensor)
+        self._saved = saved
+        saved.add(self._nbytes)
+
+    def __del__(self) -> None:
+        """Take the bytes off the sum, unless construction failed before they were added."""
+        saved = getattr(self, "_saved", None)
+        if saved is not None:
+            saved.freed.append(self._nbytes)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether this keeps `tensor` with the values that it has now."""
+        is_known = self._source() is tensor and self._version == version_of(tensor)
+        return is_known and self._address == tensor.data_ptr()  # another one where `.data` has been replaced
+
+    def why_no_copy(self) -> str:
+        """Return why there is no copy, and what to do about it."""
+        return (
+            f"It (tensor {self._lasted.position} of the call, counted from 0) was kept without a copy since it had not "
+            f"been changed in {self._lasted.times} calls before. Change a clone instead: `x = x.clone()` before the "
+            "write."
+        )
+
+
+def input_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first to the last element of a tensor."""
+    return storage_extent(tensor) * tensor.element_size()

@@ -26,8 +26,7 @@ from torch import nn
 
 from lightning_cxl.sharding.host_shard import HostShard
 from lightning_cxl.sharding.torch_private import gathered_together, put_shard
-from lightning_cxl.streaming.homes import Home
-from lightning_cxl.streaming.unit_weights import aligned_nbytes
+from lightning_cxl.streaming.unit_weights import Home, aligned_nbytes
 from lightning_cxl.transfer.engine import TransferEngine
 
 

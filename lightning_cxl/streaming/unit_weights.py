@@ -1,9 +1,9 @@
 """`UnitWeights`: the parameters of one unit in one piece of host memory, and in a piece of a slot while it computes."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -12,13 +12,242 @@ from torch import nn
 
 from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.host_tensors import laid_out_as
+from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.shards import local
-from lightning_cxl.streaming.awaited import guard, peek_at_own, unguard
-from lightning_cxl.streaming.homes import Home, InMemory
-from lightning_cxl.streaming.listener import Nobody, UnitListener
 from lightning_cxl.streaming.quantised import DATA, companions, show, tensors_of
 from lightning_cxl.torch_private import is_only_holder, plain_data, plain_grad, set_plain_data, set_plain_grad
-from lightning_cxl.transfer.engine import Transfer
+from lightning_cxl.transfer.engine import Transfer, TransferEngine
+
+# ----------------------------------------------------------------------------------------------------
+# `UnitListener`: learns what happens to streamed units. Gradients come and are looked at in step with it.
+
+
+class UnitListener(Protocol):
+    """Learns what happens to streamed units."""
+
+    def recompute_begins(self) -> None:
+        """Learn that a unit is about to be recomputed, in the backward that it is a part of."""
+
+    def unit_is_over(self, unit: Any) -> None:
+        """Learn that the backward of a unit is over, and that its weights are at home."""
+
+    def someone_looks(self) -> None:
+        """Learn that someone looks at parameters through their modules. What runs behind is done."""
+
+
+class Nobody:
+    """A `UnitListener` that does nothing: of units that are not trained."""
+
+    def recompute_begins(self) -> None:
+        """Do nothing."""
+
+    def unit_is_over(self, unit: Any) -> None:
+        """Do nothing."""
+
+    def someone_looks(self) -> None:
+        """Do nothing."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# `AwaitedParameters`: tells when someone looks at a module's parameters, and lets them wait for an update.
+#
+# [Note: Awaited parameters]
+# Everything that reads a model through its modules, be it ``module.weight``, ``named_parameters``, ``state_dict``, a
+# copy or a hook of the user, goes through the dict ``module._parameters``. While a unit is not entered, that dict is
+# replaced by one that first waits for an update that runs behind, and puts the plain one back. Names can be read
+# without that. A parameter that someone holds a reference to is read without waiting: optimizers do, which know about
+# updates.
+#
+# Who has looked may write, also through ``.data`` (peft merges adapters so), which torch does not count. So a look
+# waits for copies to the device that are under way, since the host may be ahead of the device, and makes those that are
+# there old; and until the next unit is entered, when the code that looked is over, none is made.
+
+
+class AwaitedParameters(dict[str, Any]):
+    """Stands in for ``module._parameters``. See [Note: Awaited parameters].
+
+    Args:
+        plain: the dict it stands in for.
+        settle: waits, and puts `plain` back.
+    """
+
+    def __init__(self, plain: dict[str, Any], settle: Callable[[], None]) -> None:
+        super().__init__(plain)
+        self.plain = plain
+        self._settle = settle
+
+    def _settled(self) -> dict[str, Any]:
+        self._settle()
+        return self.plain
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names; being defined here, it keeps ``dict(self)`` from reading values directly."""
+        return iter(self.plain)
+
+    def __getitem__(self, name: str) -> Any:
+        """Wait, then look up."""
+        return self._settled()[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Wait, then look up."""
+        return self._settled().get(name, default)
+
+    def items(self) -> Any:
+        """Wait, then return the items."""
+        return self._settled().items()
+
+    def values(self) -> Any:
+        """Wait, then return the values."""
+        return self._settled().values()
+
+    def copy(self) -> dict[str, Any]:
+        """Wait, then copy."""
+        return self._settled().copy()
+
+    def __setitem__(self, name: str, parameter: Any) -> None:
+        """Wait, then set."""
+        self._settled()[name] = parameter
+
+    def __delitem__(self, name: str) -> None:
+        """Wait, then delete."""
+        del self._settled()[name]
+
+    def pop(self, *args: Any) -> Any:
+        """Wait, then pop."""
+        return self._settled().pop(*args)
+
+    def popitem(self) -> Any:
+        """Wait, then pop."""
+        return self._settled().popitem()
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Wait, then look up or set."""
+        return self._settled().setdefault(name, default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Wait, then update."""
+        self._settled().update(*args, **kwargs)
+
+    def clear(self) -> None:
+        """Wait, then clear."""
+        self._settled().clear()
+
+    def __eq__(self, other: object) -> bool:
+        """Wait, then compare."""
+        return self._settled() == other
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        """Copy and pickle as the plain dict, after waiting."""
+        return dict, (self._settled(),)
+
+
+def guard(module: nn.Module, settle: Callable[[], None]) -> None:
+    """Let whoever looks at the parameters of `module` (not of its children) call `settle` first."""
+    plain = module._parameters
+    if not isinstance(plain, AwaitedParameters):
+        module.__dict__["_parameters"] = AwaitedParameters(plain, settle)
+
+
+def peek(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of `module` and its children once each; only for what an update leaves alone."""
+    seen: set[nn.Parameter] = set()  # tied ones
+    for each in module.modules():
+        for parameter in peek_at_own(each).values():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                yield parameter
+
+
+def peek_at_own(module: nn.Module) -> dict[str, Any]:
+    """Return the dict with the parameters of `module` (not of its children), without waiting."""
+    parameters: dict[str, Any] = module.__dict__["_parameters"]
+    return parameters.plain if isinstance(parameters, AwaitedParameters) else parameters
+
+
+def unguard(module: nn.Module) -> None:
+    """Undo `guard`; nothing where it is undone already."""
+    awaited = module.__dict__["_parameters"]
+    if isinstance(awaited, AwaitedParameters):
+        module.__dict__["_parameters"] = awaited.plain
+
+
+# ----------------------------------------------------------------------------------------------------
+# `Home`: where the weights of a unit stay between its visits to the device, and how they get there.
+
+
+class Home(Protocol):
+    """Bytes that parameters show while their unit does not compute."""
+
+    buffer: Buffer
+    """Where the parameters' data lie."""
+
+    def filling(self) -> AbstractContextManager[Buffer]:
+        """Return a region in which all bytes are written, to the memory that it yields; they are the home's then."""
+
+    def fetch(
+        self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
+    ) -> Transfer:
+        """Start copying to the device.
+
+        Args:
+            engine: of the run.
+            flat: what the home shows.
+            destination: on the device, as large.
+            after: device work that uses the destination.
+        """
+
+    def settle(self) -> None:
+        """Return when the parameters show what the latest update has made.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+
+    def looked_at(self) -> None:
+        """Learn that someone may write to the parameters from now on."""
+
+    def looks_are_over(self) -> None:
+        """Learn that whoever has looked writes no more, and that no update runs."""
+
+    def update_begins(self) -> None:
+        """Learn that an update writes what the parameters show next."""
+
+
+class InMemory:
+    """A piece of host memory.
+
+    Args:
+        buffer: of exactly the bytes that are needed.
+        is_inherited: whether forked children have it, too.
+    """
+
+    def __init__(self, buffer: Buffer, *, is_inherited: bool = True) -> None:
+        self.buffer = buffer
+        self.is_inherited = is_inherited
+
+    @contextmanager
+    def filling(self) -> Iterator[Buffer]:
+        """Yield the memory itself."""
+        yield self.buffer
+
+    def fetch(
+        self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
+    ) -> Transfer:
+        """Start the copy; see `Home.fetch`."""
+        return engine.h2d(flat, destination, after=after)
+
+    def settle(self) -> None:
+        """Return at once: updates write here."""
+
+    def looked_at(self) -> None:
+        """Return at once."""
+
+    def looks_are_over(self) -> None:
+        """Return at once."""
+
+    def update_begins(self) -> None:
+        """Return at once."""
+
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 

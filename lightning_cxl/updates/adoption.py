@@ -21,20 +21,109 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_cxl.gradients.guard import OverflowGuard, ReplacedMethod
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.gradients.overflow import OverflowGuard
-from lightning_cxl.gradients.sink import GradientSink
+from lightning_cxl.gradients.offload import GradientSink
 from lightning_cxl.optim.awaited_params import AwaitedParams, plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.optim.visits import Visits
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.updates.bitsandbytes_overrides import follow_overrides
-from lightning_cxl.updates.host_step import HostStep, StateMemory, evaluates_first
-from lightning_cxl.updates.mode_method import attach_modes, detach_modes
-from lightning_cxl.updates.torch_names import class_in_place_of
-from lightning_cxl.updates.whole_updates import WholeUpdates
+from lightning_cxl.updates.step import HostStep, StateMemory, WholeUpdates, evaluates_first
+
+# ----------------------------------------------------------------------------------------------------
+# `follow_overrides`: settings of single parameters, which optimizers of bitsandbytes keep by identity.
+
+
+def follow_overrides(optimizer: Optimizer, pairs: Iterable[WeightPair]) -> None:
+    """Let settings of compute weights hold for their masters, such as the Trainer's: embeddings have 32-bit state.
+
+    Args:
+        optimizer: any; those of bitsandbytes share one manager of settings in a process.
+        pairs: what the optimizer trains.
+    """
+    manager = getattr(optimizer, "mng", None)
+    settings = getattr(manager, "pid2config", None)
+    if manager is None or settings is None:
+        return
+    of_modules = {id(getattr(module, name)): found for module, name, found in manager.module_weight_config_triple}
+    for pair in pairs:
+        found = of_modules.get(id(pair.compute), settings.get(id(pair.compute)))
+        if found is not None:
+            settings[id(pair.master)] = found
+
+
+# ----------------------------------------------------------------------------------------------------
+# `ModeMethod`: `train` and `eval` of optimizers without a schedule, which swap the values of all parameters.
+
+
+class ModeMethod(ReplacedMethod):
+    """Stands in for `train` or `eval` of one optimizer object: the model gets what the optimizer has written.
+
+    Args:
+        optimizer: whose parameters are masters.
+        name: of the method.
+        updates: give the model the new weights.
+    """
+
+    NAMES = ("train", "eval")
+
+    def __init__(self, optimizer: Optimizer, name: str, updates: WholeUpdates) -> None:
+        super().__init__(getattr(optimizer, name))
+        self._optimizer = optimizer
+        self._updates = updates
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's own method."""
+        parameters = [p for group in self._optimizer.param_groups for p in plain(group["params"])]
+        versions = [p._version for p in parameters]
+        self._updates.prepare()
+        result = self._plain(*args, **kwargs)
+        written = [p for p, version in zip(parameters, versions, strict=True) if p._version != version]
+        if written:
+            self._updates.write_back(self._optimizer, written)
+        return result
+
+
+def attach_modes(optimizer: Optimizer, updates: WholeUpdates) -> None:
+    """Replace `train` and `eval` of an optimizer that has these, until `detach_modes`."""
+    for name in ModeMethod.NAMES:
+        if callable(getattr(optimizer, name, None)):
+            setattr(optimizer, name, ModeMethod(optimizer, name, updates))
+
+
+def detach_modes(optimizer: Optimizer) -> None:
+    """Undo `attach_modes`."""
+    for name in ModeMethod.NAMES:
+        if isinstance(vars(optimizer).get(name), ModeMethod):
+            delattr(optimizer, name)
+
+
+# ----------------------------------------------------------------------------------------------------
+# `CPUAdam` under the names of torch's classes, for whoever asks an adopted optimizer who it is.
+#
+# Learning-rate monitors, loggers and profilers name values after the optimizer's class, and user code asks with
+# ``isinstance``. So what takes the place of a user's AdamW is called AdamW, and is both a `CPUAdam` and torch's AdamW.
+
+
+class Adam(CPUAdam, torch.optim.Adam):
+    """`CPUAdam` in the place of a ``torch.optim.Adam``."""
+
+    adds_nothing = True
+
+
+class AdamW(CPUAdam, torch.optim.AdamW):
+    """`CPUAdam` in the place of a ``torch.optim.AdamW``."""
+
+    adds_nothing = True
+
+
+def class_in_place_of(optimizer: Optimizer) -> type[CPUAdam]:
+    """Return the class of the `CPUAdam` that takes the place of torch's Adam or AdamW, or of another `CPUAdam`."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        return AdamW
+    return Adam if isinstance(optimizer, torch.optim.Adam) else CPUAdam
 
 
 class Adoption:

@@ -8,25 +8,614 @@ else; conversion to another dtype goes through a chunk of bounded size. When rea
 were on the meta device are there again; of those that existed, some have been overwritten, and the error says which.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import difflib
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_cxl.errors import CheckpointError, UnsupportedError
-from lightning_cxl.memory.hook import ordinary_memory
-from lightning_cxl.memory.new_weight import new_weight
+from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.memory.heap import large_blocks_apart
+from lightning_cxl.memory.hook import new_weight, ordinary_memory
+from lightning_cxl.placement.decorators import TierSpec, owner_spec
 from lightning_cxl.shards import is_sharded
 from lightning_cxl.streaming.quantised import is_quantised_later
-from lightning_cxl.weights.chunks import Staging
-from lightning_cxl.weights.folder import Source, open_weights
-from lightning_cxl.weights.match import Matches, Read, match_names, refuse_mismatch
-from lightning_cxl.weights.quantise import quantised
-from lightning_cxl.weights.saved_quantised import SavedQuantised
-from lightning_cxl.weights.sources import Translate, WeightSource, reader_of, tensors_of
-from lightning_cxl.weights.tied import ModelWeight
-from lightning_cxl.weights.unread import UnreadWeight, are_left_in_files
+from lightning_cxl.weights.files import (
+    Source,
+    Staging,
+    Translate,
+    UnreadWeight,
+    WeightSource,
+    are_left_in_files,
+    open_weights,
+    reader_of,
+    scratch,
+    tensors_of,
+)
+
+# ----------------------------------------------------------------------------------------------------
+# `empty_weights`: modules are built with parameters that have a shape but no memory.
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Build modules in this thread with parameters on the ``meta`` device, which take no memory, until exit.
+
+    Buffers are real: they are computed as always, also those that no file holds (rotary frequencies, masks).
+    Parameters that are tied stay tied. At no time is there more than one parameter in memory, and no page of it where
+    the module makes it with ``torch.empty``, as torch's own do. `load_weights` gives the parameters their memory.
+
+    Example::
+
+        with lightning_cxl.empty_weights():
+            model = MyModel()
+        lightning_cxl.load_weights(model, "folder")
+    """
+    hook = register_module_parameter_registration_hook(_ToMeta())  # type: ignore[arg-type]  # its annotation is wrong
+    try:
+        with ordinary_memory():
+            yield
+    finally:
+        hook.remove()
+
+
+class _ToMeta:
+    """Puts a twin on the meta device in the place of each parameter that this thread registers; the same for the same.
+
+    torch's hook is global, so that another thread which builds a model gets here, too.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._twins = WeakTensorKeyDictionary()
+
+    def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        plain = type(parameter) is nn.Parameter and not parameter.is_meta and parameter.layout is torch.strided
+        if not plain or parameter is None or threading.get_ident() != self._thread:
+            return None
+        if parameter not in self._twins:
+            twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            twin.__dict__.update(parameter.__dict__)
+            self._twins[parameter] = twin
+        result: nn.Parameter = self._twins[parameter]
+        return result
+
+
+def refuse_unready(model: nn.Module) -> None:
+    """Raise where parameters or buffers of a model have no memory: there is nothing to compute with.
+
+    Raises:
+        ConfigError: it says what is missing.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    names = [name for name, tensor in named if tensor.is_meta]
+    if names:
+        shown = ", ".join(f"`{name}`" for name in names[:5])
+        raise ConfigError(
+            f"{len(names)} of {len(named)} tensors of {type(model).__name__} are on the meta device and have no "
+            f"values: {shown}{', ...' if len(names) > 5 else ''}. Load them before training with "
+            "`lightning_cxl.load_weights(model, folder)` (under Lightning in `configure_model`; its result names what "
+            "the files lack), or build the model without `empty_weights` or `torch.device('meta')` to train it from "
+            "scratch."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The weights of a model, tied ones as one with all their names: what is loaded and saved once.
+
+
+@dataclass(eq=False, slots=True)
+class ModelWeight:
+    """One parameter or persistent buffer of a model, under each name that it has."""
+
+    tensor: Tensor
+    spec: TierSpec | None
+    """What decorators ask for the module that has it."""
+    names: list[str] = field(default_factory=list)
+    holders: list[tuple[dict[str, Tensor | None], str]] = field(default_factory=list)
+    """The tables of modules in which it is found, with its key."""
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter, not a buffer."""
+        return isinstance(self.tensor, nn.Parameter)
+
+    def put(self, tensor: Tensor) -> None:
+        """Set a tensor in the place of the present one, everywhere."""
+        for table, key in self.holders:
+            table[key] = tensor
+        self.tensor = tensor
+
+
+def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
+    """Return what the files of a model hold, by name: its parameters and persistent buffers, tied ones as one object.
+
+    Raises:
+        CheckpointError: a module is lazy and has no shapes yet.
+    """
+    weights: dict[str, ModelWeight] = {}
+    by_identity: dict[object, ModelWeight] = {}
+    for path, modules in _paths(model):
+        module = modules[-1]
+        buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in [*module._parameters.items(), *buffers.items()]:
+            if tensor is None:
+                continue
+            name = f"{path}{key}"
+            if is_lazy(tensor):
+                raise CheckpointError(
+                    f"`{name}` of {type(model).__name__} has no shape yet: it belongs to a lazy module. Run the model "
+                    "once on a sample, then load."
+                )
+            weight = by_identity.setdefault(_identity(tensor), ModelWeight(tensor, owner_spec(modules)))
+            weight.names.append(name)
+            table = module._parameters if key in module._parameters else module._buffers
+            if not any(table is known and key == known_key for known, known_key in weight.holders):
+                weight.holders.append((table, key))  # type: ignore[arg-type]  # a table of parameters is one of tensors
+            weights[name] = weight
+    return weights
+
+
+def distinct(weights: Mapping[str, ModelWeight]) -> list[ModelWeight]:
+    """Return each weight once, in the order of first names."""
+    return list({id(weight): weight for weight in weights.values()}.values())
+
+
+def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that the model computes itself, so that files do not hold them, by name."""
+    return {
+        f"{path}{key}": tensor
+        for path, modules in _paths(model)
+        for key, tensor in modules[-1]._buffers.items()
+        if tensor is not None and key in modules[-1]._non_persistent_buffers_set
+    }
+
+
+def _paths(
+    module: nn.Module, path: str = "", above: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Yield every module with its prefix and with those that contain it, a shared one once for each of its names."""
+    modules = (*above, module)
+    yield path, modules
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _paths(child, f"{path}{name}.", modules)
+
+
+def _identity(tensor: Tensor) -> object:
+    """Return what two tensors have in common that are the same bytes, seen the same way."""
+    if tensor.is_meta or isinstance(tensor, UnreadWeight) or tensor.layout is not torch.strided or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which tensor of the files goes to which weight: decided from headers and names, before a byte is loaded.
+
+_SHOWN = 8
+
+
+class Read(NamedTuple):
+    """Where a weight comes from, and the weight."""
+
+    source: WeightSource
+    weight: ModelWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """What will be read, in the order of the files, and what does not fit."""
+
+    reads: list[Read]
+    missing: list[str]
+    """Names of weights that no file holds, one for those that are tied."""
+    unexpected: list[str]
+    """Names in files that the model does not have."""
+    lost: list[str]
+    """Buffers that the model computes itself and that have no values, because it was built on the meta device."""
+
+
+def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Translate, *, completes: bool) -> Matches:
+    """Match names, with the base model's prefix added or left out as transformers does.
+
+    Args:
+        model: whose attributes ``base_model_prefix`` and ``_keys_to_ignore_on_load_*`` count, where it has them.
+        tensors: of files.
+        translate: from those to what the model has.
+        completes: the caller initialises what is still on the meta device, so that names which do not matter may be.
+
+    Raises:
+        CheckpointError: shapes or kinds of numbers differ; all of them are named.
+    """
+    weights = model_weights(model)
+    computed = computed_buffers(model)
+    reads, unexpected, wrong = [], [], []
+    for name, source in translate(tensors):
+        name = _with_prefix(name, weights, model)
+        weight = weights.get(name)
+        if weight is None:
+            if name not in computed and not _is_ignored(model, "_keys_to_ignore_on_load_unexpected", name):
+                unexpected.append(source.name)
+            continue
+        if source.shape != tuple(weight.tensor.shape) or not _converts(source.dtype, weight.tensor.dtype):
+            wrong.append(f"`{name}`: {_show(source)} in the file, {_show(weight.tensor)} in the model")
+        reads.append(Read(source, weight))
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors do not fit {type(model).__name__}: {_list(wrong, '; ')}. Nothing has been loaded. "
+            "Build the model with the sizes that the files were saved with (their config)."
+        )
+    filled = {id(read.weight) for read in reads}
+    missing = [
+        weight.names[0]
+        for weight in distinct(weights)
+        if id(weight) not in filled
+        and not (
+            (completes or not weight.tensor.is_meta)
+            and _is_ignored(model, "_keys_to_ignore_on_load_missing", weight.names[0])
+        )
+    ]
+    return Matches(reads, missing, unexpected, [name for name, tensor in computed.items() if tensor.is_meta])
+
+
+def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
+    """Raise where weights are missing or unexpected, or buffers cannot come back.
+
+    Raises:
+        CheckpointError: it names them, with the closest names that would have fitted.
+    """
+    if matches.lost:
+        raise CheckpointError(
+            f"{len(matches.lost)} buffers of {type(model).__name__} are on the meta device, and no file holds them, "
+            f"because the model computes them when it is built: {_list(matches.lost)}. Nothing has been loaded. Build "
+            "it in `lightning_cxl.empty_weights()`, which keeps buffers real."
+        )
+    if not matches.missing and not matches.unexpected:
+        return
+    texts = []
+    if matches.missing:
+        names = _with_closest(matches.missing, matches.unexpected, "in the files")
+        texts.append(f"{len(matches.missing)} weights are missing from the files: {names}")
+    if matches.unexpected:
+        names = _with_closest(matches.unexpected, matches.missing, "in the model")
+        texts.append(f"{len(matches.unexpected)} tensors of the files are not in the model: {names}")
+    raise CheckpointError(
+        f"the files do not fit {type(model).__name__}: {'. '.join(texts)}. {len(matches.reads)} tensors fit. Nothing "
+        "has been loaded. Load into the class that was saved, or pass strict=False to load what fits."
+    )
+
+
+def _with_prefix(name: str, weights: dict[str, ModelWeight], model: nn.Module) -> str:
+    """Return the name with the prefix of the base model that it needs: a base model loads into one with a head."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    if name in weights or prefix == ".":
+        return name
+    if f"{prefix}{name}" in weights:
+        return f"{prefix}{name}"
+    return name.removeprefix(prefix) if name.removeprefix(prefix) in weights else name
+
+
+def _is_ignored(model: nn.Module, attribute: str, name: str) -> bool:
+    """Whether transformers says of this model that a name does not matter."""
+    return any(re.search(pattern, name) for pattern in getattr(model, attribute, None) or ())
+
+
+def _converts(file: torch.dtype, model: torch.dtype) -> bool:
+    """Whether numbers of one kind become the other by rounding; integers and truth values only fit themselves."""
+    return file == model or (file.is_floating_point and model.is_floating_point)
+
+
+def _show(tensor: WeightSource | torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _list(texts: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(texts[:_SHOWN]) + (f"{separator}..." if len(texts) > _SHOWN else "")
+
+
+def _with_closest(names: Sequence[str], others: Iterable[str], where: str) -> str:
+    others = list(others)
+    shown = []
+    for name in names[:_SHOWN]:
+        close = difflib.get_close_matches(name, others, n=1)
+        shown.append(f"`{name}`" + (f" (closest {where}: `{close[0]}`)" if close else ""))
+    return ", ".join(shown) + (", ..." if len(names) > _SHOWN else "")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Weights that are quantised while they are read, with bitsandbytes: the full-precision weight never exists.
+#
+# [Note: Quantising while loading]
+# The blocks of the 4-bit formats, and the rows of the 8-bit one, do not depend on each other. So a weight is read in
+# chunks of whole blocks (rows), each is given to bitsandbytes, and its result goes to memory that was taken where the
+# weight belongs. Only what is made from all blocks together waits for the end: the scales of a weight with
+# ``bnb_4bit_use_double_quant`` are quantised themselves. The numbers are, bit by bit, those of the whole weight at
+# once. bitsandbytes needs several times a chunk beside it, therefore chunks are small.
+#
+# bitsandbytes is imported when the first weight is quantised, not with this package.
+
+_CHUNK_NUMBERS = 2**20  # a multiple of every block size of bitsandbytes; its kernels take up to 40 bytes for each
+_NESTED_BLOCK = 256  # numbers; what bitsandbytes takes for scales of scales
+
+
+@torch.no_grad()
+def quantised(source: WeightSource, meta: nn.Parameter, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
+    """Return a quantised parameter in new memory, in the place of one on the meta device that waits to be quantised.
+
+    Args:
+        source: the weight in full precision.
+        meta: ``Params4bit`` or ``Int8Params`` of bitsandbytes, of the shape of `source`.
+        dtype: that the weight is rounded to before it is quantised, and that its module dequantises it to.
+        spec: what decorators ask for the module.
+
+    Raises:
+        CheckpointError: the file could not be read.
+        TierFullError: it fits nowhere.
+    """
+    with large_blocks_apart():  # what the kernels take for chunks
+        return _KINDS[type(meta).__name__](source, meta, dtype, spec)
+
+
+def quantised_on_meta(meta: Any) -> nn.Parameter:
+    """Return what `quantised` would make of a parameter, on the meta device: for plans.
+
+    Args:
+        meta: ``Params4bit`` or ``Int8Params`` of bitsandbytes, in the type that it would be rounded to.
+    """
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn.modules import Int8Params
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if type(meta).__name__ == "Int8Params":
+        codes = empty(*meta.shape, dtype=torch.int8)
+        return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=empty(meta.shape[0]))
+    num_blocks = -(-meta.numel() // meta.blocksize)
+    codes, scales = empty(-(-meta.numel() // 2), dtype=torch.uint8), empty(num_blocks)
+    offset, nested = None, None
+    if meta.compress_statistics:
+        scales, offset = scales.to(torch.uint8), empty()
+        nested = QuantState(  # type: ignore[no-untyped-call]
+            absmax=empty(-(-num_blocks // _NESTED_BLOCK)), code=empty(256), blocksize=_NESTED_BLOCK, dtype=torch.float32
+        )
+    return _four_bit_parameter(meta, meta.dtype, codes, empty(16), scales, offset, nested)
+
+
+def placed(like: Tensor, spec: TierSpec | None) -> Tensor:
+    """Return uninitialised memory where a weight belongs, with the shape and type of a tensor."""
+    return new_weight(like, like.dtype, spec)
+
+
+def _four_bit(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
+    from bitsandbytes import functional
+
+    num_blocks = -(-meta.numel() // meta.blocksize)
+    codes = placed(torch.empty(-(-meta.numel() // 2), dtype=torch.uint8, device="meta"), spec)
+    scales = placed(torch.empty(num_blocks, device="meta"), spec) if not meta.compress_statistics else None
+    with ordinary_memory():
+        wide = scratch((num_blocks,), torch.float32) if scales is None else scales
+        nested: Any = None
+        begin = 0
+        for chunk in _chunks(source, _CHUNK_NUMBERS, dtype):
+            packed, state = functional.quantize_4bit(chunk, blocksize=meta.blocksize, quant_type=meta.quant_type)
+            codes[begin // 2 :][: packed.numel()].copy_(packed.view(-1))
+            wide[begin // meta.blocksize :][: state.absmax.numel()].copy_(state.absmax)
+            begin += chunk.numel()
+        code = functional.get_4bit_type(meta.quant_type, device=codes.device)  # type: ignore[no-untyped-call]
+        if scales is None:
+            mean = wide.mean()
+            coded, nested = functional.quantize_blockwise(wide - mean, blocksize=_NESTED_BLOCK)
+    offset = None
+    if scales is None:
+        nested.absmax, nested.code = _moved(nested.absmax, spec), _moved(nested.code, spec)
+        scales, offset = _moved(coded, spec), _moved(mean, spec)
+    return _four_bit_parameter(meta, dtype, codes, code, scales, offset, nested)
+
+
+def _four_bit_parameter(
+    meta: Any, dtype: torch.dtype, codes: Tensor, code: Tensor, scales: Tensor, offset: Tensor | None, nested: Any
+) -> nn.Parameter:
+    """Return the parameter, with its quantisation state, which its module gets, too."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn.modules import Params4bit
+
+    meta.module.quant_state = QuantState(  # type: ignore[no-untyped-call]
+        absmax=scales,
+        shape=meta.shape,
+        code=code,
+        blocksize=meta.blocksize,
+        quant_type=meta.quant_type,
+        dtype=dtype,
+        offset=offset,
+        state2=nested,
+    )
+    return Params4bit(
+        codes.view(meta.quant_storage).view(-1, 1),
+        requires_grad=False,
+        quant_state=meta.module.quant_state,
+        blocksize=meta.blocksize,
+        compress_statistics=meta.compress_statistics,
+        quant_type=meta.quant_type,
+        quant_storage=meta.quant_storage,
+        module=meta.module,
+        bnb_quantized=True,
+    )
+
+
+def _eight_bit(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
+    from bitsandbytes import functional
+    from bitsandbytes.nn.modules import Int8Params
+
+    num_rows, row = meta.shape
+    codes = placed(torch.empty(num_rows, row, dtype=torch.int8, device="meta"), spec)
+    scales = placed(torch.empty(num_rows, device="meta"), spec)
+    begin = 0
+    with ordinary_memory():
+        for chunk in _chunks(source, max(1, _CHUNK_NUMBERS // row) * row, dtype):
+            rows = chunk.view(-1, row).to(torch.float16)  # the only type that bitsandbytes quantises to 8 bit
+            part, part_scales, _ = functional.int8_vectorwise_quant(rows)
+            codes[begin : begin + len(rows)].copy_(part)
+            scales[begin : begin + len(rows)].copy_(part_scales)
+            begin += len(rows)
+    return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+
+
+def _chunks(source: WeightSource, num_elements: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    for part in source.parts(num_elements):
+        yield part.to(dtype)
+
+
+def _moved(tensor: Tensor, spec: TierSpec | None) -> Tensor:
+    """Return a copy where a weight belongs."""
+    return placed(tensor.to("meta"), spec).copy_(tensor)
+
+
+_KINDS: dict[str, Callable[[WeightSource, Any, torch.dtype, TierSpec | None], nn.Parameter]] = {
+    "Params4bit": _four_bit,
+    "Int8Params": _eight_bit,
+}
+
+
+# ----------------------------------------------------------------------------------------------------
+# `SavedQuantised`: a weight that files hold quantised by bitsandbytes, with the tensors beside it.
+
+_BESIDE = re.compile(
+    r"(?P<module>.*)\.(?P<key>weight\.(absmax|quant_map|nested_absmax|nested_quant_map|"
+    r"quant_state\.bitsandbytes__(nf4|fp4))|SCB|weight_format)"
+)
+_FORMAT = "weight_format"  # a number of bitsandbytes; 0 is the only layout that there still is
+
+
+def weight_beside(name: str) -> tuple[str, str] | None:
+    """Return the name of the weight that a tensor of a file belongs to, and which of its tensors it is; None: none."""
+    found = _BESIDE.fullmatch(name)
+    return None if found is None else (f"{found['module']}.weight", found["key"].removeprefix("weight."))
+
+
+class SavedQuantised:
+    """What the files hold of one quantised weight: a `WeightSource` that makes the parameter, too.
+
+    Args:
+        weight: its codes.
+        beside: the tensors beside it, by key, such as ``absmax`` or ``SCB``.
+        meta: the parameter of the model.
+
+    Raises:
+        CheckpointError: tensors are missing, or are not of this weight.
+    """
+
+    def __init__(self, weight: WeightSource, beside: Mapping[str, WeightSource], meta: nn.Parameter) -> None:
+        self._weight, self._beside = weight, beside
+        self._is_four_bit = type(meta).__name__ == "Params4bit"
+        self.name, self.shape, self.dtype = weight.name, tuple(meta.shape), meta.dtype
+        needed = {"absmax", "quant_map"} if self._is_four_bit else {"SCB"}
+        if "nested_absmax" in beside:
+            needed |= {"nested_quant_map"}
+        missing = sorted(needed - beside.keys())
+        if self._is_four_bit and not self._state_key():
+            missing.append("quant_state.bitsandbytes__nf4 (or __fp4)")
+        if missing:
+            raise CheckpointError(
+                f"the quantised weight `{self.name}` lacks {', '.join(missing)} in the files. Complete the download, "
+                "or save the model again."
+            )
+        count = meta.numel()
+        nbytes = -(-count // 2) if self._is_four_bit else count
+        if prod(weight.shape) * weight.dtype.itemsize != nbytes:
+            raise CheckpointError(
+                f"`{self.name}` has {tuple(weight.shape)} {weight.dtype} in the files; {tuple(meta.shape)} numbers of "
+                f"{4 if self._is_four_bit else 8} bit are {nbytes:,} bytes. Build the model with the sizes that the "
+                "files were saved with (their config)."
+            )
+
+    def parameter(self, meta: Any, spec: TierSpec | None, staging: Staging, *, mapped: bool) -> nn.Parameter:
+        """Return the quantised parameter, with what belongs to it, where the weight belongs.
+
+        Args:
+            meta: the parameter in whose place it comes.
+            spec: what decorators ask for the module.
+            staging: as of `TensorFile.read_into`.
+            mapped: show the pages of the files where that can be, as in `load_weights`.
+
+        Raises:
+            CheckpointError: the files could not be read, or what they hold is not of bitsandbytes.
+            TierFullError: it fits nowhere.
+        """
+        from bitsandbytes.nn.modules import Int8Params, Params4bit
+
+        codes, scales = (
+            self._placed(tensor, spec, staging, mapped=mapped)
+            for tensor in (self._weight, self._beside["absmax" if self._is_four_bit else "SCB"])
+        )
+        if not self._is_four_bit:
+            if _FORMAT in self._beside and int(self._small(_FORMAT, staging)) != 0:
+                raise CheckpointError(
+                    f"`{self.name}` has the layout of an old bitsandbytes for one kind of GPU. Save it again with a "
+                    "present one."
+                )
+            return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+        small = {key: self._small(key, staging) for key in self._beside if key != "absmax"}
+        try:
+            return Params4bit.from_prequantized(
+                data=codes,
+                quantized_stats={"absmax": scales, **small},
+                requires_grad=False,
+                device=codes.device,
+                module=meta.module,
+            )
+        except (ValueError, KeyError, AssertionError, TypeError) as error:
+            raise CheckpointError(
+                f"bitsandbytes does not understand what the files hold of `{self.name}`: {error}. Save the model again "
+                "with the version that reads it."
+            ) from error
+
+    def read_into(self, target: Tensor, staging: Staging) -> None:
+        """Raise: a quantised weight that has memory already has other tensors beside it."""
+        raise CheckpointError(
+            f"`{self.name}` is quantised in the files; only a weight on the meta device can be loaded from there"
+        )
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Raise: its numbers are not read, see `parameter`."""
+        raise CheckpointError(f"`{self.name}` is quantised in the files and is not quantised again")
+
+    def mapped(self) -> None:
+        """Return None: see `parameter`."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a parameter has these codes."""
+        with ordinary_memory():
+            return self._weight.holds(tensor)
+
+    def _state_key(self) -> str | None:
+        return next((key for key in self._beside if key.startswith("quant_state.")), None)
+
+    def _placed(self, source: WeightSource, spec: TierSpec | None, staging: Staging, *, mapped: bool) -> Tensor:
+        pages = source.mapped() if mapped and torch.get_default_device().type == "cpu" else None
+        if pages is not None:
+            return pages
+        tensor = placed(torch.empty(source.shape, dtype=source.dtype, device="meta"), spec)
+        with ordinary_memory():
+            source.read_into(tensor, staging)
+        return tensor
+
+    def _small(self, key: str, staging: Staging) -> Tensor:
+        """Return a tensor of a few numbers, which are not worth a place of their own."""
+        source = self._beside[key]
+        with ordinary_memory():
+            tensor = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+            source.read_into(tensor, staging)
+        return tensor
 
 
 class LoadReport(NamedTuple):

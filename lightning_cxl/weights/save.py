@@ -22,10 +22,8 @@ from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarni
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.storage.system import sync_folder
 from lightning_cxl.units import format_bytes, parse_bytes
-from lightning_cxl.weights.folder import INDEX_FILE, SINGLE_FILE
-from lightning_cxl.weights.saved_quantised import weight_beside
-from lightning_cxl.weights.tensor_file import NamedTensor, write_tensors
-from lightning_cxl.weights.tied import ModelWeight, distinct, model_weights
+from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, NamedTensor, write_tensors
+from lightning_cxl.weights.load import ModelWeight, distinct, model_weights, weight_beside
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

@@ -102,10 +102,11 @@ def test_copies_convert_and_reorder(pinned, non_blocking):
 def test_codes_of_registering():
     tensor = torch.zeros(1000)
     start, size = bytes_of(tensor)
+    before = apart.host_usage()  # tests before this one may have left pinned memory in torch's cache
     assert apart.host_register(start, 0) == apart.host_register(0, size) == 1
     assert apart.host_unregister(start) == 713
     assert apart.host_register(start, size) == 0
-    assert apart.host_usage()[:2] == (1, size)
+    assert apart.host_usage()[:2] == (before[0] + 1, before[1] + size)
     assert (
         apart.host_register(start, size)
         == apart.host_register(start + 8, 8)
@@ -114,7 +115,7 @@ def test_codes_of_registering():
     )
     assert apart.host_unregister(start + 8) == 713
     assert apart.host_unregister(start) == 0
-    assert apart.host_usage() == (0, 0, 0, 0, 0)
+    assert apart.host_usage() == before
     assert not tensor.is_pinned()
 
 

@@ -10,15 +10,10 @@ import torch
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.adaptors import Budget, BudgetResource
-from lightning_cxl.memory.arena import ArenaResource
-from lightning_cxl.memory.numa import NumaResource
-from lightning_cxl.memory.pinned import PinnedResource
-from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.memory.numa import Budget, BudgetResource, NumaResource, PinnedResource, StripedResource, TierPages
+from lightning_cxl.memory.pool import ArenaResource, PoolResource
 from lightning_cxl.memory.resource import Buffer, MemoryResource
-from lightning_cxl.memory.split_stacks import SplitStacks
-from lightning_cxl.memory.striped import StripedResource
-from lightning_cxl.memory.tier_pages import TierPages
+from lightning_cxl.memory.stacks import SplitStacks
 from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.placement.placement import TensorRole
 

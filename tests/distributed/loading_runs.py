@@ -23,12 +23,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lightning_cxl
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.streaming.units import find_units
-from lightning_cxl.weights.unread import UnreadWeight
+from lightning_cxl.weights.files import UnreadWeight
 from tests.distributed.training import device, loss_of, place, whole
 from tests.models import TINY_LLAMA
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import LightningCXLError, TierFullError
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.run import residence, sharing
 from lightning_cxl.run.session import Session

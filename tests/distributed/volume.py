@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_cxl.inventory.loop import Loop
-from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.planning.jobs.collectives import groups_of, step_volume
+from lightning_cxl.inventory.workload import Loop, Mesh
+from lightning_cxl.planning.job import groups_of, step_volume
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import cut

@@ -17,7 +17,7 @@ from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.memory.pool import PoolResource
 from lightning_cxl.optim.adam_step import AdamStep
 from lightning_cxl.run import run
-from lightning_cxl.updates.unit_updates import UnitUpdates
+from lightning_cxl.updates.step import UnitUpdates
 from tests import training_device
 from tests.integration.training import make_trainer, offload
 from tests.models import TinyTransformer

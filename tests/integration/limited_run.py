@@ -15,10 +15,10 @@ import torch
 
 from lightning_cxl import TierFullError
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.inventory.activations import measure
+from lightning_cxl.inventory.dry_run import measure
 from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.workload import Workload
-from lightning_cxl.planning.jobs.model_job import model_job
+from lightning_cxl.planning.job import model_job
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -41,7 +41,7 @@ def planned():
         return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
     measured = measure(model, config, load, loss)
-    job = model_job("planned", list_tensors(model, None, config, load, measured=measured)).job
+    job = model_job("planned", list_tensors(model, None, config, load, measured=measured))
     return sum(job.bytes_of().values()), job.device_bytes
 
 

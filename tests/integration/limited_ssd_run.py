@@ -18,7 +18,7 @@ from lightning.pytorch import seed_everything
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl import TierFullError
-from lightning_cxl.commands.plan.command import main as plan
+from lightning_cxl.commands.plan import main as plan
 from tests.integration.limited_run import take_the_checks_away
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload

@@ -24,8 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.errors import LightningCXLError, UnsupportedError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.adaptors import Budget, BudgetResource
-from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.numa import Budget, BudgetResource, NumaResource
 from lightning_cxl.sharding import same_machine, share_choice, shared_memory
 from lightning_cxl.sharding.measured_gather import measure_gather
 from lightning_cxl.sharding.share_choice import GatherSeconds

@@ -11,8 +11,8 @@ from accelerate.utils import DistributedType
 
 from lightning_cxl.accelerate import CXLAccelerator
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.memory.scope import active
-from lightning_cxl.run.unclosed import close_garbage
+from lightning_cxl.memory.hook import active
+from lightning_cxl.run.session import close_garbage
 from tests import training_device
 from tests.integration.accelerate_loop import (
     EXACT,

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
-from lightning_cxl.gradients.leaving import MAX_STAGED, LeavingGradients
-from lightning_cxl.gradients.sums import GradientSums
+from lightning_cxl.gradients.offload import MAX_STAGED, GradientSums, LeavingGradients
 from lightning_cxl.optim.adam_step import AdamStep
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.transfer.engine import DeviceEngine

@@ -1,17 +1,22 @@
 """Checkpoints that an earlier version wrote go on exactly as they did in it.
 
 Files in ``tests/fixtures/checkpoints``: ``NAME.ckpt`` after three steps, ``NAME.after.pt`` the weights two steps later,
-both written by commit 8ba3d6c with ``python tests/integration/test_earlier_checkpoints.py``. Gradients are numbers that
+both written with ``python -m tests.integration.test_earlier_checkpoints [NAME ...]``: those of `ON_SSD` and the folder
+of two ranks by commit 0aefe67, the others by 8ba3d6c. One that refers to state on SSD lies beside its drive in a
+folder (``ssd_reference``), which can be read only where it was written: `WRITTEN_AT`. Gradients are numbers that
 bfloat16 holds exactly, so that the result depends on no matrix product and, with our update, on no CPU. torch's AdamW
 takes roots and divides in another order on another CPU: it may be an ulp off.
 """
 
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 import lightning_cxl
@@ -28,6 +33,13 @@ CASES = {
     "bf16_split_state_8bit": {"precision": "bf16-true", "state": "8bit", "size": 64},
     "bf16_sums_bf16": {"precision": "bf16-true", "accumulate": "bf16", "accumulate_grad_batches": 3},
 }
+ON_SSD = {
+    "ssd_copy": {"checkpoint": "copy"},
+    "ssd_copy_split_8bit": {"checkpoint": "copy", "precision": "bf16-true", "state": "8bit", "size": 64},
+}
+REFERENCE = "ssd_reference"
+WRITTEN_AT = Path("/var/tmp/lightning_cxl_earlier_checkpoint")
+SHARDED = "two_ranks"
 
 
 class Task(LightningModule):
@@ -54,13 +66,30 @@ def pattern(count: int, salt: int) -> torch.Tensor:
     return ((torch.arange(count) * 37 + salt * 11) % 101 - 50) / 64
 
 
-def run(name: str, steps: int, ckpt_path: Path | None = None) -> tuple[Task, Trainer]:
-    options = dict(CASES[name])
+class Save(Callback):
+    """Saves at the end of training, while state is where it lies in a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def run(
+    name: str, steps: int, ckpt_path: Path | None = None, drive: Path | None = None, save: Path | None = None
+) -> tuple[Task, Trainer]:
+    options = dict((CASES | ON_SSD | {SHARDED: {}, REFERENCE: {"checkpoint": "reference"}})[name])
     size, precision = options.pop("size", 16), options.pop("precision", "32-true")
+    if drive is not None:
+        ssd = {"path": str(drive), "budget": "1MiB", "checkpoint": options.pop("checkpoint")}
+        options |= {"tiers": {"ssd": ssd}, "tier_rules": {"*": {"optimizer_state": "ssd"}}}
     trainer = Trainer(
         accelerator="cpu", precision=precision, max_steps=steps, max_epochs=-1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        devices=2 if "--devices=2" in sys.argv else 1,
         accumulate_grad_batches=options.pop("accumulate_grad_batches", 1),
+        callbacks=[Save(save)] if save else [],
         strategy=lightning_cxl.CXLOffloadStrategy(**options),
     )  # fmt: skip
     task = Task(size)
@@ -68,33 +97,75 @@ def run(name: str, steps: int, ckpt_path: Path | None = None) -> tuple[Task, Tra
     return task, trainer
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_reaches_the_same_weights(name):
+def assert_reached(task: Task, name: str, near: bool = False) -> None:
     after = torch.load(FOLDER / f"{name}.after.pt")
-    before = torch.load(FOLDER / f"{name}.ckpt")["state_dict"]
-    task, trainer = run(name, 5, FOLDER / f"{name}.ckpt")
-    assert trainer.global_step == 5
     for key, value in task.state_dict().items():
         assert value.dtype == after[key].dtype
-        if "torch" in name:
+        if near:
             torch.testing.assert_close(value, after[key], rtol=2**-23, atol=2**-30)
         else:
             assert torch.equal(value, after[key]), key
-        assert not torch.equal(before[key], after[key])
 
 
-def write() -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_it_reaches_the_same_weights(name):
+    before = torch.load(FOLDER / f"{name}.ckpt")["state_dict"]
+    task, trainer = run(name, 5, FOLDER / f"{name}.ckpt")
+    assert trainer.global_step == 5
+    assert_reached(task, name, near="torch" in name)
+    assert not any(torch.equal(before[key], value) for key, value in task.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ON_SSD)
+def test_state_on_ssd_goes_on(tmp_path, name):
+    task, trainer = run(name, 5, FOLDER / f"{name}.ckpt", tmp_path)
+    assert trainer.global_step == 5
+    assert_reached(task, name)
+
+
+def test_a_checkpoint_that_refers_to_state_on_ssd_goes_on():
+    shutil.rmtree(WRITTEN_AT, ignore_errors=True)
+    shutil.copytree(FOLDER / REFERENCE, WRITTEN_AT)
+    try:
+        task, trainer = run(REFERENCE, 5, WRITTEN_AT / "a.ckpt", WRITTEN_AT / "drive")
+        assert trainer.global_step == 5
+        assert_reached(task, REFERENCE)
+    finally:
+        shutil.rmtree(WRITTEN_AT)
+
+
+def test_the_folder_of_two_ranks_goes_on_in_one_process():
+    task, trainer = run(SHARDED, 5, FOLDER / f"{SHARDED}.ckpt")
+    assert trainer.global_step == 5
+    assert_reached(task, SHARDED)
+
+
+def write(names: list[str]) -> None:
     """Write the files, and check that a run without a stop ends at the same weights."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in CASES:
-        _, trainer = run(name, 3)
-        trainer.save_checkpoint(FOLDER / f"{name}.ckpt")
-        straight, _ = run(name, 5)
-        resumed, _ = run(name, 5, FOLDER / f"{name}.ckpt")
-        for key, value in straight.state_dict().items():
-            assert torch.equal(value, resumed.state_dict()[key]), (name, key)
-        torch.save(resumed.state_dict(), FOLDER / f"{name}.after.pt")
+    for name in names:
+        path = FOLDER / f"{name}.ckpt"
+        with tempfile.TemporaryDirectory() as folder:
+            first, second, third = (Path(folder, each) if "ssd" in name else None for each in "123")
+            if name == SHARDED:
+                command = [sys.executable, "-m", "tests.integration.test_earlier_checkpoints", "--devices=2"]
+                subprocess.run(command, check=True)
+            else:
+                if name == REFERENCE:
+                    WRITTEN_AT.mkdir()
+                    path, first, second = WRITTEN_AT / "a.ckpt", WRITTEN_AT / "drive", WRITTEN_AT / "drive"
+                run(name, 3, drive=first, save=path)
+                if name == REFERENCE:
+                    shutil.copytree(WRITTEN_AT, FOLDER / REFERENCE)
+            resumed, _ = run(name, 5, path, second)
+            torch.save(resumed.state_dict(), FOLDER / f"{name}.after.pt")
+            straight, _ = run(name, 5, drive=third)
+            assert_reached(straight, name)
+    shutil.rmtree(WRITTEN_AT, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    sys.exit(write())
+    if "--devices=2" in sys.argv:
+        run(SHARDED, 3, save=FOLDER / f"{SHARDED}.ckpt")
+    else:
+        write(sys.argv[1:] or [*CASES, *ON_SSD, REFERENCE, SHARDED])

@@ -8,9 +8,7 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_cxl import CXLFabricStrategy
-from lightning_cxl.commands.plan.meta_model import loss_on_meta, model_on_meta, with_lora
-from lightning_cxl.commands.plan.planned_model import PlannedModel
-from lightning_cxl.commands.plan.settings import Settings
+from lightning_cxl.commands.planned_model import PlannedModel, Settings, loss_on_meta, model_on_meta, with_lora
 from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.inventory.dry_run import dry_run
@@ -18,7 +16,7 @@ from lightning_cxl.machine.speeds import machine_without_speeds
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.units import format_bytes
-from lightning_cxl.weights.qlora import with_adapters
+from lightning_cxl.weights.hf import with_adapters
 from tests.integration.llama import tiny_llama
 from tests.integration.training import make_trainer, offload
 
@@ -64,7 +62,7 @@ def test_planned_bytes_of_every_role_are_what_a_run_holds(folder, quantize, prec
     settings = Settings(
         batch=ROWS, sequence=TOKENS, precision=precision, lora=RANK, quantize=quantize, stream_weights=stream
     )
-    planned = {role.value: n for role, n in PlannedModel(str(folder)).job(settings, machine).job.bytes_of().items()}
+    planned = {role.value: n for role, n in PlannedModel(str(folder)).job(settings, machine).bytes_of().items()}
     strategy = offload(stream_weights=stream)
     lora = {"r": RANK, "target_modules": "all-linear"}
     seed_everything(1, verbose=False)

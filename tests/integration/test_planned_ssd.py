@@ -8,15 +8,14 @@ from torch.optim import AdamW
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
-from lightning_cxl.inventory.loop import Loop
-from lightning_cxl.inventory.records import SLOTS_OWNER
+from lightning_cxl.inventory.tensors import SLOTS_OWNER
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import Placement
-from lightning_cxl.planning.free_memory import free_for
-from lightning_cxl.planning.planned import PlannedBytes
+from lightning_cxl.planning.decide import free_for
 from lightning_cxl.planning.settle_state import memory_bytes_of
 from lightning_cxl.run.host import Host
-from lightning_cxl.run.report import format_report
+from lightning_cxl.run.session import format_report
 from lightning_cxl.run.ssd_use import SsdUse
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import offload, train
@@ -45,7 +44,7 @@ class SplitOnSsd:
     needs_speeds = False
 
     def decide(self, job, machine):
-        from lightning_cxl.planning.policies.api import Decision
+        from lightning_cxl.planning.policies import Decision
 
         return Decision({role: {"ssd": 1.0} for role in job.free_classes()}, {})
 
@@ -85,14 +84,13 @@ def test_state_goes_there_and_every_policy_has_room_for_the_rest(planned, policy
     host, inventory, decision = planned(needed, policy=policy)  # a plan may fill 7/8 of so little
     assert [record.name for record in inventory.ssd_records]
     assert memory_bytes_of(inventory) <= free_for(inventory.model, host.memory).usable_bytes < needed
-    bytes_on = PlannedBytes()
     for each in inventory.tensors:
-        bytes_on.add(each.role, each.nbytes, decision.of(each))
-    on_ssd = {role: tiers["ssd"] for role, tiers in bytes_on.roles().items() if "ssd" in tiers}
+        decision.count(each.role, each.nbytes, decision.of(each))
+    on_ssd = {role: tiers["ssd"] for role, tiers in decision.roles().items() if "ssd" in tiers}
     assert set(on_ssd) == {"momentum", "variance"}  # float32 weights are their own masters
     state = sum(each.nbytes for record in inventory.ssd_records for each in record.tensors)
     assert sum(on_ssd.values()) == state
-    assert "ssd (does not fit in memory)" in bytes_on.reasons()["momentum"]
+    assert "ssd (does not fit in memory)" in decision.reasons()["momentum"]
     assert any(each.owner == SLOTS_OWNER for each in inventory.tensors)
 
 

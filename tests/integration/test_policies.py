@@ -8,8 +8,7 @@ from lightning_cxl.errors import ConfigError, LightningCXLWarning, MissingTierWa
 from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.policies.api import Decision
-from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.planning.policies import POLICIES, Decision
 from lightning_cxl.run import run
 from lightning_cxl.run.residence import Residence
 from tests.integration.training import make_trainer, offload

@@ -13,7 +13,6 @@ import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.optim.state_visits import StateVisits
-from lightning_cxl.storage.record_copy import RecordCopy
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
@@ -134,22 +133,6 @@ def test_a_checkpoint_that_refers_becomes_a_whole_one(tmp_path):
         for name, value in entry.items():
             assert torch.equal(plain["optimizer_states"][0]["state"][key][name], value), (key, name)
     assert_same(([], plain["state_dict"]), ([], copied["state_dict"]))
-
-
-def test_a_checkpoint_gets_its_copy_from_the_drives(tmp_path, monkeypatch):
-    monkeypatch.setattr(StateVisits, "check", None)
-    put, nbytes = RecordCopy.put, []
-
-    def noting(copy, record, memory, start, length, at):
-        nbytes.append(length)
-        return put(copy, record, memory, start, length, at)
-
-    monkeypatch.setattr(RecordCopy, "put", noting)
-    fit(on_ssd(tmp_path / "ssd"), 3, callbacks=[every_step(tmp_path)])
-    (path,) = tmp_path.glob("*.ckpt")
-    entries = torch.load(path, weights_only=True, map_location="cpu")["optimizer_states"][0]["state"].values()
-    expected = sum(value.nbytes for entry in entries for name, value in entry.items() if name != "step")
-    assert sum(nbytes) == 3 * expected
 
 
 def test_only_the_latest_checkpoint_of_a_run_can_be_loaded(tmp_path):

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.gradients.sums import GradientSums
+from lightning_cxl.gradients.offload import GradientSums
 from lightning_cxl.streaming import params
-from lightning_cxl.updates import unit_updates as updates
+from lightning_cxl.updates import step as updates
 from tests import training_device
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data

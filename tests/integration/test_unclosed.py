@@ -11,10 +11,10 @@ import torch
 from lightning.fabric import Fabric
 
 import lightning_cxl
+from lightning_cxl.memory.hook import active
 from lightning_cxl.memory.pool import PoolResource
-from lightning_cxl.memory.scope import active
-from lightning_cxl.run import unclosed
-from lightning_cxl.run.unclosed import close_garbage
+from lightning_cxl.run import session as unclosed
+from lightning_cxl.run.session import close_garbage
 from lightning_cxl.run.user_loop import UserLoop
 from tests import training_device
 from tests.integration.accelerate_loop import (

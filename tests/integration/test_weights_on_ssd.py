@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightning_cxl.errors import LightningCXLWarning, StorageError
-from lightning_cxl.inventory.records import NUM_HOP_SLOTS, PlannedRecord
-from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.inventory.tensors import NUM_HOP_SLOTS, PlannedRecord
+from lightning_cxl.planning.settle_state import SsdRoom
 from lightning_cxl.run import run
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage import store

@@ -144,7 +144,7 @@ MUTATIONS = {
     "distributed/test_loading.py::test_a_model_can_be_used_before_it_is_cut": (
         Mutation(
             "a weight that was not read yet has its assigned value",
-            "weights/unread: UnreadWeight.data=",
+            "weights/files: UnreadWeight.data=",
             DELETE,
             "_read",
             nth=1,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from adam_bench.problems import Problem
-from lightning_cxl.commands.measuring.roof import Roof, read, update
-from lightning_cxl.commands.measuring.timing import Contender
+from lightning_cxl.commands.measuring import Contender, Roof, read, update
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.optim.cpu_adam import CPUAdam
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path as File
 
 import torch
+from results import Results, print_columns
 
 from adam_bench.contenders import MEASURE, OURS, PLAIN, ROOF, Options, state_contenders
 from adam_bench.path import Path, all_check_contenders, path_contenders
 from adam_bench.problems import Problem, fits, one_tensor
 from adam_bench.step import all_step_contenders
-from lightning_cxl.commands.measuring.results import Results, print_columns
-from lightning_cxl.commands.measuring.timing import Contender, reason
+from lightning_cxl.commands.measuring import Contender, reason
 from lightning_cxl.memory.heap import HeapTrimmer
 
 _SIZE = 20_000_000

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from results import Results
 
 from adam_bench import chains, peers
 from adam_bench.contenders import (
@@ -17,9 +18,7 @@ from adam_bench.contenders import (
 )
 from adam_bench.problems import Problem, filled, fits, one_tensor
 from adam_bench.tensors import zeroed
-from lightning_cxl.commands.measuring.results import Results
-from lightning_cxl.commands.measuring.roof import Roof, read, update
-from lightning_cxl.commands.measuring.timing import Contender, measure
+from lightning_cxl.commands.measuring import Contender, Roof, measure, read, update
 
 TORCH, DEEPSPEED, COMPILED = "torch", "DeepSpeed", "torch.compile"
 # read gradients; read and write weights, remainders, momentum and variance

@@ -40,7 +40,7 @@ class HostWork:
     def __init__(self) -> None:
         from lightning_cxl.gradients.meter import GradientMeter
         from lightning_cxl.optim.adam_step import AdamStep
-        from lightning_cxl.updates.unit_updates import UnitUpdates
+        from lightning_cxl.updates.step import UnitUpdates
 
         self.seconds = 0.0
         self.num_behind_backward = 0

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adam_bench.problems import fits
+from results import Results, machine, print_columns
 
-from lightning_cxl.commands.measuring.files import check_target
-from lightning_cxl.commands.measuring.results import Results, machine, print_columns
-from lightning_cxl.commands.measuring.timing import Timings, cpu_seconds, others_fraction
-from lightning_cxl.machine.calibration import QUIET_FRACTION
+from lightning_cxl.commands.measuring import Timings, cpu_seconds, others_fraction
+from lightning_cxl.commands.parsers import check_target
+from lightning_cxl.machine.speeds import QUIET_FRACTION
 from lightning_cxl.native import _cpu
 from lightning_cxl.units import format_bytes, parse_bytes
 from ssd_bench import fio

@@ -17,10 +17,9 @@ from footprint import (
 from simulation.links import HostTraffic, Links
 from simulation.machine_links import links_of
 
-from lightning_cxl.machine.machine import Machine, Split
-from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.machine.machine import Machine, Split, load_machine
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.job import Job
+from lightning_cxl.planning.job import Job
 
 GIB = 2**30
 Splits = Mapping[TensorRole, Split]

@@ -11,7 +11,7 @@ from simulation.trace import Trace
 
 from lightning_cxl.machine.machine import Split
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.policies.registry import get_policy
+from lightning_cxl.planning.policies import get_policy
 from schedule.grid import MODES, NUM_SLOTS
 from schedule.memory import LabelledMemory
 from schedule.model import Net, Timeline, WaitingUnit

@@ -4,9 +4,10 @@ import gc
 import statistics
 from collections.abc import Sequence
 
+import bench_path  # noqa: F401  # where `results` is
+from results import Results, print_columns
 from simulation.trace import Trace
 
-from lightning_cxl.commands.measuring.results import Results, print_columns
 from schedule.grid import MODES, Cell, Effort, Measured, measure
 from schedule.ideal import Step
 from schedule.paper import CLAIMS, GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, THROUGHPUT_GOALS, NamedLayout

@@ -7,16 +7,12 @@ from functools import partial
 import torch
 from simulation.engine import SimulatedEngine
 
-from lightning_cxl.gradients.arrived import ArrivedGradients
-from lightning_cxl.gradients.leaving import LeavingGradients
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.gradients.sink import GradientSink
-from lightning_cxl.gradients.sums import GradientSums
+from lightning_cxl.gradients.offload import ArrivedGradients, GradientSink, GradientSums, LeavingGradients
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.streaming.unit_weights import UnitWeights
-from lightning_cxl.updates.unit_updates import UnitUpdates
-from lightning_cxl.updates.whole_updates import WholeUpdates
+from lightning_cxl.updates.step import UnitUpdates, WholeUpdates
 from schedule.rig import Rig, UnitTraffic
 
 _OPTIONS = {"lr": 1e-4, "num_threads": 1}

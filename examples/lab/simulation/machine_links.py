@@ -6,7 +6,7 @@ from simulation.links import Link, Links
 
 
 def links_of(machine: Machine) -> Links:
-    """Return links on which single copies and Adam updates take what `lightning_cxl.planning.jobs.perf` predicts.
+    """Return links on which single copies and Adam updates take what `lightning_cxl.planning.step` predicts.
 
     Three things are left out: the cache, what it takes in of a copy's writes, and `Machine.write_contention`.
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from lightning_cxl.commands.export.layouts import ADAPTER_CONFIG, ADAPTER_WEIGHTS, json_object
 from lightning_cxl.commands.export.stored import Renamed
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.weights.folder import open_weights
-from lightning_cxl.weights.sources import WeightSource, tensors_of, values_of
+from lightning_cxl.weights.files import WeightSource, open_weights, tensors_of, values_of
 
 _INSIDE = "base_model.model."
 """Between a peft model and the modules of the model in it."""

@@ -32,9 +32,8 @@ from lightning_cxl.commands.export.layouts import (
 from lightning_cxl.commands.export.model_sources import ModelSources, build_empty
 from lightning_cxl.commands.export.stored import Renamed, dequantised
 from lightning_cxl.errors import CheckpointError, ConfigError
-from lightning_cxl.weights.folder import INDEX_FILE, SINGLE_FILE, open_weights
+from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, WeightSource, open_weights
 from lightning_cxl.weights.save import save_tensors
-from lightning_cxl.weights.sources import WeightSource
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and checkpoint wrappers put into names."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.sharded_checkpoint import TIED
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
-from lightning_cxl.weights.chunks import Staging
+from lightning_cxl.weights.files import Staging
 
 
 class FolderTensor(NamedTuple):

@@ -27,8 +27,7 @@ from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarni
 from lightning_cxl.run.checkpoint_file import load_file
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
-from lightning_cxl.weights.folder import INDEX_FILE, SINGLE_FILE, open_weights
-from lightning_cxl.weights.sources import WeightSource, tensors_of
+from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, WeightSource, open_weights, tensors_of
 
 FILES_KEY = "transformers_files"
 """Entry of a Lightning checkpoint of the main job: texts of config and tokenizer by file name."""

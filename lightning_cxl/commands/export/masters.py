@@ -19,7 +19,7 @@ from lightning_cxl.optim.saved_state import joined
 from lightning_cxl.run.checkpoint import names_by_key
 from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.ssd_checkpoint import is_reference
-from lightning_cxl.weights.sources import MergedTensor, WeightSource
+from lightning_cxl.weights.files import MergedTensor, WeightSource
 
 
 def masters_in(loaded: Mapping[str, Any]) -> dict[str, WeightSource]:

@@ -15,13 +15,10 @@ from lightning_cxl.commands.export.adapters import merged_values
 from lightning_cxl.commands.export.layouts import CONFIG
 from lightning_cxl.commands.export.stored import Dequantised, Renamed, innermost
 from lightning_cxl.errors import CheckpointError, ConfigError
-from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.files import NamedTensor, WeightSource, values_of
 from lightning_cxl.weights.hf import FileNames, build_model, with_original_names, without_code
-from lightning_cxl.weights.match import match_names, refuse_mismatch
+from lightning_cxl.weights.load import empty_weights, match_names, model_weights, refuse_mismatch
 from lightning_cxl.weights.save import LaterValues, named_tensors
-from lightning_cxl.weights.sources import WeightSource, values_of
-from lightning_cxl.weights.tensor_file import NamedTensor
-from lightning_cxl.weights.tied import model_weights
 
 
 def build_empty(config: Mapping[str, Any]) -> Any:

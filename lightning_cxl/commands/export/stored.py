@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.weights.chunks import Staging
-from lightning_cxl.weights.sources import WeightSource, values_of
+from lightning_cxl.weights.files import Staging, WeightSource, values_of
 
 _BESIDE_4BIT = re.compile(
     r"(?P<name>.*weight)\.(?P<key>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.accelerate.processes import ShardedAccelerator, with_gloo
 from lightning_cxl.integrations.options_file import Options, read_options
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.updates.adoption import repoint_scheduler

@@ -25,7 +25,7 @@ from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.accelerate.whole_weights import load_whole
 from lightning_cxl.run import loop_files
-from lightning_cxl.run.checkpoint_folder import remove
+from lightning_cxl.run.checkpoint_file import remove
 from lightning_cxl.run.cutting import cut_for, follow, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop

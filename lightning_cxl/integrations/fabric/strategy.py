@@ -7,7 +7,7 @@ See [Note: Call order in a user's loop].
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from lightning_cxl.config import show_options
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.integrations.fabric import sharded_files
-from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
+from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import (
     Accelerator,
     CheckpointIO,
@@ -33,11 +33,10 @@ from lightning_cxl.integrations.lightning.lightning_api import (
 )
 from lightning_cxl.integrations.lightning.processes import Processes
 from lightning_cxl.integrations.reporting import Reporting
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
-from lightning_cxl.run.straight_copy import copying_from
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import without_reducing
 from lightning_cxl.sharding.processes import gather_on_machine
@@ -227,14 +226,11 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
             sharded_files.refuse(storage_options=storage_options, filter=filter)
             sharded_files.save(Path(self.broadcast(str(path))), state, self.offload)
             return
-        with ExitStack() as stack:
-            for run in self._session.runs:
-                run.wait_for_updates()
-                if run.on_ssd is not None:
-                    run.on_ssd.check_weights()
-                    if writes_ours(self.checkpoint_io, path, storage_options):
-                        stack.enter_context(copying_from(run.on_ssd.visits))
-            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+        for run in self._session.runs:
+            run.wait_for_updates()
+            if run.on_ssd is not None:
+                run.on_ssd.check_weights()
+        super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_cxl.integrations.lightning.lightning_api import CheckpointIO, TorchCheckpointIO
+from lightning_cxl.integrations.lightning.lightning_api import TorchCheckpointIO
 from lightning_cxl.run.checkpoint_file import load_file, save_file
 
 
@@ -28,12 +28,6 @@ class CXLCheckpointIO(TorchCheckpointIO):
         if _is_remote(path):
             return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         return load_file(Path(path), map_location, weights_only)
-
-
-def writes_ours(checkpoint_io: CheckpointIO, path: str | Path, storage_options: Any | None) -> bool:
-    """Return whether a plug-in writes a checkpoint with `save_file`, before `save_checkpoint` returns."""
-    is_own = getattr(type(checkpoint_io), "save_checkpoint", None) is CXLCheckpointIO.save_checkpoint
-    return is_own and _is_ours(path, storage_options)
 
 
 def _is_ours(path: str | Path, storage_options: Any | None) -> bool:

@@ -8,9 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
-from lightning_cxl.gradients.clip import HostClip
-from lightning_cxl.gradients.overflow import OverflowGuard
-from lightning_cxl.gradients.unscale import HostUnscale
+from lightning_cxl.gradients.guard import HostClip, HostUnscale, OverflowGuard
 from lightning_cxl.integrations.lightning.lightning_api import (
     BaseFinetuning,
     LightningOptimizer,
@@ -19,7 +17,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     overridden,
     own_methods,
 )
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 
 

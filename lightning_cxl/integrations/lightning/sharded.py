@@ -17,7 +17,7 @@ from lightning_cxl.integrations.lightning.lightning_api import AsyncCheckpointIO
 from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
 from lightning_cxl.run.async_save import AsyncSaves
 from lightning_cxl.run.checkpoint import LoadedCheckpoint
-from lightning_cxl.run.checkpoint_folder import remove
+from lightning_cxl.run.checkpoint_file import remove
 from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.session import Session

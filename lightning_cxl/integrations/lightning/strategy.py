@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import show_options
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO, writes_ours
+from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
 from lightning_cxl.integrations.lightning.precision import (
     attach_scaling,
@@ -32,7 +32,7 @@ from lightning_cxl.integrations.lightning.precision import (
 )
 from lightning_cxl.integrations.lightning.sharded import ShardedStrategy
 from lightning_cxl.integrations.reporting import Reporting
-from lightning_cxl.inventory.loop import Loop
+from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import Run
@@ -40,7 +40,7 @@ from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint, optimizer_tensors
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.updates.adoption import repoint_scheduler
-from lightning_cxl.weights.empty import refuse_unready
+from lightning_cxl.weights.load import refuse_unready
 
 
 class CXLOffloadStrategy(Reporting, ShardedStrategy):
@@ -216,8 +216,7 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
             if self._root is not None:
                 self._save_together(checkpoint, own, filepath)
                 return
-            by_us = writes_ours(self.checkpoint_io, filepath, storage_options)
-            with ckpt.refer_to_ssd(checkpoint, own, self._on_ssd, str(filepath), by_us=by_us) as written:
+            with ckpt.refer_to_ssd(checkpoint, own, self._on_ssd, str(filepath)) as written:
                 super().save_checkpoint(written, filepath, storage_options=storage_options)
         elif self._root is not None:
             self._save_together(checkpoint, {}, filepath)

@@ -10,21 +10,245 @@ clipping left to the optimizer's own sweep where nobody reads gradients; ``optim
 without optimizers.
 """
 
-from contextlib import ExitStack
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.integrations.accelerate.accelerator import CXLAccelerator
 from lightning_cxl.integrations.options_file import Options
-from lightning_cxl.integrations.transformers.processes import ShardedTrainer
-from lightning_cxl.integrations.transformers.trainer_accelerator import TrainerAccelerator
-from lightning_cxl.integrations.transformers.trainer_loop import loop_of
-from lightning_cxl.streaming.awaited import peek
+from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.run import loop_files
+from lightning_cxl.run.checkpoint_file import load_file, remove
+from lightning_cxl.run.cutting import taking_whole, whole_state
+from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
+from lightning_cxl.sharding.fsdp import is_cut
+from lightning_cxl.streaming.unit_weights import peek
+
+# ----------------------------------------------------------------------------------------------------
+# `TrainerAccelerator`: the accelerator inside of a Trainer of transformers.
+
+
+class TrainerAccelerator(CXLAccelerator):
+    """An accelerator whose `free_memory` lets go of what its Trainer trains, and of nothing else.
+
+    A Trainer calls that when `train` begins. A reference model, which was prepared before, is still needed then.
+    """
+
+    _trainer: "weakref.ref[Trainer]"
+    _others: list[nn.Module]
+    """Models besides the Trainer's own that were prepared, in the order in which they were."""
+
+    @classmethod
+    def of(cls, trainer: Trainer, offload: Any) -> "TrainerAccelerator":
+        """Turn the accelerator of a Trainer into ours; models that only compute are prepared again.
+
+        Args:
+            trainer: whose accelerator has prepared no optimizer.
+            offload: options, see `CXLAccelerator`.
+
+        Raises:
+            ConfigError: it has prepared an optimizer, or an option has an impossible value.
+            UnsupportedError: several processes without gloo for host memory, or a plugin that places models itself.
+        """
+        accelerator = trainer.accelerator
+        frozen = [] if accelerator._optimizers else list(accelerator._models)
+        for model in frozen:
+            accelerator._models.remove(model)
+        ours = cls.attach(accelerator, offload)
+        assert isinstance(ours, cls)
+        ours._trainer, ours._others = weakref.ref(trainer), []
+        for model in frozen:
+            ours.prepare_model(model, evaluation_mode=True)
+        return ours
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Prepare a model; see `CXLAccelerator.prepare_model`."""
+        trainer = self._trainer()
+        if trainer is not None and model is not trainer.model and not any(model is each for each in self._others):
+            self._others.append(model)
+        return super().prepare_model(model, *args, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a region that changes nothing: the Trainer asks for it in every micro-batch but the last one.
+
+        Gradients of the whole model would have to stay on every device until then.
+        """
+        return nullcontext()
+
+    def place(self, model: nn.Module) -> None:
+        """Let a model compute, without optimizers: it is cut, if there are several processes, and placed."""
+        self._cut(model, [])
+        self.offload.prepare(model)
+
+    def _adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        trainer = self._trainer()
+        if optimizers and not models and trainer is not None:  # its model is compiled, and prepared once only
+            models = [trainer.model]
+        return super()._adopt(models, optimizers)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of the model that the Trainer trains; others, which only compute, stay or are prepared anew."""
+        trainer = self._trainer()
+        trains = any(run.optimizers for run in self.offload.session.runs)
+        if trains or trainer is None or self.offload.knows(trainer.model):
+            objects = super().free_memory(*objects)
+        else:
+            objects = super(CXLAccelerator, self).free_memory(*objects)  # keeps all runs
+            if self.scaler is not None:  # an error has ended the run before, or another Trainer has
+                self.offload.attach_scaler(self.scaler)
+        for model in self._others:
+            self.prepare_model(model, evaluation_mode=True)
+        return objects
+
+
+# ----------------------------------------------------------------------------------------------------
+# `ShardedTrainer`: the part of our Trainer that is about a model cut over several processes.
+#
+# A folder ``checkpoint-N`` has whole weights, as transformers writes them, and beside them ``sharded_optimizer``, to
+# which each process writes its part. Any number of processes goes on from it. See [Note: Sharded checkpoints].
+
+
+class ShardedTrainer:
+    """Before a Trainer in the bases of a class: it saves and loads a model that is cut."""
+
+    accelerator: TrainerAccelerator
+    model: nn.Module
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Gather weights on the first process, which writes them; every process calls this."""
+        if state_dict is None and is_cut(self.model):
+            names = self._names_that_may_be_saved()
+            state_dict = whole_state(self.model, names.__contains__)
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _names_that_may_be_saved(self) -> set[str]:
+        """Return the weights that files may have: of a model with adapters, all that peft chooses from.
+
+        These are adapters, whatever else is trained, such as biases, and embeddings, whose vocabulary may have grown.
+        """
+        model: Any = self.model
+        names = set(model.state_dict())
+        adapters = getattr(model, "peft_config", None)
+        if adapters is None:
+            return names
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        kept = {id(p) for end in ends if end is not None for p in end.parameters()}
+        chosen = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad or id(p) in kept}
+        return {name for name in names if name in chosen or not adapters.keys().isdisjoint(name.split("."))}
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_cut(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            if self.args.should_save and is_sharded_checkpoint(_folder(output_dir)):
+                remove(_folder(output_dir))  # of several processes, which have written here before
+            return
+        offload = self.accelerator.offload
+        path = _folder(output_dir)
+        loop_files.save(path, self.model, offload.optimizers_of(self.model), offload, {}, weights=False)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if is_sharded_checkpoint(_folder(checkpoint)):
+            offload = self.accelerator.offload
+            numbered = dict(enumerate(offload.optimizers_of(self.model)))
+            loop_files.load(_folder(checkpoint), self.model, numbered, offload, strict=True, weights=False)
+        elif is_cut(self.model) and os.path.isfile(path := os.path.join(checkpoint, OPTIMIZER_NAME)):
+            # transformers would read the state of the whole model onto every device; a mapped file has its pages once
+            self.optimizer.load_state_dict(load_file(Path(path), "cpu", True))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._taking_whole():
+            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        with self._taking_whole():
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _taking_whole(self) -> ExitStack:
+        region = ExitStack()
+        if is_cut(self.model):
+            region.enter_context(taking_whole(self.model))
+        return region
+
+
+def _folder(checkpoint: str) -> Path:
+    return Path(checkpoint) / "sharded_optimizer"
+
+
+# ----------------------------------------------------------------------------------------------------
+# `loop_of`: what a Trainer of transformers, its callbacks and its subclasses do around a step.
+
+_KNOWN = ("transformers", "trl", "lightning_cxl")
+"""Packages whose trainers neither read nor write gradients, but through the accelerator."""
+_STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm", "_run_epoch", "_inner_training_loop")
+"""Methods that run with gradients at hand."""
+_BETWEEN_STEPS = ("log", "_maybe_log_save_evaluate", "evaluate", "_save_checkpoint", *_STEP)
+
+
+def loop_of(trainer: Trainer) -> Loop:
+    """Return what is known of the loop of a Trainer as it is now.
+
+    `compute_loss` is the user's own in most subclasses, and taken for what it is for: it reads no gradients.
+    """
+    uses_gradients = any(_overridden(trainer, *_STEP)) or any(
+        _listening(trainer, "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
+    )
+    return Loop(
+        accumulates=trainer.args.gradient_accumulation_steps > 1,
+        needs_whole_step="the Trainer takes the norm of all gradients before a step",
+        reads_gradients=uses_gradients,
+        edits_gradients=uses_gradients,
+        writes_unseen=any(_overridden(trainer, *_BETWEEN_STEPS)) or any(_listening(trainer)),
+    )
+
+
+def _overridden(trainer: Trainer, *names: str) -> Iterator[str]:
+    """Yield those methods that code outside of known packages has replaced: in a subclass, a patch, on the object."""
+    for name in names:
+        methods = [(cls, vars(cls)[name]) for cls in type(trainer).__mro__ if name in vars(cls)]
+        if name in vars(trainer) or not all(_is_known(cls) and _is_known(method) for cls, method in methods):
+            yield name
+
+
+def _is_known(definition: Any) -> bool:
+    return definition.__module__.partition(".")[0] in _KNOWN
+
+
+def _listening(trainer: Trainer, *events: str) -> Iterator[Any]:
+    """Yield the callbacks that are not transformers' own, and have a method for one of these events; without: for any.
+
+    Those of trl count: one of them writes weights of the reference model.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        for cls in type(callback).__mro__:
+            if cls.__module__.partition(".")[0] in ("transformers", "builtins"):
+                continue
+            if any(name in events or (not events and name.startswith("on_")) for name in vars(cls)):
+                yield callback
+                break
+
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _GENERATE_APART = ("use_vllm", "use_transformers_continuous_batching")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_cxl import residency
-from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.planning.policies import POLICIES
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from lightning_cxl import __main__ as front
-from lightning_cxl.commands.measuring.files import check_target, write_text
+from lightning_cxl.commands.parsers import check_target, write_text
 from lightning_cxl.errors import ConfigError
 
 

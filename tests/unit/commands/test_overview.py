@@ -14,8 +14,8 @@ import pytest
 import lightning_cxl
 from lightning_cxl.commands import parsers
 from lightning_cxl.commands.overview import COMMANDS, answer_at_once, answer_before_imports
-from lightning_cxl.commands.plan.settings import Settings
-from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.commands.planned_model import Settings
+from lightning_cxl.planning.policies import POLICIES
 
 NAMES = ["fit", "validate", "test", "predict", "export", "plan", "env", "calibrate"]
 
@@ -121,7 +121,7 @@ def test_the_package_imports_neither_command_lines_nor_torchs_checkpoints():
 
 def test_options_of_plan_are_the_defaults_of_its_settings():
     options, settings = vars(parsers.plan().parse_args(["--model", "gpt2"])), Settings()
-    same = {**options, "sequence": options["seq"], "weights": "gathered"}
+    same = {**options, "weights": "gathered"}
     assert {field.name: same[field.name] for field in fields(settings)} == asdict(settings)
     assert all(name in parsers.plan().format_help() for name in POLICIES)
 

@@ -1,4 +1,4 @@
-"""`python -m lightning_cxl plan` end to end: text, status, advice, JSON, picture, errors."""
+"""`python -m lightning_cxl plan` end to end: text, status, advice, JSON, errors."""
 
 import json
 import shlex
@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from lightning_cxl.commands.plan import command
-from lightning_cxl.commands.plan.command import main
-from lightning_cxl.commands.plan.meta_model import model_on_meta
+from lightning_cxl.commands import plan as command
+from lightning_cxl.commands.plan import main
+from lightning_cxl.commands.planned_model import model_on_meta
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.machine.machine import load_machine
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.planning.policies.registry import POLICIES
+from lightning_cxl.planning.policies import POLICIES
 from lightning_cxl.units import format_bytes
-from lightning_cxl.weights.published import SHAPES
+from lightning_cxl.weights.model_names import SHAPES
 from tests.integration.llama import tiny_llama
 
 MACHINE = """
@@ -213,18 +213,8 @@ def test_the_cpu_as_device(plan):
     assert plan("--overlap", "backward", "--stream-weights", is_host="true")[2]["overlap"] == "backward"
 
 
-def test_a_picture(plan, tmp_path):
-    picture = tmp_path / "plan.png"
-    plan("--plot", str(picture))
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    plan("--plot", str(picture), dram="1MiB", cxl="1MiB")  # nothing fits: no bars, but a picture
-    with pytest.raises(ConfigError, match=r"cannot write .*: its folder does not exist"):
-        plan("--plot", str(tmp_path / "nowhere" / "plan.png"))
-
-
-def test_a_picture_needs_matplotlib(plan, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
+def test_a_picture_is_no_longer_drawn(plan, tmp_path):
+    with pytest.raises(ConfigError, match=r"--plot was removed: write the plan with --json"):
         plan("--plot", str(tmp_path / "plan.png"))
 
 
@@ -379,39 +369,6 @@ def test_what_would_make_it_fit_names_the_tier_ssd(small):
     assert not any("--ssd" in each["command"] for each in data["what_fits"]), "the machine is that of a file"
 
 
-def test_a_picture_shows_what_lies_on_the_tier_ssd(small, tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    texts = []
-    own = Axes.annotate
-    monkeypatch.setattr(
-        Axes, "annotate", lambda self, text, *args, **k: texts.append(text) or own(self, text, *args, **k)
-    )
-    dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
-    small("--plot", str(tmp_path / "plan.png"), dram=dram)
-    assert texts.count("ssd") == 1
-
-
-def test_a_role_has_one_colour_in_all_pictures_and_the_device_is_beside_them(plan, tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    colours = {}
-    own = Axes.bar
-
-    def bar(self, *args, label=None, color=None, **others):
-        colours.setdefault(label, set()).add(color)
-        return own(self, *args, label=label, color=color, **others)
-
-    monkeypatch.setattr(Axes, "bar", bar)
-    for options in ((), ("--no-activation-offload",), ("--lora", "4")):  # which have other roles
-        data = plan("--plot", str(tmp_path / "plan.png"), *options)[2]
-        assert colours.keys() >= data["roles"].keys() | data["device_parts"].keys()
-    assert all(len(each) == 1 for label, each in colours.items() if label in data["roles"])
-    of_roles = [colours[role] for role in data["roles"]]
-    others = [each for label, each in colours.items() if label in ("forward", "backward", "update")]
-    assert not any(each & other for each in of_roles for other in others)
-
-
 def test_a_folder_of_this_machine(unknown_speeds, tmp_path):
     needed = unknown_speeds(topology=Topology.fake())[2]["host_bytes"]
     few = Topology.fake((f"{needed * 9 // 10}B",), ())
@@ -447,9 +404,8 @@ def unknown_speeds(model, tmp_path, capsys, monkeypatch):
     return run
 
 
-def test_bytes_are_planned_where_speeds_are_not_known(unknown_speeds, tmp_path):
-    picture = tmp_path / "plan.png"
-    status, text, data = unknown_speeds("--plot", str(picture), topology=Topology.fake(("1GiB",), ("1GiB",)))
+def test_bytes_are_planned_where_speeds_are_not_known(unknown_speeds):
+    status, text, data = unknown_speeds(topology=Topology.fake(("1GiB",), ("1GiB",)))
     assert status == 0 and data["fits"] and data["policy"] == "by_role"
     assert text.count("calibrate") == 1 and "not known" in text and text.rstrip().endswith("It fits.")
     assert not any(word in text for word in ("TFLOP", "tokens/s", "of DRAM only", "step s"))
@@ -461,7 +417,6 @@ def test_bytes_are_planned_where_speeds_are_not_known(unknown_speeds, tmp_path):
         assert each["fits"] is (None if name == "bandwidth" else True)
         held = sum(sum(tiers.values()) for tiers in each["bytes"].values())
         assert name == "bandwidth" or held == pytest.approx(sum(data["roles"].values()), abs=20)
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(ConfigError, match=r"'bandwidth' needs the speeds.*calibrate"):
         unknown_speeds("--policy", "bandwidth", topology=Topology.fake())
 
@@ -493,7 +448,7 @@ def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
 
 
 def test_a_policy_by_import_path_is_shown_beside_the_built_in_ones(plan):
-    name = "lightning_cxl.planning.policies.baselines.Interleave"
+    name = "lightning_cxl.planning.policies.Interleave"
     _, _, data = plan("--policy", name)
     assert list(data["policies"]) == [*POLICIES, name] and data["policy"] == name
     assert data["policies"][name]["bytes"] == data["policies"]["interleave"]["bytes"]

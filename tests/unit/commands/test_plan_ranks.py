@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_cxl.commands.plan.command import main
+from lightning_cxl.commands.plan import main
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.placement.placement import TensorRole
 from tests.integration.llama import tiny_llama

@@ -6,9 +6,8 @@ import types
 import pytest
 import torch
 
-from lightning_cxl.gradients.clip import HostClip
+from lightning_cxl.gradients.guard import HostClip, OverflowGuard
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.gradients.overflow import OverflowGuard
 from lightning_cxl.optim.clipping import clip_factor
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from tests.unit.optim.adam_pairs import assert_close, pair, parameters, set_gradients

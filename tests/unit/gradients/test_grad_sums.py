@@ -3,16 +3,13 @@
 import pytest
 import torch
 
-from lightning_cxl.gradients.arrived import ArrivedGradients
-from lightning_cxl.gradients.leaving import LeavingGradients
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.gradients.sink import GradientSink
-from lightning_cxl.gradients.sums import GradientSums
+from lightning_cxl.gradients.offload import ArrivedGradients, GradientSink, GradientSums, LeavingGradients
 from lightning_cxl.memory.host_tensors import mirror
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.transfer.engine import make_engine
-from lightning_cxl.updates.whole_updates import WholeUpdates
+from lightning_cxl.updates.step import WholeUpdates
 
 
 class Sink:

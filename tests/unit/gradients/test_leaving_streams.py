@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_cxl.gradients.leaving import Gradient, LeavingGradients
+from lightning_cxl.gradients.offload import Gradient, LeavingGradients
 from lightning_cxl.transfer.engine import HostEngine
 
 

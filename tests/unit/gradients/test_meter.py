@@ -7,8 +7,7 @@ import types
 import pytest
 import torch
 
-from lightning_cxl.gradients.grad_hooks import GradientHooks
-from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.gradients.meter import GradientHooks, GradientMeter
 from lightning_cxl.optim import clipping
 from lightning_cxl.optim.clipping import gradients
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.gradients.sums import GradientSums
+from lightning_cxl.gradients.offload import GradientSums
 from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.placement.placement import TensorRole
 

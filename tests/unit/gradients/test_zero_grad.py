@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lightning_cxl.gradients.zero_grad import attach_zero_grad, detach_zero_grad
+from lightning_cxl.gradients.offload import attach_zero_grad, detach_zero_grad
 
 
 class Sink:

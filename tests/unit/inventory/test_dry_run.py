@@ -13,8 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.inventory.activations import estimate
-from lightning_cxl.inventory.dry_run import dry_run
+from lightning_cxl.inventory.dry_run import dry_run, estimate
 from lightning_cxl.inventory.workload import Workload
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.units import find_units
@@ -226,7 +225,7 @@ def test_an_estimate_counts_the_experts_that_a_router_chooses(chosen, of):
 
     load = Workload(batch=3, sequence=5)
     model = nn.ModuleDict({"model": Routed()})
-    run = estimate(model, OffloadConfig(), load, "for a test").run
+    run = estimate(model, OffloadConfig(), load, "for a test")
     assert run.forward_flops == 2 * 15 * (16 * 4 + 2 * 4 * 32)
 
 

@@ -7,7 +7,7 @@ from footprint import PUBLISHED, ModelShape, shape_named, split_masters, zero_of
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.optim.eight_bit import BLOCK_SIZE
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.updates import unit_updates as updates
+from lightning_cxl.updates import step as updates
 
 R = TensorRole
 GIB = 2**30

@@ -9,8 +9,8 @@ from simulation.links import HostTraffic
 from simulation.machine_links import links_of
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.machine.machine import Cache
-from lightning_cxl.planning.jobs.perf import load_machine, predict_adam_seconds, predict_copy_seconds
+from lightning_cxl.machine.machine import Cache, load_machine
+from lightning_cxl.planning.step import predict_adam_seconds, predict_copy_seconds
 
 MACHINES = Path(__file__).resolve().parents[3] / "examples" / "machines"
 PAPER = load_machine(MACHINES / "paper_a.yaml")

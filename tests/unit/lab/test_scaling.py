@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from scaling import main, scaling, table
 
-from lightning_cxl.commands.plan.planned_model import PlannedModel
-from lightning_cxl.commands.plan.settings import Settings
-from lightning_cxl.machine.machine_file import load_machine
+from lightning_cxl.commands.planned_model import PlannedModel, Settings
+from lightning_cxl.machine.machine import load_machine
 from tests.integration.llama import tiny_llama
 
 EIGHT = load_machine(Path(__file__).resolve().parents[3] / "examples" / "machines" / "eight_gpus.yaml")

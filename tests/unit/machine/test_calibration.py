@@ -8,16 +8,18 @@ from dataclasses import replace
 import pytest
 
 from lightning_cxl.errors import LightningCXLWarning
-from lightning_cxl.machine.calibration import (
+from lightning_cxl.machine.speeds import (
     Calibration,
     DeviceSpeeds,
     NodeSpeeds,
     SsdSpeeds,
     calibration_path,
+    cpu_model,
+    describe_machine,
+    fingerprint,
     load_calibration,
     save_calibration,
 )
-from lightning_cxl.machine.fingerprint import cpu_model, describe_machine, fingerprint
 from lightning_cxl.machine.topology import Topology
 
 NODE = "sys/devices/system/node"

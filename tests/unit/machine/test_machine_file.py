@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.links import MachineLinks
-from lightning_cxl.machine.machine import Cache, Device, Machine, MachineSsd, MachineTier
-from lightning_cxl.machine.machine_file import load_machine, load_overrides, save_machine
+from lightning_cxl.machine.machine import (
+    Cache,
+    Device,
+    Machine,
+    MachineLinks,
+    MachineSsd,
+    MachineTier,
+    load_machine,
+    load_overrides,
+    save_machine,
+)
 from lightning_cxl.machine.topology import TierKind
 
 MACHINES = sorted((Path(__file__).resolve().parents[3] / "examples" / "machines").glob("*.yaml"))

@@ -7,9 +7,16 @@ import torch
 
 from lightning_cxl.commands.env import advice, environment_report, format_environment
 from lightning_cxl.errors import ConfigError, TierNotFoundError
-from lightning_cxl.machine.calibration import SsdSpeeds, save_calibration
-from lightning_cxl.machine.machine_file import save_machine
-from lightning_cxl.machine.speeds import adam_mix, machine_of, machine_without_speeds, tier_speeds, with_new_tiers
+from lightning_cxl.machine.machine import save_machine
+from lightning_cxl.machine.speeds import (
+    SsdSpeeds,
+    adam_mix,
+    machine_of,
+    machine_without_speeds,
+    save_calibration,
+    tier_speeds,
+    with_new_tiers,
+)
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.ssd_options import SsdOptions
 from tests.unit.machine.test_calibration import CALIBRATION
@@ -254,7 +261,7 @@ def measured(folder, read, write):
 
 def on_drives(machine, monkeypatch, paths, *ssds, **options):
     """Return the machine with the tier ssd in some folders, each folder's parent a drive of its own."""
-    monkeypatch.setattr("lightning_cxl.machine.ssd_speeds.drive_of", lambda folder: str(folder).split("/drive")[1][0])
+    monkeypatch.setattr("lightning_cxl.machine.speeds.drive_of", lambda folder: str(folder).split("/drive")[1][0])
     topology = Topology.detect(machine("2node")).with_ssd(SsdOptions(tuple(paths), 1 << 40, **options))
     save_calibration(replace(CALIBRATION, ssds=ssds), topology, [])
     return topology

@@ -3,10 +3,8 @@ import torch
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.adaptors import Budget, BudgetResource
-from lightning_cxl.memory.arena import ArenaResource
-from lightning_cxl.memory.numa import NumaResource
-from lightning_cxl.memory.striped import StripedResource
+from lightning_cxl.memory.numa import Budget, BudgetResource, NumaResource, StripedResource
+from lightning_cxl.memory.pool import ArenaResource
 from lightning_cxl.native._numa import NOWHERE, page_nodes
 
 MIB = 2**20

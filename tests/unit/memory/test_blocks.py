@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lightning_cxl.memory.blocks import BlockList
+from lightning_cxl.memory.pool import BlockList
 
 RANGES = {0: 4096, 4096: 8192, 20480: 1 << 16}  # the first two touch
 

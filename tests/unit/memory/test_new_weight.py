@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from lightning_cxl.errors import TierNotFoundError
-from lightning_cxl.memory import scope
-from lightning_cxl.memory.hook import is_placing, ordinary_memory
-from lightning_cxl.memory.new_weight import new_weight
+from lightning_cxl.memory import hook as scope
+from lightning_cxl.memory.hook import is_placing, new_weight, ordinary_memory
 from lightning_cxl.placement.decorators import TierSpec, constructing, constructing_spec
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.policy import RoleHomePolicy
 from tests.unit.memory.host import Host
 
 

@@ -11,10 +11,8 @@ import torch
 
 from lightning_cxl.errors import TierFullError, UnsupportedError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.adaptors import Budget, BudgetResource
-from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.numa import Budget, BudgetResource, NumaResource, StripedResource
 from lightning_cxl.memory.shared import ForeignSegment, SharedSegment, segment_bytes
-from lightning_cxl.memory.striped import StripedResource
 from lightning_cxl.native._numa import NOWHERE, Mapping, Range, page_nodes
 from tests.shared_places import OnOneTier
 

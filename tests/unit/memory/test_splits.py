@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
-from lightning_cxl.memory.numa import NumaResource
-from lightning_cxl.memory.pinned import PinnedResource
+from lightning_cxl.memory.numa import NumaResource, PinnedResource, StripedResource
 from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.memory.stacks import HostMemory
-from lightning_cxl.memory.striped import StripedResource
 from lightning_cxl.native._numa import Mapping, page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
 
@@ -339,8 +337,8 @@ def test_stripes_of_all_tiers_and_splits_together_fit_the_kernels_table() -> Non
             super().__init__(children, stripe_bytes, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_cxl.memory.split_stacks.StripedResource", Noting)
-        patch.setattr("lightning_cxl.memory.tier_pages.StripedResource", Noting)
+        patch.setattr("lightning_cxl.memory.stacks.StripedResource", Noting)
+        patch.setattr("lightning_cxl.memory.numa.StripedResource", Noting)
         memory = HostMemory(topology)
         with pytest.raises(TierFullError):
             memory.allocate(2**60, SPLIT, ROLE)

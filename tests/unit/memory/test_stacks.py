@@ -19,7 +19,7 @@ from lightning_cxl.errors import (
     UnsupportedError,
 )
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.pinned import PinnedResource
+from lightning_cxl.memory.numa import PinnedResource
 from lightning_cxl.memory.residency import residency
 from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.native._numa import page_nodes

@@ -5,9 +5,8 @@ import pytest
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.numa import NumaResource, StripedResource, stripe_bytes_for
 from lightning_cxl.memory.resource import Span
-from lightning_cxl.memory.striped import StripedResource, stripe_bytes_for
 from lightning_cxl.native._numa import NOWHERE, Mapping, page_nodes
 
 MIB = 2**20

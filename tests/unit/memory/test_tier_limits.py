@@ -4,7 +4,7 @@ import pytest
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.tier_limits import TierLimits
+from lightning_cxl.memory.stacks import TierLimits
 
 GIB = 1 << 30
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.sensitive import sensitive_parameters
+from lightning_cxl.inventory.state import sensitive_parameters
 from lightning_cxl.memory.host_tensors import is_dense
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.number_formats import split

@@ -15,18 +15,15 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
 from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import list_tensors
-from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.inventory.records import NUM_HOP_SLOTS, NUM_INPUT_SLOTS, NUM_UPDATE_SLOTS, SLOTS_OWNER
-from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.inventory.tensors import NUM_HOP_SLOTS, NUM_INPUT_SLOTS, NUM_UPDATE_SLOTS, SLOTS_OWNER
+from lightning_cxl.inventory.workload import Mesh, Workload
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.policy import RoleHomePolicy
 from lightning_cxl.placement.rules import resolve
-from lightning_cxl.planning.jobs.model_job import model_job
-from lightning_cxl.planning.placements import Placements
-from lightning_cxl.planning.settle_state import NO_ROOM, evenly_spread, memory_bytes_of, settle_state
-from lightning_cxl.planning.ssd_room import SsdRoom
+from lightning_cxl.planning.decide import Plan
+from lightning_cxl.planning.job import model_job
+from lightning_cxl.planning.settle_state import NO_ROOM, SsdRoom, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.ssd_options import SsdOptions
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
@@ -98,7 +95,7 @@ def weights_on_ssd(inventory):
 
 
 def placements(inventory):
-    return Placements(inventory.asked, Placer(TOPOLOGY, RoleHomePolicy(TOPOLOGY), lambda: {"dram": 1, "cxl": 1}))
+    return Plan(inventory.asked, Placer(TOPOLOGY, RoleHomePolicy(TOPOLOGY), lambda: {"dram": 1, "cxl": 1}))
 
 
 def test_what_fits_in_memory_stays_there():
@@ -336,7 +333,7 @@ def test_weights_that_nobody_trains_are_only_read():
     inventory = listed(rules={"": {"weights": "ssd"}}, optimizer=None)  # as they are for an evaluation
     assert len(inventory.ssd_records) == 8
     assert inventory.bytes_of(TensorRole.STAGING) == NUM_HOP_SLOTS * inventory.ssd_records[0].nbytes
-    job = model_job("it", inventory).job
+    job = model_job("it", inventory)
     assert (job.ssd_written_bytes, job.num_visits) == (0, 0)
     assert job.ssd_read_bytes == 2 * job.ssd_bytes
 
@@ -365,7 +362,7 @@ def test_where_weights_go_memory_stays_free_too():
 def test_what_a_step_moves_of_weights_and_of_state():
     rules = {"layers.[0-4]": {"weights": "ssd"}, "layers.[3-7]": {"optimizer_state": "ssd"}}
     inventory = listed(rules=rules, tiers={"ssd": {"path": "/nvme/run"}}, frozen=("layers.0",), micro_batches=3)
-    job = model_job("it", inventory).job
+    job = model_job("it", inventory)
     on_ssd = [each for each in inventory.tensors if each.tier == "ssd"]
     weights = sum(each.nbytes for each in on_ssd if each.role is TensorRole.COMPUTE_WEIGHTS)
     frozen = next(each.nbytes for each in on_ssd if each.role is TensorRole.COMPUTE_WEIGHTS and not each.is_updated)

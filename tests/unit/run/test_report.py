@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.placement.placement import Placement, TensorRole
-from lightning_cxl.planning.fit import check_fits, split_bytes
-from lightning_cxl.planning.planned import PlannedBytes
-from lightning_cxl.run.report import format_report
+from lightning_cxl.planning.decide import Plan, check_fits, split_bytes
+from lightning_cxl.run.session import format_report
 
 ROLE = TensorRole.MOMENTUM
 SPLIT = Placement(("dram", "cxl"), shares=(0.8, 0.2))
@@ -16,9 +15,9 @@ SPILLING = Placement(("dram", "cxl", "far"), shares=(0.8, 0.2, 0.0))
 
 
 def test_a_plan_counts_every_tier_of_a_split() -> None:
-    plan = PlannedBytes()
-    plan.add(ROLE, 1001, SPLIT)
-    plan.add(ROLE, 10, Placement(("cxl", "dram")))
+    plan = Plan(None, None)
+    plan.count(ROLE, 1001, SPLIT)
+    plan.count(ROLE, 10, Placement(("cxl", "dram")))
 
     assert plan.roles() == {"momentum": {"dram": 801, "cxl": 210}}
     assert plan.reasons() == {"momentum": ["dram 80 %, cxl 20 %", "cxl, else dram"]}

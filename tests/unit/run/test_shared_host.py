@@ -5,7 +5,7 @@ import torch
 
 from lightning_cxl import OffloadConfig, Topology
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.machine.ranks.binding import bind_rank
+from lightning_cxl.machine.binding import bind_rank
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.run.host import Host
 

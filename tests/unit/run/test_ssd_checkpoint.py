@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
-from lightning_cxl.inventory.records import PlannedRecord
-from lightning_cxl.inventory.tensors import HostTensor
+from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.checkpoint_file import save_file
 from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation

@@ -14,10 +14,9 @@ from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
-from lightning_cxl.streaming.homes import InMemory
 from lightning_cxl.streaming.hop import Hop
-from lightning_cxl.streaming.slots import Slot
-from lightning_cxl.streaming.unit_weights import Piece
+from lightning_cxl.streaming.params import Slot
+from lightning_cxl.streaming.unit_weights import InMemory, Piece
 from lightning_cxl.transfer.engine import HostEngine
 
 SIZES = [8192, 20_000, 4096, 12_288, 20_000]

@@ -13,9 +13,7 @@ from torch import nn
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_tensors import has_own_memory
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.in_place import History, InPlaceInput
-from lightning_cxl.streaming.saved_inputs import SavedBytes
-from lightning_cxl.streaming.versions import same_bits
+from lightning_cxl.streaming.saved_inputs import History, InPlaceInput, SavedBytes, same_bits
 from lightning_cxl.transfer.engine import HostEngine
 from tests.fakes import LoggingDeviceEngine, RecyclingMemory
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_cxl.streaming.comparisons import MAX_PENDING, Comparisons
 from lightning_cxl.streaming.module_state import ModuleState
+from lightning_cxl.streaming.saved_inputs import MAX_PENDING, Comparisons
 from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
 from tests.fakes import RecyclingMemory

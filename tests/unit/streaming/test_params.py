@@ -13,14 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.gradients.grad_hooks import GradientHooks
+from lightning_cxl.gradients.meter import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.homes import InMemory
-from lightning_cxl.streaming.listener import Nobody
 from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.streamable import streamable
-from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.streaming.unit_weights import InMemory, Nobody, UnitWeights
+from lightning_cxl.streaming.units import streamable
 from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
 from tests.cases import every_value

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.streaming.quantised import prepare_layers
-from lightning_cxl.streaming.streamable import streamable
 from lightning_cxl.streaming.unit_weights import UnitWeights, piece_nbytes
+from lightning_cxl.streaming.units import streamable
 from tests.unit.streaming.test_params import allocate
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.weights.empty import empty_weights, refuse_unready
+from lightning_cxl.weights.load import empty_weights, refuse_unready
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.memory.host import Host
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.weights.folder import open_weights
+from lightning_cxl.weights.files import open_weights
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.weights import header
-from lightning_cxl.weights.header import TensorEntry, decode, encode
+from lightning_cxl.weights import files as header
+from lightning_cxl.weights.files import TensorEntry, decode_header, encode_header
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda name: name != "__metadata__")
@@ -18,7 +18,7 @@ TENSORS = st.dictionaries(
 
 def parts(tensors, metadata=None):
     """Return the header's text and the number of data bytes of a file with these tensors."""
-    encoded = encode([(name, dtype, shape) for name, (dtype, shape) in tensors.items()], metadata or {})
+    encoded = encode_header([(name, dtype, shape) for name, (dtype, shape) in tensors.items()], metadata or {})
     length = int.from_bytes(encoded[:8], "little")
     assert len(encoded) == 8 + length and length % 8 == 0
     return encoded[8:], sum(TensorEntry(n, d, s, 0).nbytes for n, (d, s) in tensors.items())
@@ -27,7 +27,7 @@ def parts(tensors, metadata=None):
 @given(TENSORS, st.dictionaries(NAMES, NAMES, max_size=3))
 def test_what_is_written_is_read(tensors, metadata):
     text, data_bytes = parts(tensors, metadata)
-    entries, read = decode(text, data_bytes)
+    entries, read = decode_header(text, data_bytes)
     assert {entry.name: (entry.dtype, entry.shape) for entry in entries} == tensors
     assert read == metadata
     assert [entry.begin for entry in entries] == sorted(entry.begin for entry in entries)
@@ -40,7 +40,7 @@ def test_a_header_with_any_byte_changed_is_read_or_refused_with_a_reason(tensors
     changed = bytearray(text)
     changed[position] = data.draw(st.integers(0, 255))
     try:
-        entries, _ = decode(bytes(changed), data_bytes)
+        entries, _ = decode_header(bytes(changed), data_bytes)
     except ValueError:
         return
     assert sum(entry.nbytes for entry in entries) == data_bytes, "whatever it says, it fits the file"
@@ -49,7 +49,7 @@ def test_a_header_with_any_byte_changed_is_read_or_refused_with_a_reason(tensors
 @given(st.binary(max_size=60), st.integers(0, 100))
 def test_arbitrary_bytes_are_never_another_kind_of_error(text, data_bytes):
     with pytest.raises(ValueError):
-        decode(b"[" + text, data_bytes)
+        decode_header(b"[" + text, data_bytes)
 
 
 def entry(**changes):
@@ -82,7 +82,7 @@ def entry(**changes):
 )
 def test_what_the_format_does_not_allow_is_named(content, data_bytes, reason):
     with pytest.raises(ValueError, match=reason):
-        decode(json.dumps(content).encode(), data_bytes)
+        decode_header(json.dumps(content).encode(), data_bytes)
 
 
 @pytest.mark.parametrize(
@@ -98,19 +98,19 @@ def test_what_the_format_does_not_allow_is_named(content, data_bytes, reason):
 )
 def test_damaged_text_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
-        decode(text, 0)
+        decode_header(text, 0)
 
 
 def test_names_and_dtypes_that_cannot_be_written():
     with pytest.raises(CheckpointError, match="__metadata__"):
-        encode([("__metadata__", torch.float32, (1,))], {})
+        encode_header([("__metadata__", torch.float32, (1,))], {})
     with pytest.raises(CheckpointError, match="two tensors named 'a'"):
-        encode([("a", torch.float32, (1,)), ("a", torch.float32, (1,))], {})
+        encode_header([("a", torch.float32, (1,)), ("a", torch.float32, (1,))], {})
     with pytest.raises(CheckpointError, match=r"cannot hold torch\.complex128; they hold .*float32"):
-        encode([("a", torch.complex128, (1,))], {})
+        encode_header([("a", torch.complex128, (1,))], {})
 
 
 def test_a_header_too_large_is_not_written(monkeypatch):
     monkeypatch.setattr(header, "MAX_HEADER_BYTES", 50)
     with pytest.raises(CheckpointError, match="write more, smaller files"):
-        encode([("a" * 50, torch.float32, (1,))], {})
+        encode_header([("a" * 50, torch.float32, (1,))], {})

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.weights import quantise
-from lightning_cxl.weights.tensor_file import TensorFile
+from lightning_cxl.weights import load as quantise
+from lightning_cxl.weights.files import TensorFile
 from tests.models import TINY_LLAMA
 
 bnb = pytest.importorskip("bitsandbytes")

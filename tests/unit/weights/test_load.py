@@ -7,14 +7,12 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl.errors import CheckpointError, TierFullError
-from lightning_cxl.memory import scope
+from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.policy import RoleHomePolicy
-from lightning_cxl.weights.empty import empty_weights
-from lightning_cxl.weights.load import load_weights
-from lightning_cxl.weights.tensor_file import TensorFile
+from lightning_cxl.weights.files import TensorFile
+from lightning_cxl.weights.load import empty_weights, load_weights
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.memory.host import Host
 

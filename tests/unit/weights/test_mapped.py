@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.weights import header
+from lightning_cxl.weights import files as header
 from lightning_cxl.weights.load import load_weights
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.weights.test_load import assert_loaded, built_empty, saved
@@ -70,7 +70,7 @@ def test_a_file_that_is_larger_than_memory_is_mapped(path):
     lines = Path("/proc/meminfo").read_text().splitlines()
     memory = sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("MemTotal", "SwapTotal")))
     numel = (memory + (1 << 30)) // 4
-    begin = header.encode([("weight", torch.float32, (numel,))], {})
+    begin = header.encode_header([("weight", torch.float32, (numel,))], {})
     with open(path, "xb") as file:  # of which the disk has one block
         file.write(begin)
         file.truncate(len(begin) + 4 * numel)

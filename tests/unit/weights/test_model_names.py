@@ -8,8 +8,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.weights import model_names
-from lightning_cxl.weights.model_names import is_cached, require_model
-from lightning_cxl.weights.published import SHAPES, nearest, published
+from lightning_cxl.weights.model_names import SHAPES, is_cached, nearest, published, require_model
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.weights import save as saving
-from lightning_cxl.weights.empty import empty_weights
+from lightning_cxl.weights.load import empty_weights
 from lightning_cxl.weights.save import save_weights
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.memory.host import Host

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save_file as reference_save
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.weights import chunks, tensor_file
-from lightning_cxl.weights.chunks import Staging
-from lightning_cxl.weights.tensor_file import NamedTensor, TensorFile, write_tensors
+from lightning_cxl.weights import files as chunks
+from lightning_cxl.weights import files as tensor_file
+from lightning_cxl.weights.files import NamedTensor, Staging, TensorFile, write_tensors
 
 SAMPLES = {
     "matrix": torch.randn(33, 17),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.weights.unread import UnreadWeight
+from lightning_cxl.weights.files import UnreadWeight
 
 VALUES = torch.arange(100.0)[10:26].view(4, 4)  # not at the begin of its memory, like the pages of a file
 OPERATORS = {

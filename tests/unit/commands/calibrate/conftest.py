@@ -2,9 +2,8 @@
 
 import pytest
 
-from lightning_cxl.commands.calibrate import measure
-from lightning_cxl.commands.calibrate.nodes import Caches
-from lightning_cxl.commands.measuring import timing
+from lightning_cxl.commands import calibrate, measuring
+from lightning_cxl.commands.calibrate import Caches
 
 
 class SmallCaches(Caches):
@@ -17,9 +16,9 @@ class SmallCaches(Caches):
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(timing, "_TURN_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "Caches", SmallCaches)
+    monkeypatch.setattr(measuring, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(calibrate, "Caches", SmallCaches)
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,11 @@ import warnings
 import pytest
 
 from lightning_cxl.__main__ import main as command
-from lightning_cxl.commands.calibrate import command as calibrate
-from lightning_cxl.commands.calibrate import ssd
-from lightning_cxl.commands.calibrate.options import QUICK, Options
+from lightning_cxl.commands import calibrate
+from lightning_cxl.commands.calibrate import QUICK, Options
 from lightning_cxl.devices.device_type import devices_apart
-from lightning_cxl.machine.calibration import load_calibration
-from lightning_cxl.machine.machine_file import load_machine
-from lightning_cxl.machine.speeds import machine_of
+from lightning_cxl.machine.machine import load_machine
+from lightning_cxl.machine.speeds import load_calibration, machine_of
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.ssd_options import SsdOptions
 from tests.unit.machine.test_calibration import CALIBRATION
@@ -32,7 +30,7 @@ TINY = Options(
 @pytest.fixture
 def run(monkeypatch):
     """Return a function that runs the command in short turns."""
-    monkeypatch.setattr(ssd, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "_BLOCK_BYTES", 1 << 20)
     monkeypatch.setattr(calibrate, "QUICK", TINY)
 
     def run(*arguments):

@@ -3,17 +3,22 @@
 import pytest
 import torch
 
-from lightning_cxl.commands.calibrate import compute
-from lightning_cxl.commands.calibrate.compute import measure_flops
-from lightning_cxl.commands.calibrate.copies import D2H, H2D, measure_copies, pinned
-from lightning_cxl.commands.calibrate.measure import NamedEngine, measure_machine
-from lightning_cxl.commands.calibrate.options import Options
+from lightning_cxl.commands import calibrate
+from lightning_cxl.commands.calibrate import (
+    D2H,
+    H2D,
+    NamedEngine,
+    Options,
+    measure_copies,
+    measure_flops,
+    measure_machine,
+)
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import PinnedMemoryError
-from lightning_cxl.machine.calibration import save_calibration
-from lightning_cxl.machine.speeds import machine_of
+from lightning_cxl.machine.speeds import machine_of, save_calibration
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.stacks import make_pinner
 from lightning_cxl.transfer.engine import HostEngine
 from tests import apart
 from tests.fakes import LoggingDeviceEngine
@@ -39,7 +44,7 @@ def engines(on_device):
 def test_copies_of_each_device_and_of_all_together(engines):
     topology = Topology.detect()
     node = topology.tiers[0].node_ids[0]
-    found = measure_copies(topology, engines, TINY, [node], pin=pinned(topology))
+    found = measure_copies(topology, engines, TINY, [node], pin=make_pinner(topology, required=True))
     assert set(found.alone) == {(device, node, way) for device in (0, 1) for way in (H2D, D2H)}
     assert set(found.together) == {(node, H2D), (node, D2H)}
     assert set(found.latency_s) == {0, 1}
@@ -56,7 +61,7 @@ def test_copies_of_each_device_and_of_all_together(engines):
 
 def page_locked():
     topology = Topology.detect()
-    return pinned(topology)(NumaResource("dram", topology.tiers[0].node_ids[0], topology))
+    return make_pinner(topology, required=True)(NumaResource("dram", topology.tiers[0].node_ids[0], topology))
 
 
 def test_memory_of_copies_is_page_locked(engines):
@@ -76,7 +81,7 @@ def test_a_machine_with_devices(engines):
     topology = Topology.detect()
     node = topology.tiers[0].node_ids[0]
     named = [NamedEngine(each.name, engine) for each, engine in zip(devices_apart(), engines, strict=True)]
-    calibration, rows = measure_machine(topology, named, TINY, pin=pinned(topology))
+    calibration, rows = measure_machine(topology, named, TINY, pin=make_pinner(topology, required=True))
     host, first, second = calibration.devices
     assert (host.kind, host.h2d_bytes_per_s) == ("cpu", None)
     assert (first.name, second.name) == tuple(each.name for each in named)
@@ -108,7 +113,7 @@ def test_products_that_take_too_long_are_left_out(monkeypatch):
         return out
 
     monkeypatch.setattr(torch, "mm", slow)
-    monkeypatch.setattr(compute.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
     found = measure_flops(HostEngine(), Options(rounds=2, matmul_sizes=(64, 128, 256, 512), matmul_seconds=1.0))
     assert list(found) == [64, 128]
     assert found[128].value == pytest.approx(2 * 128**3 / 0.8)

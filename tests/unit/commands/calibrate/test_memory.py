@@ -5,11 +5,20 @@ import os
 import pytest
 import torch
 
-from lightning_cxl.commands.calibrate import latency, nodes
-from lightning_cxl.commands.calibrate.latency import Chase, measure_latency
-from lightning_cxl.commands.calibrate.nodes import ADAM, READ, WRITE, Caches, measure_cache, measure_nodes, room_bytes
-from lightning_cxl.commands.calibrate.options import Figure, Options
-from lightning_cxl.commands.measuring import timing
+from lightning_cxl.commands import calibrate, measuring
+from lightning_cxl.commands.calibrate import (
+    ADAM,
+    READ,
+    WRITE,
+    Caches,
+    Chase,
+    Figure,
+    Options,
+    measure_cache,
+    measure_latency,
+    measure_nodes,
+    room_bytes,
+)
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
 
@@ -70,13 +79,13 @@ def test_last_level_caches_are_counted_once_and_only_those_of_this_process(tmp_p
 
 def test_nodes_are_measured_and_memory_has_the_size_it_should(tmp_path, monkeypatch):
     sizes = []
-    allocate = nodes.NumaResource.allocate
+    allocate = calibrate.NumaResource.allocate
 
     def spy(self, nbytes, **kwargs):
         sizes.append((self.node_id, nbytes))
         return allocate(self, nbytes, **kwargs)
 
-    monkeypatch.setattr(nodes.NumaResource, "allocate", spy)
+    monkeypatch.setattr(calibrate.NumaResource, "allocate", spy)
     topology = Topology.detect()
     found = measure_nodes(topology, TINY, caches(tmp_path))
     real = [n for tier in topology.tiers if not tier.emulated for n in tier.node_ids]
@@ -94,14 +103,14 @@ def test_bytes_that_are_counted(tmp_path, monkeypatch):
     """A second per sweep: reading and writing count every byte once, Adam's three updated arrays twice."""
 
     def measured(contenders, rounds):
-        found = timing.Timings()
+        found = measuring.Timings()
         for contender in contenders:
             contender.make()()
             found.seconds[contender.name] = [1.0] * rounds
             found.traffic_bytes[contender.name] = contender.traffic_bytes
         return found
 
-    monkeypatch.setattr(nodes, "measure", measured)
+    monkeypatch.setattr(calibrate, "measure", measured)
     found = measure_nodes(Topology.detect(), TINY, caches(tmp_path))
     node = min(found)[0]
     assert [found[node, access].value for access in (READ, WRITE, ADAM)] == [1 << 20, 1 << 20, 7 << 18]
@@ -125,7 +134,7 @@ def test_room_on_a_node(monkeypatch):
 
 def test_less_memory_than_the_caches_need_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(Topology, "node_free_bytes", lambda self, node_id: 4 << 20)
-    monkeypatch.setattr(nodes, "_SMALLEST_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "_SMALLEST_BYTES", 1 << 20)
     big = caches(tmp_path)
     big.all_bytes = 64 << 20
     lines = []
@@ -135,13 +144,13 @@ def test_less_memory_than_the_caches_need_is_said(tmp_path, monkeypatch):
 
 def test_latency(tmp_path, monkeypatch):
     chains = []
-    make = latency.Chase.__init__
+    make = calibrate.Chase.__init__
 
     def spy(self, memory, *args):
         chains.append(memory.numel())
         make(self, memory, *args)
 
-    monkeypatch.setattr(latency.Chase, "__init__", spy)
+    monkeypatch.setattr(calibrate.Chase, "__init__", spy)
     topology = Topology.detect()
     node = topology.tiers[0].node_ids[0]
     found = measure_latency(topology, TINY, caches(tmp_path), [node])

@@ -8,29 +8,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_cxl.commands.calibrate import ssd
-from lightning_cxl.commands.calibrate.ssd import measure_ssd
+from lightning_cxl.commands import calibrate
+from lightning_cxl.commands.calibrate import measure_ssd
 from lightning_cxl.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(ssd, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "_BLOCK_BYTES", 1 << 20)
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 5 << 20, 8 << 20])
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path, nbytes):
     (tmp_path / "mine").write_text("kept")
-    found = measure_ssd(tmp_path, nbytes)
-    assert found.read.value > 0
-    assert found.write.value > 0
+    read, write, _ = measure_ssd(tmp_path, nbytes)
+    assert read.value > 0 and write.value > 0
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs")
 def test_a_file_system_in_memory():
     before = set(os.listdir("/dev/shm"))
-    assert measure_ssd(Path("/dev/shm"), 2 << 20).read.value > 0
+    assert measure_ssd(Path("/dev/shm"), 2 << 20)[0].value > 0
     assert set(os.listdir("/dev/shm")) == before
 
 
@@ -65,7 +64,7 @@ def test_without_direct_access_the_answer_says_so(tmp_path, monkeypatch):
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert not measure_ssd(tmp_path, 1 << 20).direct
+    assert not measure_ssd(tmp_path, 1 << 20)[2]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -79,6 +78,6 @@ def test_a_disk_that_fails_is_an_error_and_leaves_nothing(tmp_path, monkeypatch)
 def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no such folder"):
         measure_ssd(tmp_path / "none", 1 << 20)
-    monkeypatch.setattr(ssd.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr(calibrate.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
     with pytest.raises(ConfigError, match=r"1.0 MiB are free, at least 2 MiB needed"):
         measure_ssd(tmp_path, 1 << 20)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_cxl.machine.ranks.places import id_ranges
+from lightning_cxl.machine.binding import id_ranges
 
 GIB = 1 << 30
 TWO_CARDS = ("10 21 17 25", "21 10 25 17", "17 25 10 29", "25 17 29 10")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_cxl.machine.ranks.binding import move_threads
+from lightning_cxl.machine.binding import move_threads
 
 
 def _affinities(end, first, second):

@@ -9,9 +9,8 @@ import torch
 from lightning_cxl import OffloadConfig, Topology
 from lightning_cxl.devices import device_type
 from lightning_cxl.errors import ConfigError, TierNotFoundError
-from lightning_cxl.machine.ranks import binding
-from lightning_cxl.machine.ranks.binding import bind_rank, device_node
-from lightning_cxl.machine.ranks.places import RankFacts
+from lightning_cxl.machine import binding
+from lightning_cxl.machine.binding import RankFacts, bind_rank, device_node
 from lightning_cxl.native import _cpu
 from tests.unit.machine.ranks.sysfs import GIB, TWO_CARDS, write_machine
 

@@ -3,8 +3,7 @@
 import pytest
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.ranks.host_cpus import read_host_cpus
-from lightning_cxl.machine.ranks.places import RankFacts, decide_places, id_ranges
+from lightning_cxl.machine.binding import RankFacts, decide_places, id_ranges, read_host_cpus
 from tests.unit.machine.ranks.sysfs import TWO_CARDS, write_machine
 
 TWO_SOCKETS = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15], [], [])

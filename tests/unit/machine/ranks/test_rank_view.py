@@ -3,10 +3,8 @@
 import pytest
 
 from lightning_cxl import Topology
-from lightning_cxl.machine.fingerprint import describe_machine
-from lightning_cxl.machine.ranks.budgets import share_budgets
-from lightning_cxl.machine.ranks.host_cpus import read_host_cpus
-from lightning_cxl.machine.ranks.view import seen_from
+from lightning_cxl.machine.binding import read_host_cpus, seen_from, share_budgets
+from lightning_cxl.machine.speeds import describe_machine
 from tests.unit.machine.ranks.sysfs import GIB, TWO_CARDS, write_machine
 
 TWO_SOCKETS = ([0, 1], [2, 3], [], [])

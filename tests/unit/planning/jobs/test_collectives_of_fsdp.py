@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.planning.jobs.collectives import groups_of, step_volume
+from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.planning.job import groups_of, step_volume
 
 WIDTH = 12
 

@@ -9,15 +9,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.machine.links import MachineLinks
-from lightning_cxl.machine.machine import Device, Machine, MachineTier
+from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.machine.machine import Device, Machine, MachineLinks, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.collectives import Group, Volume, groups_of, step_volume
-from lightning_cxl.planning.jobs.exchange import exchanges
-from lightning_cxl.planning.jobs.job import Exchange, Job, MemoryClass, Move
-from lightning_cxl.planning.jobs.step import predict_step
+from lightning_cxl.planning.job import (
+    Exchange,
+    Group,
+    Job,
+    MemoryClass,
+    Move,
+    Volume,
+    exchanges,
+    groups_of,
+    step_volume,
+)
+from lightning_cxl.planning.step import predict_step
 
 TIER = MachineTier(
     name="dram0",

@@ -10,17 +10,15 @@ from footprint import ModelShape, split_masters
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.gradients.leaving import MAX_STAGED
-from lightning_cxl.inventory.activations import measure
+from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.inventory.asked import AskedTiers
+from lightning_cxl.inventory.dry_run import measure
 from lightning_cxl.inventory.inventory import list_tensors
-from lightning_cxl.inventory.mesh import Mesh
-from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.inventory.workload import Mesh, Workload
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import resolve
-from lightning_cxl.planning.jobs.model_job import model_job
-from lightning_cxl.planning.jobs.moves import Traffic, engine_moves
+from lightning_cxl.planning.job import Traffic, engine_moves, model_job
 from lightning_cxl.ssd_options import SsdOptions
 from tests.cases import every_value
 from tests.integration.llama import LlamaTask, tiny_llama
@@ -65,7 +63,7 @@ def planned(precision, length, options, *, num_layers=3, accumulate=1, computes_
 
 def job_of(name, model, config, load, compute_loss):
     measured = measure(model, config, load, compute_loss)
-    return model_job(name, list_tensors(model, None, config, load, measured=measured)).job
+    return model_job(name, list_tensors(model, None, config, load, measured=measured))
 
 
 def roles_of(job):
@@ -89,7 +87,7 @@ def test_every_role_is_within_3_percent_of_a_real_run(kind, length):
     precision, options = kind
     plan = planned(precision, length, options)
     assert not plan.notes
-    roles, real = roles_of(plan.job), measured_roles(precision, length, options)
+    roles, real = roles_of(plan), measured_roles(precision, length, options)
     assert roles.keys() == real.keys()
     for role, nbytes in real.items():
         assert roles[role] == pytest.approx(nbytes, rel=0.03), role
@@ -97,7 +95,7 @@ def test_every_role_is_within_3_percent_of_a_real_run(kind, length):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": "bf16"}], ids=["fp32 sums", "bf16 sums"])
 def test_sums_of_several_micro_batches(options):
-    roles = roles_of(planned("bf16-true", 128, options, accumulate=3).job)
+    roles = roles_of(planned("bf16-true", 128, options, accumulate=3))
     real = measured_roles("bf16-true", 128, options, accumulate=3)
     assert roles == pytest.approx(real, rel=0.03)
     # while a sum becomes float32, the gradient that it starts with is there, too
@@ -110,16 +108,16 @@ def test_updates_behind_the_backward_plan_gradients_of_four_units():
     plan = planned("bf16-true", 128, options, num_layers=12)
     everything = planned("bf16-true", 128, {**options, "on_overflow": "skip"}, num_layers=12)
     real = measured_roles("bf16-true", 128, options, num_layers=12)
-    assert plan.job.overlap == "backward" and everything.job.overlap == "forward"
+    assert plan.overlap == "backward" and everything.overlap == "forward"
     role = "compute_grads"
-    assert real[role] <= roles_of(plan.job)[role] < roles_of(everything.job)[role]
+    assert real[role] <= roles_of(plan)[role] < roles_of(everything)[role]
     block = sum(parameter.nbytes for parameter in llama(1).bfloat16().model.layers[0].parameters())
-    assert roles_of(everything.job)[role] - roles_of(plan.job)[role] == 8 * block
+    assert roles_of(everything)[role] - roles_of(plan)[role] == 8 * block
 
 
 def test_a_device_apart_keeps_what_does_not_stream_and_its_masters_are_on_the_host():
     plan, roles = planned("bf16-true", 128, {}, computes_on_host=False), {}
-    roles = roles_of(plan.job)
+    roles = roles_of(plan)
     model = llama().bfloat16()
     in_units = sum(p.nbytes for p in model.model.layers.parameters())
     rest = sum(p.nbytes for p in model.parameters()) - in_units
@@ -130,8 +128,8 @@ def test_a_device_apart_keeps_what_does_not_stream_and_its_masters_are_on_the_ho
     parts = plan.device_parts
     assert parts["weights that stay on the device"] == pytest.approx(rest, rel=0.01)  # and rotary frequencies
     assert parts["3 slots for weights that stream"] == in_units
-    assert plan.job.device_bytes == sum(parts.values())
-    assert plan.job.overlap == "forward"
+    assert plan.device_bytes == sum(parts.values())
+    assert plan.overlap == "forward"
 
 
 def test_staging_is_for_a_few_units_or_other_parameters_at_a_time():
@@ -139,12 +137,12 @@ def test_staging_is_for_a_few_units_or_other_parameters_at_a_time():
     model = llama(8).bfloat16().model
     units = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     sizes = sorted([*units, model.embed_tokens.weight.nbytes, model.embed_tokens.weight.nbytes], reverse=True)
-    assert roles_of(plan.job)["staging"] == sum(sizes[:MAX_STAGED])
+    assert roles_of(plan)["staging"] == sum(sizes[:MAX_STAGED])
     assert plan.device_parts["gradients on their way to the host"] == sum(sizes[:2])
 
 
 def test_without_streaming_everything_is_on_the_device_and_copied_masters_are_on_the_host():
-    roles = roles_of(planned("bf16-true", 128, {"stream_weights": False}, computes_on_host=False).job)
+    roles = roles_of(planned("bf16-true", 128, {"stream_weights": False}, computes_on_host=False))
     total = sum(p.nbytes for p in llama().bfloat16().parameters())
     assert "compute_weights" not in roles
     assert roles["master_weights"] == 2 * total
@@ -157,7 +155,7 @@ def test_decorated_modules_are_classes_of_their_own_and_no_byte_is_lost():
         return "cxl0" if on_card else None
 
     options = {"stream_weights": True}
-    plain, ruled = planned("bf16-true", 128, options).job, planned("bf16-true", 128, options, tier_of=tier_of).job
+    plain, ruled = planned("bf16-true", 128, options), planned("bf16-true", 128, options, tier_of=tier_of)
     assert ruled.bytes_of() == plain.bytes_of()
     fixed = {each.role: each for each in ruled.classes if each.tier == "cxl0"}
     assert fixed[TensorRole.ACTIVATIONS].nbytes == 128 * 2 * 128 * 2
@@ -182,7 +180,7 @@ def test_a_real_model_has_the_bytes_of_its_twin_on_the_meta_device():
     config = OffloadConfig(stream_weights=True)
     load = Workload(batch=BATCH, sequence=128, computes_on_host=True)
     seen = measure(twin, config, load, lambda: twin(input_ids=ids, labels=ids, use_cache=True).loss)
-    jobs = [model_job("llama", list_tensors(each, None, config, load, measured=seen)).job for each in (model, twin)]
+    jobs = [model_job("llama", list_tensors(each, None, config, load, measured=seen)) for each in (model, twin)]
     assert jobs[0].bytes_of() == jobs[1].bytes_of()
 
 
@@ -211,8 +209,8 @@ def test_a_model_that_looks_at_values_is_estimated_with_a_note():
     seen = measure(model, OffloadConfig(), load, lambda: model(tokens).sum())
     plan = model_job("looks", list_tensors(model, None, OffloadConfig(), load, measured=seen))
     assert "cannot be run without values" in plan.notes[0]
-    assert plan.job.bytes_of()[TensorRole.ACTIVATIONS] == 3 * 2 * 100 * 64 * 4
-    assert plan.job.device_bytes is None
+    assert plan.bytes_of()[TensorRole.ACTIVATIONS] == 3 * 2 * 100 * 64 * 4
+    assert plan.device_bytes is None
 
 
 def test_several_devices_each_keep_activations():
@@ -239,7 +237,7 @@ def test_several_devices_each_keep_activations():
 def test_every_gradient_is_copied_once(num_micro_batches, master):
     model = llama().to("meta", torch.bfloat16)
     load = Workload(batch=BATCH, sequence=128, num_micro_batches=num_micro_batches)
-    job = model_job("llama", list_tensors(model, None, OffloadConfig(master=master), load)).job
+    job = model_job("llama", list_tensors(model, None, OffloadConfig(master=master), load))
     grads = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS, TensorRole.STAGING)
     assert {TensorRole.MASTER_GRADS, *([TensorRole.COMPUTE_GRADS] * (master == "split"))} <= {*job.bytes_of()}
     copied = sum(m.nbytes for each in job.classes if each.role in grads for m in each.moves if m.kind == "d2h")
@@ -253,7 +251,7 @@ def test_inputs_on_the_tier_ssd_are_written_and_read_once_in_every_micro_batch_o
     names = resolve(model.named_modules(), {"model.layers.[01]": {"activations": "ssd"}}, WITH_SSD)
     load = Workload(batch=BATCH, sequence=128, mesh=Mesh(num_devices=count), num_micro_batches=3)
     inventory = list_tensors(model, None, OffloadConfig(), load, asked=AskedTiers(model, names))
-    job = model_job("llama", inventory).job
+    job = model_job("llama", inventory)
     nbytes = sum(each.nbytes for each in inventory.tensors if each.tier == "ssd")
     assert nbytes == 2 * BATCH * 128 * model.config.hidden_size * 4
     assert job.ssd_bytes == count * nbytes

@@ -13,9 +13,8 @@ from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.machine import Device, Machine, MachineSsd, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
-from lightning_cxl.planning.jobs.perf import soft_maximum
-from lightning_cxl.planning.jobs.step import StepModel, predict_step
+from lightning_cxl.planning.job import Job, MemoryClass, Move
+from lightning_cxl.planning.step import StepModel, predict_step, soft_maximum
 
 R = TensorRole
 

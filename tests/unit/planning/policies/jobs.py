@@ -3,7 +3,7 @@
 from lightning_cxl.machine.machine import Device, Machine, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.jobs.job import Job, MemoryClass, Move
+from lightning_cxl.planning.job import Job, MemoryClass, Move
 
 GIB = 2**30
 R = TensorRole

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.planning.policies.latency_first import LatencyFirst
+from lightning_cxl.planning.policies import LatencyFirst
 from tests.unit.planning.policies.jobs import GIB, NEMO_12B, QWEN_7B, R, job_of, machine
 
 # local GiB per class by replaying the authors' rule (utils/numa_allocation_patch.py of CXL-Aware-LLM-Finetuning) on

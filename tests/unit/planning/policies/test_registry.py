@@ -4,11 +4,9 @@ import pytest
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.placement import Placement
-from lightning_cxl.placement.policy import PlacementRequest, RoleHomePolicy
-from lightning_cxl.planning.policies.api import Decision
-from lightning_cxl.planning.policies.decided import DecidedPolicy
-from lightning_cxl.planning.policies.registry import POLICIES, get_policy
+from lightning_cxl.placement.placement import Placement, RoleHomePolicy
+from lightning_cxl.placement.placer import Placer
+from lightning_cxl.planning.policies import POLICIES, Decision, get_policy
 from tests.unit.planning.policies.jobs import R, job_of, machine
 
 
@@ -52,23 +50,23 @@ def test_names_that_are_no_policy(name, message):
         get_policy(name)
 
 
-def decided(splits, tiers=("dram", "cxl")):
+def decided(splits):
     topology = Topology.fake(["1GiB"], ["1GiB"])
-    return DecidedPolicy(Decision(splits, {R.MOMENTUM: "because"}), tiers, RoleHomePolicy(topology))
+    return Placer(topology, RoleHomePolicy(topology), dict).with_plan(splits, {R.MOMENTUM: "because"})
 
 
 def test_a_decided_split_is_placed_with_its_reason():
-    placement = decided({R.MOMENTUM: {"cxl": 0.75, "dram": 0.25}}).place(PlacementRequest(R.MOMENTUM, 100), {})
+    placement = decided({R.MOMENTUM: {"cxl": 0.75, "dram": 0.25}}).place(R.MOMENTUM, 100)
     assert placement == Placement(("cxl", "dram"), False, "because", (0.75, 0.25))
 
 
 def test_a_decided_tier_has_the_others_to_spill_to():
-    placement = decided({R.COMPUTE_GRADS: {"cxl": 1.0}}).place(PlacementRequest(R.COMPUTE_GRADS, 100), {})
+    placement = decided({R.COMPUTE_GRADS: {"cxl": 1.0}}).place(R.COMPUTE_GRADS, 100)
     assert placement == Placement(("cxl", "dram"))
 
 
 def test_what_a_rule_asks_for_or_nobody_decided_is_left_to_the_rest():
-    policy = decided({R.MOMENTUM: {"cxl": 1.0}})
-    asked = policy.place(PlacementRequest(R.MOMENTUM, 100, tier="dram", source="rule 'x'"), {})
+    placer = decided({R.MOMENTUM: {"cxl": 1.0}})
+    asked = placer.place(R.MOMENTUM, 100, tier="dram", source="rule 'x'")
     assert asked.tiers == ("dram", "cxl") and "rule 'x'" in asked.reason
-    assert policy.place(PlacementRequest(R.ACTIVATIONS, 100), {}).tiers == ("cxl", "dram")
+    assert placer.place(R.ACTIVATIONS, 100).tiers == ("cxl", "dram")

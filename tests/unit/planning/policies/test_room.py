@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.planning.policies.registry import get_policy
-from lightning_cxl.planning.policies.room import in_whole_bytes
+from lightning_cxl.planning.policies import get_policy, in_whole_bytes
 from tests.unit.planning.policies.jobs import R, job_of, machine, tier
 
 

@@ -1,1 +1,0 @@
-"""`calibrate`: how fast memory, devices and disks are."""

@@ -1,1 +1,0 @@
-"""What the commands that measure share: timing, and results with their goals."""

@@ -1,0 +1,599 @@
+"""``python -m lightning_cxl plan``: bytes of a job by tier, whether they fit, predicted seconds, and advice."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from lightning_cxl.commands import parsers
+from lightning_cxl.commands.parsers import TO_STDOUT, check_target, write_text
+from lightning_cxl.commands.planned_model import PlannedModel, Settings
+from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.machine.machine import Machine, MachineSsd, load_machine
+from lightning_cxl.machine.speeds import machine_of, machine_without_speeds
+from lightning_cxl.machine.topology import TierKind, Topology
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.planning.compare import PolicyPlan, compare, dram_only_time, fits, fits_device, working_bytes
+from lightning_cxl.planning.job import Job
+from lightning_cxl.planning.policies import POLICIES
+from lightning_cxl.planning.step import StepTime
+from lightning_cxl.ssd_options import SSD, read_ssd_options
+from lightning_cxl.tables import table_lines, wrapped
+from lightning_cxl.units import format_bytes
+
+DOES_NOT_FIT = 3
+"""Exit status."""
+_LARGE_BYTES = 1 << 50
+_RANK = 16  # of adapters that are advised
+
+
+class Step(NamedTuple):
+    """One change of a job or its machine."""
+
+    text: str
+    flags: str = ""  # the same as options of `plan`; empty for another machine
+    values: Mapping[str, Any] = {}  # fields of `Settings`
+    machine: Machine | None = None
+
+
+class Way(NamedTuple):
+    """Steps after which a job fits, and what it takes then."""
+
+    steps: tuple[Step, ...]
+    host_bytes: int
+    device_bytes: int | None
+
+    @property
+    def text(self) -> str:
+        """The changes as one sentence."""
+        return ", ".join(step.text for step in self.steps)
+
+    def command(self, before: str) -> str:
+        """Return the command that plans it, "" where options cannot say it: the last options of `before` win."""
+        flags = [step.flags for step in self.steps]
+        of_file = "--ssd DIR" in flags and "--tiers" in before.split()
+        return "" if of_file or not all((before, *flags)) else " ".join((before, *flags))
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The result of `plan`."""
+
+    model: str
+    settings: Settings
+    machine: Machine
+    job: Job
+    policy: str  # the one that is shown in full
+    plans: Mapping[str, PolicyPlan]
+    dram_only: StepTime | None  # predicted as if DRAM were large enough; None where speeds are not known
+    ways: Sequence[Way]  # what would make it fit, where it does not
+    command: str = ""
+
+    @property
+    def chosen(self) -> PolicyPlan:
+        """The plan of the policy that is shown in full."""
+        return self.plans[self.policy]
+
+    @property
+    def fits(self) -> bool:
+        """Whether host and device can hold the job."""
+        return self.chosen.fits and fits_device(self.job, self.machine)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in all, without the tier `ssd`; where the CPU computes, with its working memory."""
+        return _host_bytes(self.job, self.machine)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan a job as the options say and print it.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: options that cannot be honoured.
+    """
+    options = parsers.plan().parse_args(arguments)
+    if options.plot is not None:
+        raise ConfigError("--plot was removed: write the plan with --json FILE, and draw it with a tool of your choice")
+    check_target(options.json)
+    given = {name: getattr(options, name) for name in Settings.__dataclass_fields__}
+    settings = Settings(**{**given, "weights": "shared" if options.weights == "shared" else "gathered"})
+    machine = _machine(options)
+    machine = machine.with_devices(machine.device.count if options.devices is None else options.devices)
+    command = shlex.join(["python", "-m", "lightning_cxl", "plan", *arguments])
+    model, either = PlannedModel(options.model), options.weights == "auto"
+    found = make_plan(model, settings, machine, options.policy, either=either, command=command)
+    print(as_text(found), file=sys.stderr if options.json == TO_STDOUT else sys.stdout)
+    if options.json is not None:
+        write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
+    return 0 if found.fits else DOES_NOT_FIT
+
+
+def make_plan(
+    model: PlannedModel,
+    settings: Settings,
+    machine: Machine,
+    policy: str = "auto",
+    *,
+    either: bool = False,
+    command: str = "",
+) -> Findings:
+    """Plan a job under all policies.
+
+    Args:
+        model: to train.
+        settings: of the job.
+        machine: to run on.
+        policy: shown in full; built-in, or the import path of a class. ``"auto"`` is what a run takes: ``"bandwidth"``
+            where speeds are known, else ``"by_role"``. With one kind of memory all are the same.
+        either: several devices may share weights, too, if the step is predicted to be shorter then.
+        command: what was typed, for advice.
+
+    Raises:
+        ConfigError: no such policy, one that needs speeds that are not known, or settings that do not go together.
+    """
+    if policy == "auto":
+        policy = "bandwidth" if machine.has_speeds else "by_role"
+    if either and machine.device.count > 1 and (settings.num_nodes == 1 or settings.between_nodes == "replicate"):
+        both = [replace(settings, weights=weights) for weights in ("gathered", "shared")]
+        times = [compare(model.job(each, machine), machine, [policy])[policy].time for each in both]
+        seconds = [float("inf") if time is None else time.seconds for time in times]
+        settings = both[seconds[1] < seconds[0]]
+    job = model.job(settings, machine)
+    plans = compare(job, machine, dict.fromkeys([*POLICIES, policy]))
+    if plans[policy].needs_speeds:
+        raise ConfigError(
+            f"policy {policy!r} needs the speeds of this machine's memory, and they are not known: measure them with "
+            f"`python -m lightning_cxl calibrate`, describe a machine in a file (--tiers; examples are in "
+            f"examples/machines), or choose another policy"
+        )
+    dram_only = dram_only_time(job, machine)
+    found = Findings(model.name, settings, machine, job, policy, plans, dram_only, (), command)
+    return found if found.fits else replace(found, ways=what_fits(model, settings, machine, policy))
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    """Return the machine of a file, or this one with what is free on it now."""
+    given = {"budget": options.ssd_budget, "checkpoint": options.ssd_checkpoint}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not options.ssd:
+        raise ConfigError(f"--ssd-{next(iter(given))} needs --ssd, the folder of the tier")
+    if options.tiers is not None:
+        if options.ssd:
+            raise ConfigError(
+                "--ssd is a folder of this machine: of the machine of --tiers, describe it there under `ssd`"
+            )
+        return load_machine(options.tiers)
+    ssd = read_ssd_options({"path": options.ssd, **given}) if options.ssd else None
+    topology = Topology.detect()
+    topology = topology if ssd is None else topology.with_ssd(ssd)
+    found = devices_apart()
+    device = found[0].device.type if found else "cpu"
+    free = {tier.name: sum(topology.node_free_bytes(node) for node in tier.node_ids) for tier in topology.tiers}
+    machine = machine_of(topology, device, capacity_bytes=free)
+    machine = machine or machine_without_speeds(topology, device).with_capacity(free)
+    return machine.with_capacity({}, topology.host_available_bytes())  # tiers may share memory or a limit
+
+
+def _host_bytes(job: Job, machine: Machine) -> int:
+    return sum(job.bytes_of().values()) - job.ssd_bytes + working_bytes(job, machine)
+
+
+# Advice: single changes that make a job fit, or else the fewest and cheapest together.
+
+
+def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy: str) -> list[Way]:
+    """Return ways to make the job fit, the cheapest first; adapters, which train something else, come last."""
+    known: dict[tuple[str, ...], Way | None] = {}
+
+    def attempt(*steps: Step | None) -> Way | None:
+        taken = tuple(step for step in steps if step is not None)
+        key = tuple(step.text for step in taken)
+        if key not in known:
+            known[key] = _attempt(model, settings, machine, policy, taken)
+        return known[key]
+
+    def weakest(axis: Sequence[Step]) -> Way | None:
+        # the strongest first: if it does not help, the others need no attempt, and each may be a dry run
+        return next(way for step in axis if (way := attempt(step))) if attempt(axis[-1]) else None
+
+    def fewest(axes: Sequence[Sequence[Step]], *base: Step) -> Way | None:
+        """Return the way of the cheapest axes together, without the steps that it does not need."""
+        picked: list[Step | None] = []
+        way = None
+        for axis in axes:
+            picked.append(axis[-1])
+            if way := attempt(*base, *picked):
+                break
+        for index in reversed(range(len(picked) if way else 0)):  # the most expensive first
+            for weaker in (None, *axes[index][:-1]):
+                if less := attempt(*base, *picked[:index], weaker, *picked[index + 1 :]):
+                    picked[index], way = weaker, less
+                    break
+        return way
+
+    options, others = _options(settings, machine), _others(settings, machine)
+    ways = [weakest(axis) for axis in options]
+    if not any(ways):
+        ways = [fewest(options)]
+    ways += [weakest(axis) for axis in others]
+    if not any(ways):
+        ways = [fewest(options + others)]
+    ways += [attempt(base) or fewest(options + others, base) for base in _adapters(settings, machine)]
+    return [way for way in ways if way is not None]
+
+
+def _attempt(model: PlannedModel, settings: Settings, machine: Machine, policy: str, steps: tuple[Step, ...]) -> Any:
+    for step in steps:
+        settings, machine = replace(settings, **step.values), step.machine or machine
+    try:
+        job = model.job(settings, machine)
+    except (ConfigError, UnsupportedError):
+        return None  # settings that do not go together, or need what is not installed
+    return Way(steps, _host_bytes(job, machine), job.device_bytes) if fits(job, machine, policy) else None
+
+
+def _step(name: str, value: Any, text: str = "", flag: str = "") -> Step:
+    """Return the step that gives one field of the settings a value; by default it is said as the strategy has it."""
+    option = "--" + (flag or name).replace("_", "-")
+    shown = f'"{value}"' if isinstance(value, str) else value
+    return Step(text or f"{name}={shown}", option if value is True else f"{option} {value}", {name: value})
+
+
+def _options(settings: Settings, machine: Machine) -> list[list[Step]]:
+    """Return options that can be changed, the cheapest first; of each, the values from the weakest to the strongest."""
+    chunked = "a loss that never holds all logits (`lightning_cxl.chunked_loss(model)` around the model's forward)"
+    backward = 'on_overflow="ignore" (gradients are used up in backward)'
+    accumulates = settings.accumulate_grad_batches > 1
+    hides = settings.streams(machine) and settings.overlap != "backward" and not accumulates
+    in_parts = {"between_nodes": "shard", "weights": "gathered"}
+    cut = Step("the model cut over all machines", "--between-nodes shard --weights gathered", in_parts)
+    formats = {"fp32": ["bf16", "8bit"], "bf16": ["8bit"], "8bit": []}[settings.state]
+    axes = [
+        (settings.loss == "full", [_step("loss", "chunked", chunked)]),
+        (not settings.activation_offload, [_step("activation_offload", True)]),
+        (settings.stream_weights is False and not machine.device.is_host, [_step("stream_weights", True)]),
+        (settings.precision != "bf16-true", [_step("precision", "bf16-true")]),
+        (settings.master == "fp32", [_step("master", "split")]),
+        (hides, [_step("overlap", "backward", backward)]),
+        (bool(formats), [_step("state", name) for name in formats]),
+        (accumulates and settings.accumulate == "fp32", [_step("accumulate", "bf16")]),
+        (settings.num_nodes > 1 and settings.between_nodes == "replicate", [cut]),
+    ]
+    return [steps for applies, steps in axes if applies]
+
+
+def _others(settings: Settings, machine: Machine) -> list[list[Step]]:
+    """Return what costs more than an option, as `_options` does: a drive, smaller inputs, another card."""
+    axes: list[list[Step]] = []
+    if machine.ssd is None:
+        on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=_LARGE_BYTES))
+        text = 'optimizer state and weights on a drive, tiers={"ssd": {"path": DIR}}'
+        axes.append([Step(text, "--ssd DIR", machine=on_drives)])
+    for name, flag in (("batch", "batch"), ("sequence", "seq")):
+        sizes = [size for shift in (1, 2, 3) if (size := getattr(settings, name) >> shift)]
+        axes.append([_step(name, size, f"{name} {size}", flag) for size in sizes])
+    if cards := [tier for tier in machine.select(TierKind.CXL) if tier.backed_by is None]:
+        name = next(f"cxl{i}" for i in range(len(machine.tiers) + 1) if f"cxl{i}" not in machine.names)
+        together = None if machine.host_bytes is None else machine.host_bytes + cards[-1].capacity_bytes
+        more = replace(machine, tiers=(*machine.tiers, replace(cards[-1], name=name)), host_bytes=together)
+        axes.append([Step("another card like the last one", machine=more)])
+    return [axis for axis in axes if axis]
+
+
+def _adapters(settings: Settings, machine: Machine) -> list[Step]:
+    rank = settings.lora or _RANK
+    lora = _step("lora", rank, f'adapters alone are trained, lora={{"r": {rank}}}')
+    below = f'{lora.text}, on weights of 4 bit, quantization="4bit"'
+    quantised = Step(below, f"{lora.flags} --quantize 4bit", {**lora.values, "quantize": "4bit"})
+    steps = [lora] if settings.lora is None else []
+    return [*steps, quantised] if settings.quantize is None and not settings.mesh(machine).is_sharded else steps
+
+
+# The findings as data.
+
+
+def as_data(found: Findings) -> dict[str, Any]:
+    """Return the findings as JSON-able data; seconds and tokens per second are predicted."""
+    job, machine, device, mesh = found.job, found.machine, asdict(found.machine.device), found.job.mesh
+    if not machine.has_speeds:  # placeholders
+        device = {name: None if name.endswith("_per_s") or name == "flops" else v for name, v in device.items()}
+    ssd = machine.ssd and {
+        **asdict(machine.ssd),
+        "used_bytes": job.ssd_bytes_in(machine.ssd.versions),
+        "num_records": job.num_records,
+        "read_bytes_per_step": job.ssd_read_bytes,
+        "written_bytes_per_step": job.ssd_written_bytes,
+    }
+    busy = found.chosen.time and busy_seconds(found.chosen.time)
+    return {
+        "model": found.model,
+        "settings": asdict(found.settings),
+        "machine": {
+            "name": machine.name,
+            "source": machine.source,
+            "tiers": {t.name: {"kind": t.kind.value, "capacity_bytes": t.capacity_bytes} for t in machine.tiers},
+            "has_speeds": machine.has_speeds,
+            "device": device,
+        },
+        **{name: getattr(job, name) for name in ("num_parameters", "num_units", "num_tokens", "overlap")},
+        "roles": {role.value: nbytes for role, nbytes in job.bytes_of().items()},
+        "host_bytes": found.host_bytes,
+        "host_bytes_left": machine.memory_bytes - found.host_bytes,
+        "ssd": ssd,
+        "device_bytes": job.device_bytes,
+        "device_parts": dict(found.job.device_parts),
+        "policy": found.policy,
+        "fits": found.fits,
+        "fits_device": fits_device(job, machine),
+        "what_fits": [
+            {
+                "text": way.text,
+                "command": way.command(found.command),
+                "host_bytes": way.host_bytes,
+                "device_bytes": way.device_bytes,
+            }
+            for way in found.ways
+        ],
+        "predicted_dram_only_seconds": found.dram_only and found.dram_only.seconds,
+        "policies": {name: _policy_data(each, found) for name, each in found.plans.items()},
+        "notes": list(found.job.notes),
+        "ranks": {
+            **{each: getattr(mesh, each) for each in ("num_devices", "num_machines", "replicates", "shares_weights")},
+            "device_bytes_per_step": _per_device(found),
+            "received_bytes_per_step": found.job.volume.total,
+            "predicted_busy_seconds": busy,
+            "predicted_bound_by": found.chosen.time and bound_by(found.chosen.time),
+        },
+    }
+
+
+def _policy_data(plan: PolicyPlan, found: Findings) -> dict[str, Any]:
+    time, dram_only = plan.time, found.dram_only
+    return {
+        "fits": None if plan.needs_speeds else plan.fits,
+        "needs_speeds": plan.needs_speeds,
+        "error": plan.error,
+        "bytes": {role.value: dict(tiers) for role, tiers in plan.bytes_on.items()},
+        "reasons": {role.value: reason for role, reason in plan.reasons.items()},
+        "predicted": None
+        if time is None or dram_only is None
+        else {
+            "seconds": time.seconds,
+            "tokens_per_s": found.job.num_tokens / time.seconds,
+            "of_dram_only": dram_only.seconds / time.seconds,
+            "hidden_seconds": time.hidden_seconds,
+            "ssd_seconds": plan.ssd_seconds,
+            "phases": {
+                name: {"seconds": each.seconds, "bound_by": each.bound_by, "busy_seconds": dict(each.resources)}
+                for name, each in time.phases().items()
+            },
+        },
+    }
+
+
+def busy_seconds(time: StepTime) -> dict[str, float]:
+    """Return for how long each resource is busy in a step."""
+    total: dict[str, float] = {}
+    for phase in time.phases().values():
+        for name, seconds in phase.resources.items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def bound_by(time: StepTime) -> str:
+    """Return the resource that is busy longest in a step."""
+    busy = busy_seconds(time)
+    return max(busy, key=lambda name: busy[name])
+
+
+def _per_device(found: Findings) -> dict[str, float]:
+    job, volume = found.job, found.job.volume
+    moves = [move for each in job.classes for move in each.moves]
+    return {
+        "copies to the device": sum(move.nbytes for move in moves if move.kind == "h2d"),
+        "copies from the device": sum(move.nbytes for move in moves if move.kind == "d2h"),
+        "all-gather, forward": volume.forward_gather,
+        "all-gather, backward": volume.backward_gather,
+        "reduce-scatter": volume.reduce_scatter,
+        "all-reduce between machines": volume.all_reduce,
+    }
+
+
+# The findings as text.
+
+
+def as_text(found: Findings) -> str:
+    """Return the findings as text that fits on one screen; sentences are wrapped at the terminal's width."""
+    blocks = [_head(found), _roles(found), _drives(found), _device(found), _ranks(found)]
+    blocks += [_policies(found), _verdict(found)]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _head(found: Findings) -> list[str]:
+    job, machine, chosen, ssd = found.job, found.machine, found.settings, found.machine.ssd
+    adapters = ""
+    if chosen.lora is not None:
+        below = "frozen" if chosen.quantize is None else chosen.quantize.replace("bit", "-bit")
+        adapters = f"adapters of rank {chosen.lora} on {below} weights, "
+    counts = ((chosen.accumulate_grad_batches, "micro-batches"), (machine.device.count, "devices"))
+    times = "".join(f" x {count} {what}" for count, what in (*counts, (chosen.num_nodes, "machines")) if count > 1)
+    tiers = ", ".join(f"{tier.name} {format_bytes(tier.capacity_bytes)}" for tier in machine.tiers)
+    if machine.memory_bytes < sum(tier.capacity_bytes for tier in machine.tiers):
+        tiers += f", {format_bytes(machine.memory_bytes)} together"
+    if ssd is not None:
+        tiers += f"; ssd {format_bytes(ssd.capacity_bytes)}{f' on {ssd.num_drives} drives' * (ssd.num_drives > 1)}"
+        if ssd.read_bytes_per_s is not None and ssd.write_bytes_per_s is not None:
+            tiers += f", {ssd.read_bytes_per_s / 1e9:.2f} GB/s read, {ssd.write_bytes_per_s / 1e9:.2f} GB/s written"
+    flops = f", {machine.device.flops / 1e12:.3g} TFLOP/s in training" if machine.has_speeds else ""
+    return [
+        *wrapped(
+            f"Plan: {found.model}, {job.num_parameters:,} parameters in {job.num_units} units; {adapters}"
+            f"{chosen.precision}, {chosen.state} state, {chosen.master} masters; "
+            f"{chosen.batch} x {chosen.sequence} tokens{times}"
+        ),
+        *wrapped(f"Machine: {machine.name}: {tiers}; {machine.device.name}{flops}"),
+        *(wrapped(f"  speeds: {machine.source}") if machine.source else []),
+    ]
+
+
+def _roles(found: Findings) -> list[str]:
+    plan, job = found.chosen, found.job
+    tiers = (*found.machine.names, SSD)[: None if job.ssd_bytes else -1] if plan.bytes_on else ()
+    roles = job.bytes_of()
+    rows = []
+    for role, nbytes in roles.items():
+        on = plan.bytes_on.get(role, {})
+        rows.append((role.value, format_bytes(nbytes), *(format_bytes(on[t]) if on.get(t) else "-" for t in tiers)))
+    used = [format_bytes(plan.used_bytes(name)) for name in tiers]
+    rows.append(("in all", format_bytes(sum(roles.values())), *used))
+    lines = table_lines((f"policy {plan.policy}", "bytes", *tiers), rows)
+    roles_of: dict[str, list[str]] = {}
+    for role, reason in plan.reasons.items():
+        roles_of.setdefault(reason, []).append(role.value)
+    for reason, names in roles_of.items():
+        lines += wrapped(f"  {', '.join(names)}: {reason}")
+    if working := working_bytes(job, found.machine):
+        total = format_bytes(found.host_bytes)
+        lines.append(f"host memory in all: {total}, with {format_bytes(working)} that the CPU works in")
+    return lines
+
+
+def _drives(found: Findings) -> list[str]:
+    job, machine, ssd, time = found.job, found.machine, found.machine.ssd, found.chosen.time
+    if ssd is None or not job.ssd_written_bytes:
+        return []
+    there = {role: sum(e.nbytes for e in job.classes if e.role is role and e.tier == SSD) for role in TensorRole}
+    inputs = there[TensorRole.ACTIVATIONS]
+    state = "optimizer state and weights" if there[TensorRole.COMPUTE_WEIGHTS] else "optimizer state"
+    parts = [f"{state} in {job.num_records} records"] if job.num_records else []
+    parts += [f"{format_bytes(inputs)} of activations"] if inputs else []
+    lines = wrapped(
+        f"tier ssd: memory cannot hold {' and '.join(parts)}, {format_bytes(job.ssd_bytes_in(ssd.versions))} of "
+        f"{format_bytes(ssd.capacity_bytes)}{', optimizer state in two versions' if ssd.versions > 1 else ''}; memory "
+        f"left over: {format_bytes(max(0, machine.memory_bytes - found.host_bytes))} of "
+        f"{format_bytes(machine.memory_bytes)}"
+    )
+    if time is not None:
+        busy = busy_seconds(time)
+        lines += wrapped(
+            f"  a step reads for {busy.get('ssd read', 0):.2f} s and writes for {busy.get('ssd write', 0):.2f} s, at "
+            f"the same time; that adds {found.chosen.ssd_seconds or 0.0:.2f} s to the {time.seconds:.2f} s predicted"
+        )
+    elif machine.has_speeds and not ssd.has_speeds:
+        lines += wrapped(
+            "  the speeds of its drives are not known, so no seconds are predicted: `python -m lightning_cxl calibrate "
+            "--ssd DIR` measures them"
+        )
+    return [*lines, f"  {job.ssd_written_bytes / 1e9:.3g} GB written per step"]
+
+
+def _device(found: Findings) -> list[str]:
+    job, device = found.job, found.machine.device
+    if job.device_bytes is None:
+        return []
+    text = "the CPU's working memory" if device.is_host else f"{device.name} at its peak"
+    text += f": {format_bytes(job.device_bytes)}"
+    if device.memory_bytes and not device.is_host:
+        verdict = "fits" if fits_device(job, found.machine) else "DOES NOT FIT"
+        text += f" of {format_bytes(device.memory_bytes)}: {verdict}"
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in found.job.device_parts.items())
+    return [text, *wrapped(f"  {parts}")]
+
+
+def _ranks(found: Findings) -> list[str]:
+    mesh, machine, time = found.job.mesh, found.machine, found.chosen.time
+    if not mesh.is_sharded:
+        return []
+    count, machines = mesh.num_devices, mesh.num_machines
+    how = "each has all weights"
+    if mesh.shares_weights:
+        how = "devices read weights from one copy in host memory, each over its own link"
+    elif mesh.num_shards > 1:
+        how = "each reads its shard of the weights and gathers those of the others"
+    where = "this machine"
+    if machines > 1:
+        where = f"{machines} machines like this one, {count} on each"
+        cut = "every machine holds the whole model" if mesh.replicates else "the model is cut over all machines"
+        how = f"{cut}; {how}"
+    moved = {name: nbytes for name, nbytes in _per_device(found).items() if nbytes}
+    rows = [(name, format_bytes(round(each)), format_bytes(round(each * count))) for name, each in moved.items()]
+    lines = wrapped(f"{mesh.num_ranks} ranks on {where}: {how}")
+    lines += table_lines(("in one step", "each device", f"{count} devices"), rows)
+    lines += wrapped(
+        f"  host memory: {format_bytes(found.host_bytes)} of each machine, counted once for all of its ranks; "
+        f"{format_bytes(found.host_bytes // count)} a rank"
+    )
+    if machine.links.peer_bytes_per_s is None and count > 1 and not mesh.shares_weights and not machine.device.is_host:
+        lines += wrapped(
+            "  links between devices are not known: what they exchange is counted as going through host memory. Say "
+            "how fast they are under `links` in a machine file (--tiers)"
+        )
+    if time is not None:
+        busy = ", ".join(f"{name} {each:.2f} s" for name, each in busy_seconds(time).items() if each >= 0.005)
+        lines += wrapped(f"  predicted: busy in {time.seconds:.2f} s: {busy}; most of all {bound_by(time)}")
+    return lines
+
+
+def _policies(found: Findings) -> list[str]:
+    """Return a row of predicted times per policy, why others do not fit, and the phases of the chosen one."""
+    dram_only, tokens = found.dram_only, found.job.num_tokens
+    # with one tier all policies do the same
+    plans = found.plans if len(found.machine.tiers) > 1 else {found.policy: found.chosen}
+    lines: list[str] = []
+    if dram_only is not None:
+        times = {name: plan.time for name, plan in plans.items()} | {"were DRAM large enough": dram_only}
+        rows = [
+            (name, *["-"] * 6)
+            if time is None
+            else (
+                name,
+                *(f"{each.seconds:.3f}" for each in time.phases().values()),
+                *(f"{time.seconds:.3f}", f"{tokens / time.seconds:,.0f}", f"{dram_only.seconds / time.seconds:.1%}"),
+            )
+            for name, time in times.items()
+        ]
+        phases = (f"{name} s" for name in dram_only.phases())
+        lines = table_lines(("predicted", *phases, "step s", "tokens/s", "of DRAM only"), rows)
+    for name, plan in plans.items():
+        lines += wrapped(f"{name} does not fit: {plan.error}") if plan.error else []
+    if dram_only is None:
+        lines += wrapped(
+            "predicted seconds are not known: measure this machine's speeds with `python -m lightning_cxl calibrate` "
+            "first"
+        )
+    elif found.chosen.time:
+        lines += wrapped(f"predicted, {found.policy}: {found.chosen.time.describe()}")
+    return lines
+
+
+def _verdict(found: Findings) -> list[str]:
+    device, job = found.machine.device, found.job
+    notes = list(found.job.notes)
+    if found.settings.precision == "32-true" and found.machine.has_speeds:
+        notes.append("the device's flops are those of bfloat16 products: float32 computes longer than predicted")
+    if found.fits:
+        known = device.is_host or (job.device_bytes is not None and device.memory_bytes)
+        lines = ["It fits." if known else f"It fits the host; whether it fits {device.name} is not known."]
+    else:
+        where = [f"host memory (policy {found.policy})"] if found.chosen.error else []
+        where += [] if fits_device(job, found.machine) else [f"{device.name}'s memory"]
+        lines = [f"It does not fit {' nor '.join(where)}."]
+        lines.append(
+            "What would make it fit, each way on its own:"
+            if found.ways
+            else "Nothing that was tried makes it fit: use a smaller model."
+        )
+    for way in found.ways:
+        taken = f"{format_bytes(way.host_bytes)} of host memory"
+        if not device.is_host and way.device_bytes is not None:
+            taken += f", {format_bytes(way.device_bytes)} of {device.name}"
+        lines += wrapped(f"  {way.text}: {taken}")
+        lines += [f"    {command}"] if (command := way.command(found.command)) else []
+    return lines + [line for note in notes for line in wrapped(f"note: {note}")]

@@ -1,0 +1,536 @@
+"""A training job: its bytes in host memory by role, and what a step of it moves; the input of policies and predictions.
+
+Device memory at the peak, or where the CPU computes, host memory that is not of the roles, is the sum of::
+
+    weights and buffers that stay on the device   all but those that stream
+    slots                                         NUM_SLOTS x the largest unit that streams
+    activations, logits, loss                     the dry run's peak
+    gradients on their way to the host            those of the two largest units or parameters outside of units
+
+Of several ranks, each gathers a unit in the place of a slot, reduces a unit's gradients before its shard of them
+leaves, and has a unit's shard on the device besides. Host memory and copies of a job are those of one machine.
+
+It leaves out what a dry run does not see, the driver's and CUDA libraries' own memory (about 0.5 GiB a process) and
+what the allocator has cached.
+
+Per micro-batch the device reads the weights of units twice, for the forward and for the recompute, and activations go
+out and come back. A gradient comes once per micro-batch. With one micro-batch it lands where it stays and the host
+reads it once to measure it; with several, each is read where it landed and added to sums that are read and written.
+Of several devices each copies its part, unless they share weights; the rest is done once for the machine.
+The update reads gradients, and reads and writes weights, masters and moments; weights beside float32 masters are only
+written. Where the CPU computes, the same bytes are read and written by it instead of copied.
+
+[Note: Communication volume]
+Parameters are cut over N shards (`Mesh.num_shards`), and R replicas of the whole are kept (`Mesh.num_replicas`). What
+is gathered or reduced together is a group: one unit, or the root, which has the parameters outside of units. With s the
+bytes of one rank's shard of a group as it is gathered, and t those of the trained ones as they are reduced, both padded
+to the longest shard, every rank receives, and sends as much::
+
+    all-gather, forward     micro-batches * (N - 1) * s
+    all-gather, backward    micro-batches * (N - 1) * s     units only: the root stays whole until its backward ends
+    reduce-scatter          reductions * (N - 1) * t
+    all-reduce              reductions * 2 * (R - 1) / R * t     of shards, between machines that replicate
+
+Without padding, (N - 1) * s is (N - 1) / N * P * b for P parameters of b bytes. These are the volumes of rings, and the
+least that any algorithm needs which lets every rank send as much as it receives. Reductions are as many as
+micro-batches; with `no_sync` gradients are added up on the devices and there is one. Ranks that read weights from one
+copy in host memory gather nothing.
+
+Not counted: two numbers of 8 bytes, on which all ranks agree once a step: the norm of gradients where they are clipped,
+and which gradient is not finite.
+
+Between machines, a ring over all ranks brings every machine what it brings one rank, however many rings the adapters of
+a machine have. Where machines replicate, shards of their devices are reduced in so many rings side by side.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_cxl.inventory.dry_run import known_parameters
+from lightning_cxl.inventory.inventory import Inventory
+from lightning_cxl.inventory.tensors import GRADIENTS, leaving_groups, parameter_bytes
+from lightning_cxl.inventory.workload import Mesh, Overlap
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.ssd_options import SSD
+from lightning_cxl.streaming.params import NUM_SLOTS
+from lightning_cxl.streaming.quantised import numel
+from lightning_cxl.streaming.unit_weights import tensors_by_parameter
+from lightning_cxl.streaming.units import NamedUnits
+
+SSD_MOVES = ("ssd_read", "ssd_write")
+Phase = Literal["forward", "backward", "update"]
+"""Backward includes the recompute of units; update is the optimizer's step on the host."""
+
+
+class Move(NamedTuple):
+    """Bytes of a memory class that one optimizer step moves."""
+
+    phase: Phase
+    kind: Literal["h2d", "d2h", "cpu", "ssd_read", "ssd_write"]
+    """A copy to the device, a copy from it, bytes that the CPUs read and write, or a transfer from or to drives."""
+    nbytes: float
+
+
+class Exchange(NamedTuple):
+    """Bytes that the ranks of a run exchange in one phase of one optimizer step."""
+
+    phase: Phase
+    kind: Literal["gather", "reduce"]
+    """Before the device computes with it, or after it has computed it."""
+    peer_bytes: float
+    """Received by each device from devices of its machine, and sent to them."""
+    network_bytes: float
+    """Received by each machine from others, and sent."""
+    hops: float
+    """Steps of rings, one after the other: each takes the latency of its links."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryClass:
+    """The tensors of one role that are placed alike."""
+
+    role: TensorRole
+    nbytes: int
+    tier: str | None = None
+    """The tier that a decorator or rule asks for; None leaves it to the policy. A job has at most one such class per
+    role and tier, and one per role without a tier."""
+    moves: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Volume:
+    """Bytes that every rank receives in one step, and sends, by collective. See [Note: Communication volume]."""
+
+    forward_gather: float = 0.0
+    backward_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_reduce: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.forward_gather + self.backward_gather + self.reduce_scatter + self.all_reduce
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One training job, all of its micro-batches of one optimizer step together."""
+
+    name: str
+    classes: tuple[MemoryClass, ...]
+    num_parameters: int = 0
+    num_units: int = 1
+    """Blocks that come and go one after the other."""
+    num_records: int = 0
+    """Of state and weights on the tier `ssd`."""
+    num_visits: int = 0
+    """Of these records to memory in one update, one after the other: what belongs to one unit comes together."""
+    num_tokens: int = 0
+    """Of one optimizer step."""
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    """With the recompute of units."""
+    overlap: Overlap = "none"
+    device_bytes: int | None = None
+    """Peak on the device; None where it is not known."""
+    exchanges: tuple[Exchange, ...] = ()
+    """Bytes that ranks exchange; all other bytes of the job are those of one machine."""
+    shares_weights: bool = False
+    """All devices of the machine read the same compute weights, wherever these lie."""
+    device_parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes on the device by what they are for; `device_bytes` is their sum."""
+    mesh: Mesh = field(default_factory=Mesh)
+    volume: Volume = field(default_factory=Volume)
+    """Bytes that every rank receives from others in one step."""
+    notes: tuple[str, ...] = ()
+    """Assumptions and gaps, one sentence each."""
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Bytes on the tier `ssd`, one version of them."""
+        return self.ssd_bytes_in(1)
+
+    def ssd_bytes_in(self, versions: int) -> int:
+        """Return the bytes on the tier `ssd` where state lies there in several versions; all else has one."""
+        others = (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
+        on_ssd = [each for each in self.classes if each.tier == SSD]
+        return sum(each.nbytes * (1 if each.role in others else versions) for each in on_ssd)
+
+    @property
+    def ssd_written_bytes(self) -> float:
+        """Bytes that a step writes to the tier `ssd`."""
+        return sum(move.nbytes for each in self.classes for move in each.moves if move.kind == "ssd_write")
+
+    @property
+    def ssd_read_bytes(self) -> float:
+        """Bytes that a step reads from the tier `ssd`."""
+        return sum(move.nbytes for each in self.classes for move in each.moves if move.kind == "ssd_read")
+
+    def without_ssd_moves(self) -> "Job":
+        """Return the job as if drives took no time."""
+        classes = [
+            replace(each, moves=tuple(move for move in each.moves if move.kind not in SSD_MOVES))
+            for each in self.classes
+        ]
+        return replace(self, classes=tuple(classes))
+
+    def in_memory(self) -> "Job":
+        """Return the job as if memory were large enough: nothing has a tier, and nothing moves from or to drives."""
+        job = self.without_ssd_moves()
+        return replace(
+            job, classes=tuple(replace(each, tier=None) for each in job.classes), num_records=0, num_visits=0
+        )
+
+    def free_classes(self) -> dict[TensorRole, MemoryClass]:
+        """Return the classes that the policy decides about, by role."""
+        return {each.role: each for each in self.classes if each.tier is None}
+
+    def in_one_order(self) -> list[MemoryClass]:
+        """Return the classes by role and tier: what is added up in this order does not depend on who listed them."""
+        return sorted(self.classes, key=lambda each: (each.role.name, each.tier or ""))
+
+    def bytes_of(self) -> Mapping[TensorRole, int]:
+        """Return the bytes of every role."""
+        total: dict[TensorRole, int] = {}
+        for each in self.classes:
+            total[each.role] = total.get(each.role, 0) + each.nbytes
+        return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Parameters that are gathered and reduced together."""
+
+    name: str
+    """Of the unit; empty for the root."""
+    shard_bytes: int
+    """Input of one rank to a gather, with padding."""
+    reduced_bytes: int
+    """Result of a reduction on one rank, with padding."""
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it has the parameters outside of units."""
+        return not self.name
+
+
+def step_volume(groups: Iterable[Group], mesh: Mesh, num_micro_batches: int = 1, *, no_sync: bool = False) -> Volume:
+    """Return what every rank receives in one step. See [Note: Communication volume].
+
+    Args:
+        groups: what is gathered and reduced together, see `groups_of`.
+        mesh: the ranks.
+        num_micro_batches: of the step.
+        no_sync: only gradients of the last micro-batch are reduced.
+    """
+    found = list(groups)
+    others = mesh.num_shards - 1
+    gathers = 0 if mesh.shares_weights else num_micro_batches * others
+    reductions = 1 if no_sync else num_micro_batches
+    reduced = sum(group.reduced_bytes for group in found)
+    return Volume(
+        forward_gather=float(gathers * sum(group.shard_bytes for group in found)),
+        backward_gather=float(gathers * sum(group.shard_bytes for group in found if not group.is_root)),
+        reduce_scatter=float(reductions * others * reduced),
+        all_reduce=reductions * 2 * (mesh.num_replicas - 1) / mesh.num_replicas * reduced,
+    )
+
+
+def groups_of(model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsize: int | None = None) -> list[Group]:
+    """Return the groups of a model: its units in their order, then the root where anything is left for it.
+
+    Args:
+        model: on any device. A parameter that several modules share belongs to the first of them.
+        units: blocks, as they are cut.
+        mesh: the ranks.
+        reduce_itemsize: bytes of a number as gradients are reduced; None: as the parameter has.
+    """
+    left = {id(parameter): parameter for parameter in known_parameters(model)}
+    groups = []
+    for name, parameters in [(name, [*unit.parameters()]) for name, unit in units] + [("", list(left.values()))]:
+        own = [parameter for each in parameters if (parameter := left.pop(id(each), None)) is not None]
+        if own:
+            groups.append(_group(name, own, mesh, reduce_itemsize))
+    return groups
+
+
+def _group(name: str, parameters: Sequence[Tensor], mesh: Mesh, reduce_itemsize: int | None) -> Group:
+    trained = [each for each in parameters if each.requires_grad]
+    return Group(
+        name=name,
+        shard_bytes=sum(mesh.shard_numel(each) * each.element_size() for each in parameters),
+        reduced_bytes=sum(mesh.shard_numel(each) * (reduce_itemsize or each.element_size()) for each in trained),
+    )
+
+
+_GRADS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
+
+
+def exchanges(
+    volume: Volume, mesh: Mesh, num_groups: int, num_micro_batches: int, num_reductions: int
+) -> tuple[Exchange, ...]:
+    """Return what the ranks exchange in one step.
+
+    Args:
+        volume: of the step.
+        mesh: the ranks.
+        num_groups: that are gathered and reduced.
+        num_micro_batches: of the step.
+        num_reductions: of every gradient in the step.
+    """
+    if not mesh.is_sharded:
+        return ()
+    crosses = mesh.num_shards > mesh.num_devices
+    ring, replicas = mesh.num_shards - 1, mesh.num_replicas - 1
+
+    def among_shards(phase: Phase, kind: str, nbytes: float, calls: int) -> Exchange:
+        peer = nbytes if mesh.num_devices > 1 else 0.0
+        return Exchange(phase, kind, peer, nbytes if crosses else 0.0, calls * ring)  # type: ignore[arg-type]
+
+    gathers = 0 if mesh.shares_weights else num_groups * num_micro_batches
+    reductions = num_groups * num_reductions
+    found = (
+        among_shards("forward", "gather", volume.forward_gather, gathers),
+        among_shards("backward", "gather", volume.backward_gather, gathers),
+        among_shards("backward", "reduce", volume.reduce_scatter, reductions),
+        Exchange("backward", "reduce", 0.0, mesh.num_devices * volume.all_reduce, reductions * 2 * replicas),
+        among_shards("update", "reduce", 16.0, 2),  # the norm, and whether the step is skipped
+    )
+    return tuple(each for each in found if each.peer_bytes or each.network_bytes or each.hops)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes of a job that decide about its moves."""
+
+    num_micro_batches: int = 1
+    num_arrivals: int | None = None
+    """How often gradients come to the host; None: with every micro-batch."""
+    weight_bytes: int
+    """Compute weights on the host, all of them."""
+    trained_bytes: int
+    """Of those, what is updated."""
+    weights_are_read: bool = True
+    """The update reads compute weights: they are masters, or the upper halves of them."""
+    grad_bytes: int
+    """Gradients of all parameters as they are kept."""
+    arriving_bytes: int
+    """Gradients of all parameters as one backward delivers them."""
+    staged_bytes: int = 0
+    """Of those, what lands in staging memory first."""
+    written_back_bytes: int = 0
+    """Weights on the device that are overwritten from their masters after the update."""
+    weight_parts: int = 1
+    """Devices of the machine that copy a part of the weights each."""
+    root_bytes: int = 0
+    """Of several ranks, weights outside of units: they stay on the device until the backward ends."""
+    gradient_parts: int = 1
+    """Devices of the machine that a part of the gradients comes from each."""
+
+
+def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move, ...]:
+    """Return the moves of all bytes of a role.
+
+    Args:
+        role: of the class.
+        nbytes: that are kept of it.
+        traffic: of the job.
+    """
+    n, arrivals = traffic.num_micro_batches, traffic.num_arrivals or traffic.num_micro_batches
+    if role is TensorRole.COMPUTE_WEIGHTS:
+        update = traffic.trained_bytes * (2 if traffic.weights_are_read else 1)
+        read = n * traffic.weight_bytes / traffic.weight_parts
+        again = n * (traffic.weight_bytes - traffic.root_bytes) / traffic.weight_parts
+        return Move("forward", "h2d", read), Move("backward", "h2d", again), Move("update", "cpu", float(update))
+    if role in _GRADS:
+        direct = arrivals * traffic.arriving_bytes - traffic.staged_bytes
+        once = arrivals == 1
+        touched = traffic.arriving_bytes if once else arrivals * (traffic.arriving_bytes + 2 * traffic.grad_bytes)
+        kept = touched + (traffic.staged_bytes if once else 0)  # copied out of staging memory
+        found = (Move("backward", "d2h", direct / traffic.gradient_parts), Move("backward", "cpu", float(kept)))
+        return tuple(m for m in (*found, Move("update", "cpu", float(traffic.grad_bytes))) if m.nbytes)
+    if role is TensorRole.STAGING:
+        return Move("backward", "d2h", traffic.staged_bytes / traffic.gradient_parts), Move(
+            "backward", "cpu", float(traffic.staged_bytes)
+        )
+    if role is TensorRole.ACTIVATIONS:
+        return Move("forward", "d2h", float(n * nbytes)), Move("backward", "h2d", float(n * nbytes))
+    moved = (Move("update", "cpu", 2.0 * nbytes),)
+    if role is TensorRole.MASTER_WEIGHTS and traffic.written_back_bytes:
+        return (*moved, Move("update", "h2d", float(traffic.written_back_bytes)))
+    return moved
+
+
+def ssd_moves(role: TensorRole, nbytes: int, updated_bytes: int, num_micro_batches: int) -> tuple[Move, ...]:
+    """Return what a step moves of a role on the tier `ssd`, beside what the CPUs read and write of it in memory.
+
+    Args:
+        role: of the class: weights are read for every forward and every backward, too; inputs of units are written in
+            every forward, and read in every backward.
+        nbytes: that lie there.
+        updated_bytes: of those, what the update reads and writes.
+        num_micro_batches: of the step.
+    """
+    if role is TensorRole.ACTIVATIONS:
+        moved = float(num_micro_batches * nbytes)
+        return Move("forward", "ssd_write", moved), Move("backward", "ssd_read", moved)
+    updates = Move("update", "ssd_read", float(updated_bytes)), Move("update", "ssd_write", float(updated_bytes))
+    if role is not TensorRole.COMPUTE_WEIGHTS:
+        return updates
+    read = float(num_micro_batches * nbytes)
+    moves = (Move("forward", "ssd_read", read), Move("backward", "ssd_read", read), *updates)
+    return tuple(move for move in moves if move.nbytes)
+
+
+def model_job(name: str, inventory: Inventory) -> Job:
+    """Return the job of a model that is trained.
+
+    Args:
+        name: of the job.
+        inventory: of the run.
+    """
+    workload, run = inventory.workload, inventory.measured
+    parts, mesh = _device_parts(inventory), workload.mesh
+    n = workload.num_micro_batches
+    groups = groups_of(inventory.model, inventory.units, mesh)
+    volume = step_volume(groups, mesh, n, no_sync=workload.no_sync)
+    return Job(
+        name=name,
+        classes=_classes(inventory),
+        num_parameters=sum(numel(p) for p in known_parameters(inventory.model)),
+        num_units=max(1, len(inventory.units)),
+        num_records=sum(not record.is_inputs for record in inventory.ssd_records),
+        num_visits=len({each.owner for each in inventory.ssd_records if each.is_updated}),
+        num_tokens=workload.batch * workload.sequence * n * mesh.num_ranks,
+        forward_flops=run.forward_flops * n,
+        backward_flops=run.backward_flops * n,
+        overlap=inventory.overlap,
+        device_bytes=sum(parts.values()) if run.device_peak_bytes else None,
+        exchanges=exchanges(volume, mesh, len(groups), n, workload.num_arrivals),
+        shares_weights=mesh.shares_weights and mesh.is_sharded,
+        device_parts=parts,
+        mesh=mesh,
+        volume=volume,
+        notes=(run.note,) if run.note else (),
+    )
+
+
+def _classes(inventory: Inventory) -> tuple[MemoryClass, ...]:
+    """Return a class per role and tier that is asked for; each has its part of the role's moves."""
+    traffic = _traffic(inventory)
+    of_class: dict[tuple[TensorRole, str | None], int] = {}
+    of_role: dict[TensorRole, int] = {}
+    updated: dict[tuple[TensorRole, str | None], int] = {}
+    for each in inventory.tensors:
+        of_class[each.role, each.tier] = of_class.get((each.role, each.tier), 0) + each.nbytes
+        of_role[each.role] = of_role.get(each.role, 0) + each.nbytes
+        updated[each.role, each.tier] = updated.get((each.role, each.tier), 0) + each.is_updated * each.nbytes
+    classes = []
+    for (role, tier), nbytes in of_class.items():
+        part = nbytes / max(1, of_role[role])
+        of_all = engine_moves(role, of_role[role], _of_role(role, traffic, inventory))
+        moves = tuple(move._replace(nbytes=move.nbytes * part) for move in of_all)
+        if tier == SSD:
+            on_drives = nbytes * inventory.copies_of(role)
+            moves += ssd_moves(role, on_drives, updated[role, tier], traffic.num_micro_batches)
+        classes.append(MemoryClass(role=role, nbytes=nbytes * inventory.copies_of(role), tier=tier, moves=moves))
+    return tuple(classes)
+
+
+def _of_role(role: TensorRole, traffic: Traffic, inventory: Inventory) -> Traffic:
+    """Return the traffic of one role: some gradients may be compute gradients, and others master gradients."""
+    if role not in GRADIENTS:
+        return traffic
+    own = [each for each in inventory.gradients if each.role is role]
+    part = parameter_bytes(own) / max(1, parameter_bytes(inventory.gradients))
+    return replace(
+        traffic,
+        grad_bytes=sum(each.nbytes for each in own),
+        arriving_bytes=round(part * traffic.arriving_bytes),
+        staged_bytes=round(part * traffic.staged_bytes),
+    )
+
+
+def _traffic(inventory: Inventory) -> Traffic:
+    weight_bytes = inventory.bytes_of(TensorRole.COMPUTE_WEIGHTS)
+    parameters = known_parameters(inventory.model)
+    trained = sum(p.nbytes for p in parameters if p.requires_grad) / max(1, sum(p.nbytes for p in parameters))
+    separate = [each for each in inventory.gradients if each.role is TensorRole.MASTER_GRADS]
+    mesh = inventory.workload.mesh
+    all_on_host = inventory.workload.computes_on_host or mesh.is_sharded
+    on_host = [each for each in separate if each.unit or all_on_host]
+    arriving = [each.parameter for each in inventory.gradients if each.parameter is not None]
+    return Traffic(
+        num_micro_batches=inventory.workload.num_micro_batches,
+        num_arrivals=inventory.workload.num_arrivals,
+        weight_bytes=weight_bytes,
+        trained_bytes=round(weight_bytes * trained),
+        weights_are_read=not on_host,
+        grad_bytes=sum(each.nbytes for each in inventory.gradients),
+        arriving_bytes=mesh.machine_bytes(parameter_bytes(inventory.gradients), arriving),
+        staged_bytes=inventory.staged_bytes,
+        written_back_bytes=parameter_bytes(separate) - parameter_bytes(on_host),
+        root_bytes=_root_bytes(inventory),
+        weight_parts=1 if mesh.shares_weights else mesh.num_devices,
+        gradient_parts=mesh.num_devices,
+    )
+
+
+def _root_bytes(inventory: Inventory) -> int:
+    """Return the weights on the host that a device reads once in forward and backward; see `Traffic`."""
+    if inventory.workload.computes_on_host or not inventory.workload.mesh.is_sharded:
+        return 0
+    weights = (each for each in inventory.tensors if each.role is TensorRole.COMPUTE_WEIGHTS)
+    return sum(each.nbytes for each in weights if not each.unit)
+
+
+def _device_parts(inventory: Inventory) -> dict[str, int]:
+    """Return device memory at the peak by what it is for; see the module's docstring."""
+    model, on_host = inventory.model, inventory.workload.computes_on_host
+    if inventory.workload.mesh.is_sharded:
+        return _parts_of_rank(inventory)
+    streamed = inventory.unit_of
+    unit_bytes: dict[str, int] = {}
+    for each in inventory.tensors:
+        if each.unit and each.role is TensorRole.COMPUTE_WEIGHTS:
+            unit_bytes[each.unit] = unit_bytes.get(each.unit, 0) + each.nbytes
+    buffers = sum(buffer.nbytes for buffer in model.buffers() if not is_lazy(buffer))
+    tensors = tensors_by_parameter(model)
+    rest = sum(t.nbytes for p in known_parameters(model) if id(p) not in streamed for t in tensors[id(p)])
+    leaving = leaving_groups(inventory.gradients)[:2]  # one is copied, one is computed
+    parts = {
+        "weights that stay on the device": 0 if on_host else rest + buffers,
+        f"{NUM_SLOTS} slots for weights that stream": NUM_SLOTS * max(unit_bytes.values(), default=0),
+        "activations, logits and loss at their peak": inventory.measured.device_peak_bytes,
+        "gradients on their way to the host": 0 if on_host else sum(map(parameter_bytes, leaving)),
+    }
+    return {name: nbytes for name, nbytes in parts.items() if nbytes}
+
+
+def _parts_of_rank(inventory: Inventory) -> dict[str, int]:
+    """Return memory of one of several ranks on its device, or where the CPU computes, what it works in."""
+    workload, whole = inventory.workload, Mesh()
+    *units, root = [*groups_of(inventory.model, inventory.units, whole), Group(name="", shard_bytes=0, reduced_bytes=0)]
+    if units and units[-1].is_root:
+        root = units.pop()
+    buffers = sum(buffer.nbytes for buffer in inventory.model.buffers() if not is_lazy(buffer))
+    largest = max((unit.shard_bytes for unit in units), default=0)
+    reduced = sorted((group.reduced_bytes for group in (*units, root)), reverse=True)
+    kept = workload.num_micro_batches > 1 and workload.num_arrivals == 1
+    shards = -(-largest // workload.mesh.num_shards)
+    parts = {
+        "weights outside of units, and buffers": buffers + root.shard_bytes,
+        f"{NUM_SLOTS} units that are gathered": NUM_SLOTS * (largest + shards),
+        "activations, logits and loss at their peak": inventory.measured.device_peak_bytes,
+        "gradients that are reduced and leave": sum(reduced[:2]),
+        "gradients that wait for the last micro-batch": sum(reduced) if kept else 0,
+        # FSDP2 keeps the shards that machines have reduced, of every unit, until the backward ends
+        "gradients that machines have reduced": (
+            -(-sum(reduced) // workload.mesh.num_shards) if workload.mesh.num_replicas > 1 else 0
+        ),
+    }
+    return {name: nbytes for name, nbytes in parts.items() if nbytes}

@@ -1,1 +1,0 @@
-"""Policies that place a whole job at once."""

@@ -1,0 +1,534 @@
+"""`UnitUpdates`: the optimizer updates streamed units one after the other, behind what the device does.
+
+[Note: Overlapped updates]
+One worker thread does what the host does with gradients: it adds and measures them as they land (`GradientSink`) and
+runs the update of one unit after the other. There are two schedules:
+
+* Behind the next forward, always possible: at the time of the step all gradients are there, checked and clipped. What
+  does not stream is updated at once, then each unit in the order of the forward, and the step returns.
+* Behind the backward as well, if nothing can call the step off and nobody looks at gradients (`in_backward`): a unit is
+  updated when its backward is over, with the gradients that have been started on their way. They never become
+  ``p.grad``, and a few units' worth of them exist at a time: whoever is too far ahead waits. The masters of what stays
+  on the device (embedding, head) are updated when their gradients come, and are copied to it by the step.
+
+A step reads hyper-parameters when it begins, so schedulers may go on. Versions of the weights go up when an update is
+started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
+*updating*: its forward waits (`ParamStreamer.enter`), whoever looks at its parameters through their modules waits
+([Note: Awaited parameters]), and so does whoever looks at the optimizer's state. When it is done, the worker has the
+unit fetched if it is expected next. An error in an update is raised where it is waited for.
+
+A unit that ran more than once since the step began, or part of which the worker cannot update, is left to the end of
+the backward. An exception in the middle of a backward leaves a step half made where updates ran behind it.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_cxl.gradients.guard import OverflowGuard
+from lightning_cxl.gradients.offload import ArrivedGradients, GradientSink
+from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
+from lightning_cxl.optim.awaited_params import plain
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.masters import MasterWeights, WeightPair
+from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.streaming.params import ParamStreamer
+from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
+
+# ----------------------------------------------------------------------------------------------------
+# `WholeUpdates`: the update of a step, all parameters at once, by the optimizer's own `step`.
+
+
+class WholeUpdates:
+    """Makes updates when their step asks for them. Nothing runs behind; `UnitUpdates` is the one that overlaps.
+
+    Args:
+        units: whose weights stream; copies to the device may read them.
+        masters: of the run.
+    """
+
+    def __init__(self, units: Sequence[UnitWeights], masters: MasterWeights) -> None:
+        self._units = units
+        self._masters = masters
+
+    # -- what a backward tells
+
+    def begin_backward(self) -> None:
+        """Learn that a backward begins."""
+
+    def resident_has_come(self, pair: WeightPair) -> None:
+        """Learn that the gradient of a parameter that does not stream has left the device."""
+
+    def unit_is_over(self, unit: UnitWeights) -> None:
+        """Learn that the backward of a unit is over, and that its weights are at home."""
+
+    # -- what a step asks for, in this order
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Learn that a step of `optimizer` begins, before its closure is evaluated."""
+
+    def give_up(self) -> None:
+        """Learn that the closure has failed."""
+
+    def prepare(self) -> None:
+        """Return when the masters may be written, and have what others wrote into the compute weights."""
+        for unit in self._units:
+            unit.wait_for_readers()
+        self._masters.wait()
+        self._masters.absorb_changes()
+
+    def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
+        """Update the parameters of `optimizer` that have gradients.
+
+        Args:
+            optimizer: checked, and its gradients too.
+            step: the optimizer's own.
+            loss: what the closure has returned.
+
+        Returns:
+            What the optimizer's own step returns.
+        """
+        return step()
+
+    def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
+        """Give the model the new weights.
+
+        Args:
+            optimizer: that has made them.
+            updated: masters that were updated.
+        """
+        self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
+        self._masters.wait()
+
+    # -- what others ask
+
+    def wait(self) -> None:
+        """Return when every update is done and written back, e.g. before an optimizer's state is read."""
+        self._masters.wait()
+
+    def close(self, *, after_error: bool = False) -> None:
+        """Return when every update is done; see `UnitUpdates`."""
+        self._masters.wait()
+
+
+log = logging.getLogger(__name__)
+
+MAX_UNITS_IN_FLIGHT = 3
+"""Units whose gradients are on the host and wait for their update: one is updated, one lands, one is slack."""
+
+
+class UnitUpdates(WholeUpdates):
+    """Starts the updates of units and keeps track of them. See [Note: Overlapped updates].
+
+    Args:
+        units: streamed ones, in the order of the forward.
+        masters: of the run.
+        worker: one thread; gradients are folded on it, too.
+        arrived: hands gradients over.
+        streamer: fetches a unit's weights when they are new.
+        in_backward: whether updates may run behind the backward of a step's closure.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitWeights],
+        masters: MasterWeights,
+        worker: Executor,
+        arrived: ArrivedGradients,
+        streamer: ParamStreamer,
+        *,
+        in_backward: bool,
+    ) -> None:
+        super().__init__(units, masters)
+        self._unit_of = {id(place.parameter): unit for unit in units for place in unit.places}
+        self._worker = worker
+        self._arrived = arrived
+        self._streamer = streamer
+        self._in_backward = in_backward
+        self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
+        self._step: AdamStep | None = None  # of that closure, once a unit has been updated
+        self._started: deque[Future[None]] = deque()
+        self._is_last_backward = False  # of that closure
+        self._residents: list[tuple[WeightPair, Future[None]]] = []  # updated, but the device has old weights
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Learn that a step of `optimizer` begins, before its closure is evaluated."""
+        self._step = None
+        self._is_last_backward = False
+        if not isinstance(optimizer, CPUAdam):
+            self.give_up()
+            self.wait()  # it may read and write anything, at any time
+            return
+        self._optimizer = optimizer if self._in_backward and not has_step_hooks(optimizer) else None
+        for unit in self._units:
+            unit.num_forwards = 0
+
+    def begin_backward(self) -> None:
+        """Note that the backward begins after which the step comes, if a closure is being evaluated."""
+        self._is_last_backward = self._optimizer is not None
+
+    def give_up(self) -> None:
+        """Start no more updates before the end of a backward: it has failed, or it is not known what follows it."""
+        self._optimizer = None
+        self._end_residents()
+
+    def _end_residents(self) -> BaseException | None:
+        """Write back the masters whose updates run or ran; return the first error of those that failed."""
+        updated, self._residents = self._residents, []
+        errors = [update.exception() for _, update in updated]  # waits for each
+        self._masters.write_back([pair.master for (pair, _), error in zip(updated, errors, strict=True) if not error])
+        return next(filter(None, errors), None)
+
+    def unit_is_over(self, unit: UnitWeights) -> None:
+        """Start the update of a unit whose backward is over, if it may start now."""
+        if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
+            return
+        found = [self._masters.find(place.parameter) for place in unit.places]
+        pairs = self._arrived.hand_over(pair for pair in found if pair is not None and self._is_for_worker(pair))
+        if not pairs:
+            return
+        written: list[torch.Tensor] = [pair.compute for pair in pairs]
+        self.start(unit, written, self._updating(self._optimizer, pairs))
+        self._masters.write_back([pair.master for pair in pairs], kernel_wrote=True)
+        while len(self._started) > MAX_UNITS_IN_FLIGHT:
+            wait([self._started.popleft()])  # an error is raised by the unit
+
+    def resident_has_come(self, pair: WeightPair) -> None:
+        """Start the update of a master whose compute weights stay on the device, if it may start now.
+
+        They get the new values at the end of the step: a recompute may read them until then.
+        """
+        if self._optimizer is None or not self._is_last_backward or pair.may_be_written:
+            return
+        self._arrived.hand_over([pair])  # a gradient that has landed was computed with what the master was copied to
+        update: Future[None] = Future()
+        torch.autograd.graph.increment_version([pair.master])
+        self._residents.append((pair, update))
+        self._worker.submit(_run, self._updating(self._optimizer, [pair]), update)
+
+    def _updating(self, optimizer: CPUAdam, pairs: list[WeightPair]) -> Callable[[], None]:
+        """Return the job that updates parameters whose gradients have been handed over."""
+        if self._step is None:
+            self._step = optimizer.begin_step()
+        return partial(self._update_arrived, self._step, pairs, optimizer.grad_scale)
+
+    def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
+        """Update the parameters that have gradients: those of units on the worker, the rest now."""
+        if not isinstance(optimizer, CPUAdam) or has_step_hooks(optimizer):  # hooks may look at anything
+            self.wait()
+            return step()
+        self._update(optimizer)
+        return loss
+
+    @torch.no_grad()
+    def _update(self, optimizer: CPUAdam) -> None:
+        step = optimizer.begin_step() if self._step is None else self._step
+        self._optimizer = self._step = None
+        work = step.collect()
+        optimizer.drop_stale_scale()
+        parts: dict[int, list[Work]] = {}
+        now: list[Work] = []
+        for each in work:
+            pair = self._masters.find(each.update.parameter)
+            unit = None if pair is None else self._unit_of.get(id(pair.compute))
+            if pair is not None and unit is not None and self._is_for_worker(pair):
+                parts.setdefault(id(unit), []).append(each)
+            else:
+                now.append(each)
+        step.apply(now, optimizer.grad_scale)
+        torch.autograd.graph.increment_version(written_by(now))
+        for unit in self._units:
+            part = parts.get(id(unit))
+            if part is not None:
+                self.start(unit, written_by(part), partial(_apply, step, part, optimizer.grad_scale))
+        optimizer.grad_scale = 1.0
+        self._raise_of_residents()
+
+    def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
+        """Give the model the new weights; those of `CPUAdam` are on their way when this returns."""
+        if isinstance(optimizer, CPUAdam):
+            self._masters.write_back(updated, kernel_wrote=True)  # whoever gets at the masters waits
+        else:
+            super().write_back(optimizer, updated)
+
+    def wait(self) -> None:
+        """Return when every update is done and written back, e.g. before an optimizer's state is read."""
+        for unit in self._units:
+            unit.settle()
+        wait([update for _, update in self._residents])  # an error is raised by the step
+        self._masters.wait()
+
+    def close(self, *, after_error: bool = False) -> None:
+        """Return when every update is done, and keep none: an error that stays behind keeps what its frames hold.
+
+        Args:
+            after_error: an error has ended the run. Those of updates are logged then: raised, they would end the
+                teardown of whoever handles that one.
+
+        Raises:
+            BaseException: the error of an update, where nobody has seen it.
+        """
+        self._optimizer = None
+        self._started.clear()
+        try:
+            with ExitStack() as waits:
+                waits.callback(self._masters.wait)
+                waits.callback(self._raise_of_residents)
+                for unit in self._units:
+                    waits.callback(unit.settle)
+        except Exception as error:
+            if not after_error:
+                raise
+            log.warning(f"the error that ended the run was not the only one. An update failed: {error!r}")
+
+    def _raise_of_residents(self) -> None:
+        error = self._end_residents()
+        if error is not None:
+            raise error
+
+    def _is_for_worker(self, pair: WeightPair) -> bool:
+        """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
+        return pair.is_shared or pair.master in self._masters.kernel_weights
+
+    def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
+        """Let a job that writes the homes of `unit` run on the worker.
+
+        Args:
+            unit: waited for by whoever needs it, until the job is done.
+            written: parameters that the job writes: they count as written from now on.
+            job: raises where the unit is waited for.
+        """
+        while self._started and self._started[0].done():
+            self._started.popleft()
+        update: Future[None] = Future()
+        unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
+        torch.autograd.graph.increment_version(written)
+        update.add_done_callback(self._after_update)
+        self._worker.submit(_run, partial(_when_read, unit, job), update)
+        self._started.append(update)
+
+    def _after_update(self, _update: "Future[None]") -> None:
+        self._streamer.fetch_ahead()
+
+    @torch.no_grad()
+    def _update_arrived(self, step: AdamStep, pairs: list[WeightPair], scale: float) -> None:
+        grads: dict[torch.Tensor, torch.Tensor] = {pair.master: self._arrived.take(pair) for pair in pairs}
+        step.apply(step.collect(grads), scale)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether someone has put hooks around the step, of this optimizer or of all, which may look at anything."""
+    return any(step_hooks(optimizer))
+
+
+def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -> str | None:
+    """Return why updates must wait for the end of the backward; None if they need not."""
+    if objection is None and len(optimizers) > 1:
+        return "there are several optimizers"
+    if objection is None and any(map(has_step_hooks, optimizers)):
+        return "there are hooks around the optimizer's step"
+    return objection
+
+
+def _when_read(unit: UnitWeights, job: Callable[[], None]) -> None:
+    """Do a job that writes the homes of `unit`, when no copy reads them.
+
+    The end of another unit's update may have started such a copy, before anybody knew that this unit is next.
+    """
+    unit.wait_for_readers()
+    job()
+
+
+def _run(job: Callable[[], None], update: "Future[None]") -> None:
+    try:
+        job()
+    except BaseException as error:
+        update.set_exception(error)
+    else:
+        update.set_result(None)
+
+
+@torch.no_grad()
+def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
+    step.apply(work, scale)
+
+
+# ----------------------------------------------------------------------------------------------------
+# `HostStep`: what happens at a step of an adopted optimizer: gradients in, checks, update, new weights out.
+#
+# [Note: A step]
+# 1. The optimizer's step begins: updates learn which one (`begin`), and may run behind the backward from here on.
+# 2. The closure, if there is one, runs forward and backward. `CPUAdam` gets it evaluated, because its update may be
+#    made in parts. Every other optimizer evaluates it by itself, when and as often as it likes.
+# 3. After each evaluation gradients are complete (`GradientSink.end_step`), nothing reads the masters any more
+#    (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, without an
+#    update. That is possible as long as the optimizer has written to none of its parameters; else the guard raises.
+# 4. The update (`update`): by the optimizer's own step, or by `UnitUpdates` in parts.
+# 5. The model gets the new weights (`write_back`), and state that the optimizer has made moves to its tier (`rehome`).
+#
+# An optimizer that evaluates its closure again after it has written (LBFGS in its line search) finds the loss of the
+# weights it has written: they are written back before.
+
+
+class StateMemory(Protocol):
+    """Host memory for optimizer state, by the compute parameter that it belongs to."""
+
+    def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return an uninitialised 1-D tensor for state of a compute parameter."""
+
+    def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move state of `optimizer` that lies in ordinary memory to where the policy wants it."""
+
+
+@keeps_mark
+class HostStep:
+    """Stands in for `step` of one optimizer object. See [Note: A step].
+
+    Args:
+        optimizer: the `step` it has now makes the update.
+        grads: brings gradients.
+        guard: says whether they may be used.
+        updates: makes the update, and gives the model the new weights.
+        masters: knows the compute parameter of each master.
+        memory: where the optimizer's state belongs.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        grads: GradientSink,
+        guard: OverflowGuard,
+        updates: WholeUpdates,
+        masters: MasterWeights,
+        memory: StateMemory,
+    ) -> None:
+        self._optimizer = optimizer
+        self._grads = grads
+        self._guard = guard
+        self._updates = updates
+        self._masters = masters
+        self._memory = memory
+        self._step = optimizer.step
+        self._previous = optimizer.__dict__.get("step")  # a scheduler's wrapper, if there is one
+        self._versions: dict[int, int] = {}  # of the parameters when the step began, by id
+        self._evaluates_first = evaluates_first(optimizer)
+        self._num_evaluations = 0  # of the closure of this step
+
+    def __call__(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
+        """Run one step; same contract as the optimizer's own `step`, which gets the keywords.
+
+        Returns:
+            What the optimizer's `step` returns; the loss where the step was left out.
+        """
+        optimizer = self._optimizer
+        if keywords and isinstance(optimizer, CPUAdam):
+            raise TypeError(f"{type(optimizer).__name__}.step() takes `closure` only, not {', '.join(keywords)}")
+        mark_as_called(optimizer)
+        self._versions = {id(parameter): parameter._version for parameter in self._parameters()}
+        self._num_evaluations = 0
+        self._updates.begin(optimizer)
+        try:
+            if isinstance(optimizer, CPUAdam):
+                return self._step_of_cpu_adam(optimizer, closure)
+            return self._step_of_any_other(closure, keywords)
+        except _StepLeftOut as left_out:
+            return left_out.loss
+
+    def _step_of_cpu_adam(self, optimizer: CPUAdam, closure: Callable[[], Any] | None) -> Any:
+        try:
+            loss = self._check(None) if closure is None else self._evaluate(closure)
+        except BaseException:
+            optimizer.grad_scale = 1.0  # was for the step that is left out
+            raise
+        updated = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        evaluated = () if closure is None else (lambda: loss,)
+        result = self._updates.update(optimizer, partial(self._step, *evaluated), loss)
+        self._updates.write_back(optimizer, updated)
+        return result
+
+    def _step_of_any_other(self, closure: Callable[[], Any] | None, keywords: dict[str, Any]) -> Any:
+        _bring_to_host(self._optimizer)
+        if closure is None:
+            self._check(None)
+            result = self._step(**keywords)
+        else:
+            result = self._step(partial(self._evaluate, closure), **keywords)
+        updated = self._updated()
+        # fused optimizers of torch, and those of bitsandbytes, write without a trace: copies must become old
+        torch.autograd.graph.increment_version([p for p in updated if not self._is_written(p)])
+        self._updates.write_back(self._optimizer, updated)
+        self._memory.rehome(self._optimizer, self._masters.compute_of)
+        return result
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Return the loss, with gradients that may be used; raise `_StepLeftOut` where they may not."""
+        has_written = any(map(self._is_written, self._parameters()))
+        if self._num_evaluations or not self._evaluates_first:  # perhaps through `.data`, which leaves no trace
+            self._updates.write_back(self._optimizer, self._parameters())
+        self._num_evaluations += 1
+        self._grads.begin_step()
+        try:
+            with torch.enable_grad():
+                loss = closure()
+        except BaseException:
+            self._updates.give_up()
+            raise
+        return self._check(loss, can_skip=not has_written)
+
+    def _check(self, loss: Any, *, can_skip: bool = True) -> Any:
+        self._grads.end_step()
+        self._updates.prepare()
+        with_grad = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        if not self._guard.accepts(self._optimizer, with_grad, can_skip=can_skip):
+            raise _StepLeftOut(loss)
+        return loss
+
+    def _is_written(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has been written to since the step began."""
+        return self._versions.get(id(parameter)) != parameter._version
+
+    def _updated(self) -> list[torch.Tensor]:
+        """Return the parameters that the optimizer has written to, or may have through ``.data``."""
+        if not self._evaluates_first:
+            return self._parameters()
+        return [p for p in self._parameters() if p.grad is not None or self._is_written(p)]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in plain(group["params"])]
+
+    def remove(self) -> None:
+        """Give the optimizer the `step` back that it had."""
+        if self._previous is None:
+            self._optimizer.__dict__.pop("step", None)
+        else:
+            self._optimizer.step = self._previous  # type: ignore[method-assign]
+
+
+def evaluates_first(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's `step` is torch's own or ours: it evaluates its closure before it touches anything."""
+    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    return owner.__module__.startswith(("torch.optim.", "lightning_cxl."))
+
+
+def _bring_to_host(optimizer: Optimizer) -> None:
+    """Give a fused optimizer of torch what a loss scaler on a device has told it: it would not wait for a copy."""
+    for name in ("grad_scale", "found_inf"):
+        value = vars(optimizer).get(name)
+        if isinstance(value, torch.Tensor):
+            setattr(optimizer, name, value.cpu())
+
+
+class _StepLeftOut(Exception):
+    """Ends a step: its gradients may not be used."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__("the gradients of this step are not finite")
+        self.loss = loss

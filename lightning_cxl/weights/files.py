@@ -1,0 +1,849 @@
+"""`TensorFile` reads a safetensors file, `write_tensors` writes one: in chunks, from and to the tensors' own memory.
+
+Nothing here holds more than a few chunks of `CHUNK_BYTES` beside the tensors. What was read or written is dropped from
+the kernel's page cache: a cached file as large as the model fills the very node that the next tensors are to be placed
+on, and pages that do not fit there go to another one.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from os import PathLike, fspath
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cxl.errors import CheckpointError, UnsupportedError
+from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.memory.resource import Buffer, pages_of_file
+from lightning_cxl.sharding.host_shard import SHAPE_ALONE, made_like, shape_of
+from lightning_cxl.sharding.torch_private import make_wrapper, no_torch_function, written_by
+from lightning_cxl.torch_private import tree_leaves, tree_map
+
+# ----------------------------------------------------------------------------------------------------
+# Weights that several processes leave in their files until the model is cut, so that each reads its part alone.
+#
+# [Note: Left in files]
+# Of a model that is cut, a process keeps its rows of each parameter. So where several processes have met, loading takes
+# no memory for parameters; when FSDP2 cuts the model, it copies the rows of this process out of each parameter, one
+# parameter after the other.
+#
+# * Numbers that are in the file as the model has them: the parameter is a tensor over the pages of the file. The kernel
+#   has these once for all processes of a machine, and takes them back when memory is short.
+# * Numbers that are converted, or computed from several tensors: an `UnreadWeight`. Views of it, so also rows, are
+#   unread as well. Every other operator reads the values anew and converts them; nothing keeps them.
+#
+# Until then a model can be looked at, saved, wrapped and run, at the speed of the files. Pages can be written, which
+# takes memory in this process. An `UnreadWeight` refuses to be written.
+
+_CPU = torch.device("cpu")
+_OTHER_NUMBERS = frozenset(
+    (torch.ops.aten.view.dtype, torch.ops.aten.view_as_real.default, torch.ops.aten.view_as_complex.default)
+)
+"""Views that show other numbers than those they are taken of, so that they cannot come before a conversion."""
+
+
+def are_left_in_files() -> bool:
+    """Return whether weights stay in their files until the model is cut: whether several processes have met."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+class UnreadWeight(Tensor):
+    """A weight without memory; see [Note: Left in files].
+
+    Args:
+        like: a tensor with the shape of the weight, on any device.
+        dtype: of the weight.
+        read: returns values of this shape, of any dtype.
+        device: where its values are read to.
+    """
+
+    __slots__ = ("_read",)  # who puts another parameter in its place takes `__dict__` over
+    _read: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, like: Tensor, dtype: torch.dtype, read: Callable[[], Tensor], device: torch.device = _CPU
+    ) -> "UnreadWeight":
+        """Make a weight of these values."""
+        weight: UnreadWeight = make_wrapper(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
+        weight._read = read
+        return weight
+
+    def values(self) -> Tensor:
+        """Return the values in memory of their own, as a plain tensor."""
+        with torch.no_grad():
+            read, values = self._read(), torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            return values.copy_(read)
+
+    @property
+    def data(self) -> Tensor:
+        """The weight without autograd; what is set in its place is the values from now on, as for any tensor."""
+        detached: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return detached
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        # of the same weight where nothing had to be converted
+        read = values._read if isinstance(values, UnreadWeight) else lambda: values
+        Tensor.data.__set__(self, values)  # type: ignore[attr-defined]  # its shape and dtype
+        self._read = read
+
+    def data_ptr(self) -> int:
+        """Raise: there is no memory.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"the memory of a weight is asked for, and {_WHY}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a weight in memory, as every copy is."""
+        values = self.values()
+        copy: Tensor = (
+            torch.nn.Parameter(values, self.requires_grad) if isinstance(self, torch.nn.Parameter) else values
+        )
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.values()!r})"
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator on the values; a view gives what is unread, too."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.as_strided.default:
+            raise UnsupportedError(f"`{func}` counts from the begin of a weight's memory, and {_WHY}")
+        if func.is_view and func not in _OTHER_NUMBERS:
+            return _view(func, args, kwargs)
+        if func in SHAPE_ALONE:
+            return made_like(func, args, kwargs)
+        if any(isinstance(leaf, UnreadWeight) for leaf in tree_leaves(written_by(func, args, kwargs) or [])):
+            raise UnsupportedError(f"`{func}` would write a weight, and {_WHY}")
+        read: dict[int, Tensor] = {}
+        return func(*_with_values(args, read), **_with_values(kwargs, read))
+
+
+_WHY = (
+    "it is in its file: with several processes, each reads its part when the run begins. To change weights before, "
+    "load with mapped=False; then every process has all of them in memory until the run begins"
+)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a view of an unread weight, or views, as what is not read yet."""
+    weight, *rest = args
+    whole = weight._read  # a view shows the same when `.data` is set
+    views = func(shape_of(weight), *rest, **kwargs)
+    if isinstance(views, Tensor):
+        return UnreadWeight(views, weight.dtype, lambda: func(whole(), *rest, **kwargs), weight.device)
+
+    def read(index: int) -> Tensor:
+        part: Tensor = func(whole(), *rest, **kwargs)[index]
+        return part
+
+    return [UnreadWeight(view, weight.dtype, partial(read, index), weight.device) for index, view in enumerate(views)]
+
+
+def _with_values(values: Any, read: dict[int, Tensor]) -> Any:
+    """Return arguments with values in the place of weights, each read once."""
+
+    def value_of(leaf: Any) -> Any:
+        if not isinstance(leaf, UnreadWeight):
+            return leaf
+        if id(leaf) not in read:
+            read[id(leaf)] = leaf.values()
+        return read[id(leaf)]
+
+    return tree_map(value_of, values)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The header of a safetensors file: which tensors it holds, and where their bytes are.
+#
+# A file is eight bytes (the header's length, little-endian), a JSON object (name -> dtype, shape, offsets) padded with
+# spaces, then the bytes of all tensors without gaps. A header is checked completely before a byte of data is read.
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""What the reference implementation accepts: JSON of that size takes a gigabyte of objects already."""
+METADATA = "__metadata__"
+_ALIGNMENT = 8
+_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """First byte, counted from the end of the header."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the format's name of a dtype.
+
+    Raises:
+        CheckpointError: the format has none.
+    """
+    if dtype not in _NAMES:
+        raise CheckpointError(f"safetensors files cannot hold {dtype}; they hold {', '.join(map(str, _NAMES))}")
+    return _NAMES[dtype]
+
+
+def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """Return length and header of a file that holds these tensors in this order."""
+    content: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    begin = 0
+    for name, dtype, shape in tensors:
+        if name == METADATA or name in content:
+            raise CheckpointError(f"cannot write two tensors named {name!r} to one safetensors file; rename one")
+        end = begin + prod(shape) * dtype.itemsize
+        content[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)  # so that data is aligned
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"a header of {len(text):,} bytes for {len(tensors):,} tensors is more than the {MAX_HEADER_BYTES:,} that "
+            "safetensors allows: write more, smaller files"
+        )
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def decode_header(text: bytes, data_bytes: int) -> tuple[list[TensorEntry], dict[str, str]]:
+    """Return the tensors of a file in the order of their bytes, and its metadata.
+
+    Args:
+        text: the header without its length.
+        data_bytes: bytes of the file behind the header.
+
+    Raises:
+        ValueError: anything that the format does not allow; the message says what, not in which file.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
+    if not text.startswith(b"{") or not isinstance(content, dict):
+        raise ValueError("its header is not a JSON object")
+    metadata = content.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"its {METADATA} is not a table of strings")
+    entries = sorted((_entry(name, value) for name, value in content.items()), key=lambda e: (e.begin, e.nbytes))
+    end = 0
+    for entry in entries:
+        if entry.begin != end:
+            wrong = "overlaps the one before" if entry.begin < end else "leaves a gap"
+            raise ValueError(f"tensor {entry.name!r} begins at byte {entry.begin:,} of the data, not {end:,}: {wrong}")
+        end += entry.nbytes
+    if end != data_bytes:
+        wrong = "the file is cut off" if end > data_bytes else "the rest belongs to no tensor"
+        raise ValueError(f"its tensors take {end:,} bytes, behind the header are {data_bytes:,}: {wrong}")
+    return entries, metadata
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"its header names {twice!r} twice")
+    return table
+
+
+def _entry(name: str, value: Any) -> TensorEntry:
+    """Return the checked entry of one tensor."""
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name!r} has not dtype, shape and data_offsets, but {str(value)[:100]}")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"tensor {name!r} has the dtype {dtype!r}; this version reads {', '.join(_DTYPES)}")
+    if not _are_sizes(shape):
+        raise ValueError(f"tensor {name!r} has the shape {shape!r}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise ValueError(f"tensor {name!r} has the data_offsets {offsets!r}")
+    entry = TensorEntry(name, _DTYPES[dtype], tuple(shape), offsets[0])
+    if entry.nbytes != offsets[1] - offsets[0]:
+        raise ValueError(
+            f"tensor {name!r} of shape {shape} and {dtype} takes {entry.nbytes:,} bytes, but its data_offsets "
+            f"{offsets} span {offsets[1] - offsets[0]:,}"
+        )
+    return entry
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tensors as bytes, in chunks of bounded size: what files are read into and written from.
+
+CHUNK_BYTES = 16 * 2**20
+"""Large enough for a disk, small enough that a few of them do not count."""
+
+
+def chunks(tensor: torch.Tensor, num_elements: int) -> Iterator[torch.Tensor]:
+    """Yield views that cover a tensor in row-major order, each of at most `num_elements` elements.
+
+    Of a contiguous tensor they are contiguous.
+    """
+    if tensor.numel() <= num_elements:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), num_elements)
+    elif (row := tensor.numel() // tensor.shape[0]) > num_elements:
+        for part in tensor.unbind():
+            yield from chunks(part, num_elements)
+    else:
+        yield from torch.split(tensor, num_elements // row)
+
+
+def is_raw(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is host memory that holds its elements in row-major order and nothing else."""
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and plain and not isinstance(tensor, UnreadWeight)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor for which `is_raw` holds; writing to it does not count as a change for torch.
+
+    It does not keep the tensor alive. Through ``numpy()`` it would, and the storage could never be resized again.
+    """
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return uninitialised memory that goes back to the kernel with the tensor.
+
+    Not from the heap: blocks of some MiB that come and go between weights leave holes there, which held another
+    quarter of a model.
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+class Staging:
+    """`CHUNK_BYTES` of host memory that numbers pass through on their way to another dtype, layout or device."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def like(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return contiguous memory of a chunk's shape, the same at every call; contents undefined."""
+        if self._memory is None:
+            self._memory = scratch((CHUNK_BYTES,), torch.uint8)
+        return self._memory[: chunk.numel() * dtype.itemsize].view(dtype).view(chunk.shape)
+
+
+class TensorFile:
+    """An open safetensors file whose header has been checked.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not a complete safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        try:
+            self._data, entries, self.metadata = self._read_header()
+        except BaseException as error:
+            os.close(self._fd)
+            if isinstance(error, (OSError, ValueError)):
+                raise self._unreadable(error) from error
+            raise
+        self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
+        """By name, in the order of their bytes."""
+        self._pages: Buffer | None = None
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # with the pages that two chunks shared
+            os.close(fd)
+
+    @torch.no_grad()
+    def read_into(self, name: str, target: torch.Tensor, staging: Staging) -> None:
+        """Fill a tensor of the same shape, of any dtype, layout and device; rounds to nearest where it must.
+
+        Args:
+            name: of the tensor in the file.
+            target: INOUT. Its version is raised, also when reading fails in the middle.
+            staging: used where bytes of the file are not the bytes of the target.
+
+        Raises:
+            CheckpointError: the file could not be read.
+        """
+        entry = self.entries[name]
+        try:
+            if is_raw(target) and target.dtype == entry.dtype:
+                memory = bytes_of(target)
+                for begin in range(0, len(memory), CHUNK_BYTES):
+                    self._read(memory[begin : begin + CHUNK_BYTES], self._data + entry.begin + begin)
+            else:
+                for chunk, part in self._staged(entry, target.detach(), staging):
+                    chunk.copy_(part)
+        finally:
+            torch.autograd.graph.increment_version(target)
+
+    def parts(self, name: str, num_elements: int) -> Iterator[torch.Tensor]:
+        """Yield a tensor in row-major order, flat and a part at a time; each is overwritten by the next.
+
+        Args:
+            name: of the tensor in the file.
+            num_elements: of each part but the last, which may have fewer.
+
+        Raises:
+            CheckpointError: the file could not be read.
+        """
+        entry = self.entries[name]
+        count = prod(entry.shape)
+        memory = scratch((min(num_elements, count),), entry.dtype)
+        for begin in range(0, count, num_elements):
+            part = memory[: count - begin]
+            self._read(bytes_of(part), self._data + entry.begin + begin * entry.dtype.itemsize)
+            yield part
+
+    def mapped(self, name: str) -> torch.Tensor | None:
+        """Return a tensor that shows the pages of the file, and takes memory only where it is written to.
+
+        It stays valid when the file is closed, and when its name is removed.
+
+        Args:
+            name: of the tensor in the file.
+
+        Returns:
+            A contiguous tensor; None where its bytes do not begin at a multiple of its elements' size.
+
+        Raises:
+            CheckpointError: the file could not be mapped.
+        """
+        entry = self.entries[name]
+        begin = self._data + entry.begin
+        if begin % entry.dtype.itemsize:
+            return None
+        if self._pages is None:
+            try:
+                self._pages = pages_of_file(self._fd, os.fstat(self._fd).st_size)
+            except OSError as error:
+                raise self._unreadable(error) from error
+        return self._pages.slice(begin, entry.nbytes).tensor(entry.shape, entry.dtype)
+
+    @torch.no_grad()
+    def holds(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the bits that `read_into` would give it."""
+        read, mine, theirs = Staging(), Staging(), Staging()
+        for chunk, part in self._staged(self.entries[name], tensor.detach(), read):
+            both = [staging.like(chunk, chunk.dtype) for staging in (mine, theirs)]
+            both[0].copy_(chunk)
+            both[1].copy_(part)
+            if not torch.equal(*(flat.view(-1).view(torch.uint8) for flat in both)):
+                return False
+        return True
+
+    def _staged(
+        self, entry: TensorEntry, tensor: torch.Tensor, staging: Staging
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the chunks of a tensor, each with what the file has for it."""
+        offset = self._data + entry.begin
+        for chunk in chunks(tensor, CHUNK_BYTES // max(entry.dtype.itemsize, tensor.dtype.itemsize)):
+            part = staging.like(chunk, entry.dtype)
+            self._read(bytes_of(part), offset)
+            offset += part.nbytes
+            yield chunk, part
+
+    def _read(self, memory: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self._fd, [memory[done:]], offset + done)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            if count == 0:
+                raise self._unreadable(EOFError(f"it has become shorter than {offset + len(memory):,} bytes"))
+            done += count
+        os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
+
+    def _read_header(self) -> tuple[int, list[TensorEntry], dict[str, str]]:
+        """Return where data begins, the tensors, and the metadata."""
+        size = os.fstat(self._fd).st_size
+        start = os.pread(self._fd, LENGTH_BYTES, 0)
+        length = int.from_bytes(start, "little")
+        if len(start) < LENGTH_BYTES:
+            raise ValueError(f"it has {size} bytes, too few for a safetensors file")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"its header would have {length:,} bytes, of {MAX_HEADER_BYTES:,} allowed: no safetensors file"
+            )
+        data = LENGTH_BYTES + length
+        if data > size:
+            raise ValueError(f"its header has {length:,} bytes, the file {size:,}: the file is cut off")
+        entries, metadata = decode_header(os.pread(self._fd, length, LENGTH_BYTES), size - data)
+        return data, entries, metadata
+
+    def _unreadable(self, error: Exception) -> CheckpointError:
+        if isinstance(error, OSError):
+            return CheckpointError(f"cannot read `{self.path}`: {error.strerror or error}.")
+        return CheckpointError(f"cannot read `{self.path}`: {error}. Download or save it again.")
+
+
+class NamedTensor(NamedTuple):
+    """A tensor to be written, under a name and in a dtype that may differ from its own."""
+
+    name: str
+    tensor: torch.Tensor
+    """With its values, or on the meta device where `read` has them."""
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor] | None = None
+    """Returns the values when they are written, so that they take memory only then."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.tensor.numel() * self.dtype.itemsize
+
+
+def write_tensors(path: Path, tensors: Sequence[NamedTensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file and wait until it is on the disk.
+
+    Args:
+        path: is created or overwritten; left half-written on an error.
+        tensors: on any device, in any layout.
+        metadata: what other tools read, such as ``{"format": "pt"}``.
+
+    Raises:
+        OSError: the file system refused.
+        CheckpointError: the format cannot hold these tensors.
+    """
+    # wide elements first, as the reference implementation writes: every tensor is then aligned to its elements
+    ordered = sorted(tensors, key=lambda item: -item.dtype.itemsize)
+    start = encode_header([(name, dtype, tuple(tensor.shape)) for name, tensor, dtype, _ in ordered], metadata)
+    staging = Staging()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        _write(fd, memoryview(start))
+        for _, tensor, dtype, read in ordered:
+            _write_tensor(fd, (tensor if read is None else read()).detach(), dtype, staging)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+@torch.no_grad()
+def _write_tensor(fd: int, tensor: torch.Tensor, dtype: torch.dtype, staging: Staging) -> None:
+    for chunk in chunks(tensor, CHUNK_BYTES // max(dtype.itemsize, tensor.dtype.itemsize)):
+        plain = is_raw(chunk) and chunk.dtype == dtype
+        _write(fd, bytes_of(chunk if plain else staging.like(chunk, dtype).copy_(chunk)))
+
+
+def _write(fd: int, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        done += os.write(fd, memory[done : done + CHUNK_BYTES])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which files hold the weights of a model: one file, a list, or a folder as Hugging Face tools write it.
+
+Source = str | PathLike[str] | Sequence[str | PathLike[str]]
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@contextmanager
+def open_weights(source: Source) -> Iterator[list[TensorFile]]:
+    """Open every file of a source, with all headers checked.
+
+    Args:
+        source: a file, a list of files, or a folder with `model.safetensors` or `model.safetensors.index.json`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, two hold a tensor of the same name, or they do not fit the index.
+    """
+    paths, index = _files_of(source)
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        names = ", ".join(f"`{path}`" for path in missing[:5])
+        raise CheckpointError(
+            f"{len(missing)} of {len(paths)} files with weights do not exist: {names}"
+            f"{', ...' if len(missing) > 5 else ''}. Complete the download, or name the files that there are."
+        )
+    with ExitStack() as opened:
+        files = [opened.enter_context(TensorFile(path)) for path in paths]
+        _check_names(files, index)
+        yield files
+
+
+def _files_of(source: Source) -> tuple[list[Path], dict[str, str]]:
+    """Return the files, and which of them holds which tensor, where an index says so."""
+    if not isinstance(source, (str, PathLike)):
+        paths = [Path(fspath(path)) for path in source]
+        if not paths:
+            raise CheckpointError("an empty list of files holds no weights; name at least one")
+        return paths, {}
+    path = Path(fspath(source))
+    if path.is_dir():
+        path = _main_file(path)
+    return _files_of_index(path) if path.suffix == ".json" else ([path], {})
+
+
+def _main_file(folder: Path) -> Path:
+    for name in (SINGLE_FILE, INDEX_FILE):  # in the order in which transformers looks
+        if (folder / name).is_file():
+            return folder / name
+    found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    text = f"it has {', '.join(found[:5])}" if found else "it has no weights of any kind"
+    raise CheckpointError(
+        f"the folder `{folder}` has neither {SINGLE_FILE} nor {INDEX_FILE}; {text}. Name safetensors files of other "
+        "names one by one; convert .bin files with `save_pretrained` of transformers."
+    )
+
+
+def _files_of_index(path: Path) -> tuple[list[Path], dict[str, str]]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        _check_map(weight_map)
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}.") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"`{path}` is not an index of safetensors files ({type(error).__name__}: {error}). Download it again."
+        ) from error
+    return [path.parent / name for name in dict.fromkeys(weight_map.values())], weight_map
+
+
+def _check_map(weight_map: Any) -> None:
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError("its weight_map is no table of names, or empty")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file or file == "..":
+            raise ValueError(f"its weight_map names {file!r}, which is not a file beside it")
+
+
+def _check_names(files: Iterable[TensorFile], index: dict[str, str]) -> None:
+    holder: dict[str, TensorFile] = {}
+    for file in files:
+        for name in file.entries:
+            if name in holder:
+                raise CheckpointError(
+                    f"tensor {name!r} is in `{holder[name].path}` and in `{file.path}`: they are files of different "
+                    "models, or an old one was left behind. Name the right files."
+                )
+            holder[name] = file
+    for name, path in index.items():
+        if name not in holder or holder[name].path.name != path:
+            where = f"is in `{holder[name].path.name}`" if name in holder else "is in none of its files"
+            raise CheckpointError(
+                f"the index says that tensor {name!r} is in `{path}`, but it {where}: index and files are not of the "
+                "same save. Download or save the model again."
+            )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a weight is read from: one tensor of a file, or several that make it up.
+
+
+class WeightSource(Protocol):
+    """Gives the values of one weight."""
+
+    @property
+    def name(self) -> str:
+        """In the files."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values it gives."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the values it gives."""
+
+    def read_into(self, target: Tensor, staging: Staging) -> None:
+        """Fill a tensor of the same shape; see `TensorFile.read_into`."""
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values in row-major order, flat and a part at a time; see `TensorFile.parts`."""
+
+    def mapped(self) -> Tensor | None:
+        """Return a tensor that shows the pages of a file; None where it must be read. See `TensorFile.mapped`."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the bits that `read_into` would give it."""
+
+
+Translate = Callable[[Sequence[WeightSource]], list[tuple[str, WeightSource]]]
+"""Returns for the tensors of files, in their order, the model's names and what is read for them."""
+
+
+class FileTensor(NamedTuple):
+    """One tensor of a file."""
+
+    file: TensorFile
+    entry: TensorEntry
+
+    @property
+    def name(self) -> str:
+        """In the file."""
+        return self.entry.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In the file."""
+        return self.entry.dtype
+
+    def read_into(self, target: Tensor, staging: Staging) -> None:
+        """Fill a tensor of the same shape; see `TensorFile.read_into`."""
+        self.file.read_into(self.name, target, staging)
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values, flat and a part at a time; see `TensorFile.parts`."""
+        return self.file.parts(self.name, num_elements)
+
+    def mapped(self) -> Tensor | None:
+        """Return a tensor that shows the pages of the file; see `TensorFile.mapped`."""
+        return self.file.mapped(self.name)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the bits that `read_into` would give it."""
+        return self.file.holds(self.name, tensor)
+
+
+def tensors_of(files: Iterable[TensorFile]) -> list[WeightSource]:
+    """Return every tensor of files, in their order."""
+    return [FileTensor(file, entry) for file in files for entry in file.entries.values()]
+
+
+def values_of(source: WeightSource) -> Tensor:
+    """Return the values in memory of their own."""
+    values = scratch(source.shape, source.dtype)
+    source.read_into(values, Staging())
+    return values
+
+
+class MergedTensor:
+    """A weight that is computed from several tensors of files, which are in memory while that is done.
+
+    Args:
+        sources: the tensors.
+        compute: from tensors like `sources`, which may be on the meta device; empties the list, to free them early.
+
+    Raises:
+        Exception: what `compute` raises when the sources do not fit together.
+    """
+
+    def __init__(self, sources: Sequence[WeightSource], compute: Callable[[list[Tensor]], Tensor]) -> None:
+        self._sources = sources
+        self._compute = compute
+        like = compute([torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources])
+        self.name = sources[0].name
+        self.shape = tuple(like.shape)
+        self.dtype = like.dtype
+
+    def read_into(self, target: Tensor, staging: Staging) -> None:
+        """Fill a tensor of the same shape."""
+        with torch.no_grad():
+            target.copy_(self._merged(staging))
+        HeapTrimmer().trim_now()  # what `compute` took on the way
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values, flat and a part at a time; all of them are in memory meanwhile."""
+        yield from torch.split(self._merged(Staging()).reshape(-1), num_elements)
+
+    def mapped(self) -> None:
+        """Return None: no file has these numbers."""
+
+    def from_pages(self) -> Callable[[], Tensor] | None:
+        """Return what computes the values, also when the files are closed; None where these cannot be mapped."""
+        pages = [source.mapped() for source in self._sources]
+        parts = [each for each in pages if each is not None]
+        return (lambda: self._compute(list(parts))) if len(parts) == len(pages) else None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the numbers that `read_into` would give it."""
+        return torch.equal(self._merged(Staging()).to(tensor.dtype), tensor.detach().cpu())
+
+    def _merged(self, staging: Staging) -> Tensor:
+        parts = []
+        for source in self._sources:
+            parts.append(scratch(source.shape, source.dtype))
+            source.read_into(parts[-1], staging)
+        return self._compute(parts)
+
+
+def reader_of(source: WeightSource) -> Callable[[], Tensor] | None:
+    """Return what gives the values of a weight also when its files are closed; None where they cannot be mapped."""
+    if isinstance(source, MergedTensor):
+        return source.from_pages()
+    pages = source.mapped()
+    return None if pages is None else lambda: pages

@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from lightning_cxl.commands.measuring import Roof, Stream, read, update
+from lightning_cxl.native import _cpu, _membench
+
+
+def tensors(*sizes: int) -> list[torch.Tensor]:
+    return [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in sizes]
+
+
+def test_streams_are_the_bytes_of_tensors():
+    tensor = torch.zeros(3, 5, dtype=torch.bfloat16)
+    assert read(tensor) == Stream(tensor.data_ptr(), 30, _membench.READ)
+    assert update(tensor) == Stream(tensor.data_ptr(), 30, _membench.UPDATE)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_roof_moves_the_bytes_and_changes_nothing(num_threads):
+    group, other = tensors(100_003, 100_003, 50_000), tensors(17)
+    before = [tensor.clone() for tensor in (*group, *other)]
+    roof = Roof([[read(group[0]), update(group[1]), update(group[2])], [update(other[0])]], num_threads)
+    roof()
+    assert roof.isa in _cpu.supported_isas()
+    assert all(torch.equal(now, then) for now, then in zip((*group, *other), before, strict=True))
+
+
+def recorded(monkeypatch):
+    """Every call of the kernel: the table's rows, the threads and the ISA."""
+    calls = []
+
+    def sweep(table, num_threads, isa):
+        numbers = list(table)
+        calls.append(([tuple(numbers[i : i + 4]) for i in range(0, len(numbers), 4)], num_threads, isa))
+
+    monkeypatch.setattr(_membench, "sweep", sweep)
+    return calls
+
+
+def test_a_stream_is_also_walked_at_several_places_at_once(monkeypatch):
+    calls = recorded(monkeypatch)
+    (tensor,) = tensors(10_001)
+    Roof([[read(tensor)]], 2)
+    assert {isa for _, _, isa in calls} == set(_cpu.supported_isas())
+    assert {len(rows) for rows, _, _ in calls} == {1, 8}
+    for rows, num_threads, _ in calls:
+        assert num_threads == 2
+        position = tensor.data_ptr()
+        for group, address, nbytes, access in rows:  # the pieces are the whole stream, in order
+            assert (group, address, access) == (0, position, _membench.READ)
+            position += nbytes
+        assert position == tensor.data_ptr() + 4 * tensor.numel()
+
+
+def test_several_groups_are_walked_one_after_the_other(monkeypatch):
+    calls = recorded(monkeypatch)
+    first, second = tensors(100, 200)
+    Roof([[read(first), update(first)], [read(second)]], 1)
+    assert {tuple(row[0] for row in rows) for rows, _, _ in calls} == {(0, 0, 1)}
+
+
+def test_the_fastest_variant_is_taken(monkeypatch):
+    """A kernel that advances the clock: the last ISA at one place is the fastest."""
+    clock = [0.0]
+
+    def sweep(table, num_threads, isa):
+        clock[0] += 1.0 if isa == _cpu.supported_isas()[-1] and len(table) == 4 else 2.0
+
+    monkeypatch.setattr(_membench, "sweep", sweep)
+    monkeypatch.setattr("lightning_cxl.commands.measuring.time.perf_counter", lambda: clock[0])
+    roof = Roof([[read(tensors(10_000)[0])]], 1)
+    assert roof.isa == _cpu.supported_isas()[-1]
+    before = clock[0]
+    roof()
+    assert clock[0] == before + 1.0

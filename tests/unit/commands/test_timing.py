@@ -1,0 +1,135 @@
+import gc
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightning_cxl.commands import measuring
+from lightning_cxl.commands.measuring import Contender, Timings, measure
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when a contender says so."""
+    now = [0.0]
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measuring.time, "sleep", lambda seconds: None)
+    return now
+
+
+def contender(name, clock, *seconds, optional=False):
+    """Takes so many seconds in its runs, the last number in all that follow."""
+    left = list(seconds)
+
+    def run():
+        clock[0] += left.pop(0) if len(left) > 1 else left[0]
+
+    return Contender(name, lambda: run, optional)
+
+
+def test_medians_spreads_and_ratios(clock):
+    # the first two runs of each are not counted
+    timings = measure([contender("a", clock, 9, 9, 1, 2, 3), contender("b", clock, 9, 9, 4, 4, 6)], 3)
+    assert timings.seconds == {"a": [1, 2, 3], "b": [4, 4, 6]}
+    assert timings.first_seconds == {"a": 9, "b": 9}
+    assert (timings.median("a"), timings.spread("a")) == (2, 1.0)
+    assert timings.ratio("b", "a") == 2  # of 4, 2 and 2
+    assert timings.fastest(["b", "a"]) == "a"
+    assert timings.fastest(["b", "none"]) == "b"
+    assert timings.fastest(["none"]) is None
+    assert "a" in timings and "none" not in timings
+
+
+def test_contenders_take_turns_in_changing_order(clock):
+    order = []
+
+    def named(name):
+        def run():
+            clock[0] += 1
+            order.append(name)
+
+        return Contender(name, lambda: run)
+
+    measure([named(name) for name in "abc"], 20)
+    rounds = ["".join(order[start : start + 3]) for start in range(6, 66, 3)]
+    assert {"".join(sorted(turn)) for turn in rounds} == {"abc"}
+    assert len(set(rounds)) > 3
+
+
+def test_a_short_run_is_repeated_and_its_first_run_of_a_turn_is_not_counted(clock):
+    runs = []
+
+    def run():
+        runs.append(None)
+        clock[0] += 1.0 if len(runs) in (1, 3) else 0.001  # the first of all, and the first of the turn
+
+    timings = measure([Contender("short", lambda: run)], 1)
+    assert timings.median("short") == pytest.approx(0.001)
+    assert len(runs) == 2 + 1 + 30
+
+
+def test_much_slower_contenders_get_three_turns(clock):
+    timings = measure([contender("fast", clock, 1), contender("slow", clock, 20)], 9)
+    assert len(timings.seconds["fast"]) == len(timings.seconds["slow"]) == 9
+    assert [second is None for second in timings.seconds["slow"]] == [False, True, True] * 3
+    assert timings.median("slow") == 20
+    assert timings.ratio("slow", "fast") == 20
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4, 5, 10, 100])
+def test_a_slow_contender_has_a_turn_however_few_rounds_there_are(clock, rounds):
+    timings = measure([contender("fast", clock, 1), contender("slow", clock, 20)], rounds)
+    turns = [second for second in timings.seconds["slow"] if second is not None]
+    assert 1 <= len(turns) <= min(3, rounds)
+
+
+def test_an_optional_contender_that_cannot_run_is_left_out_with_a_reason(clock):
+    def make():
+        raise ModuleNotFoundError("No module named 'deepspeed'\nmore")
+
+    def fails():
+        raise RuntimeError
+
+    broken = [Contender("peer", make, optional=True), Contender("other", lambda: fails, optional=True)]
+    timings = measure([*broken, contender("ours", clock, 1)], 2)
+    assert list(timings.seconds) == ["ours"]
+    assert timings.skipped == {"peer": "ModuleNotFoundError: No module named 'deepspeed'", "other": "RuntimeError"}
+    with pytest.raises(RuntimeError):
+        measure([Contender("ours", lambda: fails)], 1)
+
+
+def test_the_garbage_collector_does_not_run_within_a_turn(clock):
+    enabled = []
+
+    def run():
+        enabled.append(gc.isenabled())
+        clock[0] += 1
+
+    measure([Contender("a", lambda: run)], 2)
+    assert enabled[2:] == [False, False]
+    assert gc.isenabled()
+
+
+def test_cpu_time_of_other_processes_is_counted(tmp_path):
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "stat").write_text("cpu  100 20 30 1000 200 4 5 6 50 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n")
+    busy, total, own = measuring.cpu_seconds(str(tmp_path))
+    assert (busy, total) == pytest.approx((165 * tick, 1365 * tick))
+    used = os.times()
+    children = used.children_user + used.children_system
+    assert own == pytest.approx(time.process_time() + children, abs=1)
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+    assert measuring.cpu_seconds()[2] >= own + 0.25  # a child that has ended is no other process
+    assert measuring.cpu_seconds(str(tmp_path / "none")) == (0, 0, 0)
+    assert measuring.others_fraction((0, 0, 0), (5, 10, 4)) == pytest.approx(0.1)
+    assert measuring.others_fraction((0, 0, 0), (5, 10, 6)) == 0  # the clocks are not the same
+    assert measuring.others_fraction((0, 0, 0), (0, 0, 0)) == 0
+
+
+def test_a_row_that_was_never_measured_together_has_no_ratio():
+    timings = Timings(seconds={"a": [1.0, None], "b": [None, 1.0]})
+    with pytest.raises(ValueError):
+        timings.ratio("a", "b")

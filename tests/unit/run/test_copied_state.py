@@ -1,0 +1,207 @@
+"""Checkpoints with a copy of state on SSD: torch's own files."""
+
+import errno
+import io
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_cxl.errors import CheckpointError, StorageError
+from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.run.checkpoint_file import load_file, save_file
+from lightning_cxl.storage.slots import HostSlots
+from lightning_cxl.storage.store import Store
+from tests.storage_cases import BUDGET, CHUNK, data_file, folders, memory_of
+
+NUMELS = (5 * 1024, 3000, 1, 2048)  # of the tensors of each record; 3000 is no whole number of blocks
+NBYTES = sum(-(-4 * numel // 64) * 64 for numel in NUMELS)
+
+
+class State:
+    """State of four parameters in four records, updated once; and the checkpoint that a run would make of it."""
+
+    def __init__(self, paths, slots=2, **options):
+        self.store = Store(paths, budget_bytes=BUDGET, chunk_bytes=CHUNK, **options)
+        self.visits = StateVisits(self.store, HostSlots(memory_of, 0), lambda: None)
+        self.records = [self.visits.reserve(f"record {number}", NBYTES) for number in range(4)]
+        self.visits._slots.cap_bytes = slots * self.records[0].record.padded_nbytes
+        self.expected, entries = {}, {}
+        for number, record in enumerate(self.records):
+            tensors = [record.take(torch.float32, numel) for numel in NUMELS]
+            entries[number] = {"step": torch.tensor(3.0), **{f"s{i}": each for i, each in enumerate(tensors)}}
+            with self.visits.visit([record]) as visit:
+                for tensor in tensors:
+                    visit.at_slot(tensor).normal_()
+                values = [visit.at_slot(tensor).clone() for tensor in tensors]
+            self.expected[number] = {"step": torch.tensor(3.0), **{f"s{i}": each for i, each in enumerate(values)}}
+        self.visits.wait()
+        self.weights = {"w": torch.randn(100, 100), "b": torch.randn(7), "none": torch.zeros(0)}
+        self.checkpoint = self.with_state(entries)
+
+    def with_state(self, entries):
+        return {"state_dict": self.weights, "optimizer_states": [{"state": entries, "param_groups": []}], "epoch": 1}
+
+    def save(self, path):
+        self.visits.check()
+        save_file(self.checkpoint, path)
+
+    def check(self, loaded):
+        entries = loaded["optimizer_states"][0]["state"]
+        assert entries.keys() == self.expected.keys() and loaded["epoch"] == 1
+        for expected, got in [(self.weights, loaded["state_dict"]), *((self.expected[n], entries[n]) for n in entries)]:
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.fixture
+def state(tmp_path):
+    """Makes state on drives in the test's folder."""
+    made = []
+
+    def make(drives=1, **options):
+        made.append(State(folders(tmp_path, drives), **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.visits.close()
+        each.store.close()
+
+
+@pytest.mark.timeout(60)  # who waits for a slot of its own waits for ever
+@pytest.mark.parametrize("slots", [1, 2, 5])
+@pytest.mark.parametrize("drives", [1, 3])
+def test_a_file_is_the_one_that_torch_would_write(state, tmp_path, drives, slots):
+    run, theirs = state(drives, slots=slots), tmp_path / "theirs.ckpt"
+    run.save(tmp_path / "x.ckpt")
+    save_file(run.with_state(run.expected), theirs)
+    assert (tmp_path / "x.ckpt").read_bytes() == theirs.read_bytes()
+    run.check(torch.load(tmp_path / "x.ckpt", weights_only=True))
+    run.check(torch.load(tmp_path / "x.ckpt", weights_only=True, mmap=True))
+    run.check(load_file(tmp_path / "x.ckpt", "cpu", True))
+
+
+def test_a_copy_takes_no_memory_for_the_state(tmp_path):
+    """It takes pages of the page cache, which the kernel takes back, and slots."""
+
+    def anonymous():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+    nbytes, store = 16 << 20, Store(folders(tmp_path), budget_bytes=1 << 30)
+    visits = StateVisits(store, HostSlots(memory_of, 2 * nbytes))
+    entries = {}
+    for number in range(16):
+        record = visits.reserve(f"record {number}", nbytes)
+        tensor = record.take(torch.float32, nbytes // 4)
+        with visits.visit([record]) as visit:
+            visit.at_slot(tensor).fill_(number)
+        entries[number] = {"exp_avg": tensor}
+    visits.check()  # now the slots have their memory
+    before, most, is_over = anonymous(), [0], threading.Event()
+
+    def watch():
+        while not is_over.wait(0.001):
+            most[0] = max(most[0], anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    visits.check()
+    save_file({"optimizer_states": [{"state": entries, "param_groups": []}]}, tmp_path / "x.ckpt")
+    is_over.set()
+    watcher.join()
+    visits.close()
+    store.close()
+    assert 0 < most[0] < before + 2 * nbytes, "of 256 MiB"
+    loaded = load_file(tmp_path / "x.ckpt", "cpu", True)["optimizer_states"][0]["state"]
+    assert all(bool((loaded[number]["exp_avg"] == number).all()) for number in entries)
+
+
+def test_what_someone_wrote_before_is_in_the_file(state, tmp_path):
+    run = state()
+    run.checkpoint["optimizer_states"][0]["state"][1]["s1"].fill_(6)
+    run.expected[1]["s1"].fill_(6)
+    run.save(tmp_path / "x.ckpt")
+    assert not run.records[1].is_dirty(), "it was written to the drive first"
+    run.check(torch.load(tmp_path / "x.ckpt", weights_only=True))
+
+
+def test_state_that_no_update_has_written_is_what_its_window_shows(state, tmp_path):
+    run = state()
+    record = run.visits.reserve("new", NBYTES)
+    run.checkpoint["optimizer_states"][0]["state"][4] = {"s0": record.take(torch.float32, 2048)}
+    run.expected[4] = {"s0": torch.zeros(2048)}
+    run.save(tmp_path / "x.ckpt")
+    run.check(torch.load(tmp_path / "x.ckpt", weights_only=True))
+
+
+def test_a_damaged_record_is_not_copied(state, tmp_path):
+    run = state()
+    with open(data_file(tmp_path / "drive0"), "r+b") as file:
+        offset = run.records[2].record.versions[0] + 70
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+        file.flush()
+        os.fsync(file.fileno())
+    with pytest.raises(StorageError, match="record `record 2` is damaged"):
+        run.save(tmp_path / "x.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["drive0"]
+
+
+def test_after_a_full_disk_nothing_is_left_and_the_run_goes_on(state, tmp_path, monkeypatch):
+    run, fsync = state(slots=1), os.fsync
+
+    def no_space(fd):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".partial"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_space)
+        with pytest.raises(CheckpointError, match="No space left"):
+            run.save(tmp_path / "x.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["drive0"]
+    with run.visits.visit([run.records[0]]) as visit:
+        visit.places[0][1].tensor((1,), torch.uint8).zero_()
+    run.visits.wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(OSError(errno.ENOSPC, "No space left on device"), CheckpointError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_what_ends_a_save_is_said_and_not_how_torch_ends_the_file(tmp_path, monkeypatch, error, expected):
+    """Torch ends a file whose write has failed with an error about positions."""
+
+    class Fails(io.BytesIO):
+        def write(self, data):
+            if len(data) > 1000:
+                raise error
+            return super().write(data)
+
+    (tmp_path / "partial").touch()
+    monkeypatch.setattr("lightning_cxl.run.checkpoint_file.open_partial", lambda _: (Fails(), tmp_path / "partial"))
+    with pytest.raises(expected, match=getattr(error, "strerror", None) or "^$") as caught:
+        save_file({"weights": torch.ones(1000)}, tmp_path / "x.ckpt")
+    assert error in (caught.value, caught.value.__cause__)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_filesystem_that_also_refuses_to_remove_the_file_is_said_by_its_first_error(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(CheckpointError, match="Read-only"):
+        save_file({}, tmp_path / "x.ckpt")
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="could not write checkpoint"):
+        save_file({}, tmp_path / "file" / "folder" / "x.ckpt")
