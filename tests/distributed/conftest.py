@@ -1,37 +1,47 @@
-"""Processes that tests of one file share."""
+"""Processes that tests of this folder share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests import apart
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Processes, Ranks
 
 
 class Pool:
-    """Ranks by their number, started when they are asked for, and anew after an error."""
+    """Ranks by their number and device."""
 
-    def __init__(self) -> None:
-        self._ranks: dict[tuple[int, str], Ranks] = {}
+    def __init__(self, folder: Path) -> None:
+        self._processes = {device: Processes(device, folder) for device in ("cpu", "apart")}
 
     def of(self, world: int, device: str = "cpu") -> Ranks:
         """Return `world` ranks, each with a device of this kind."""
-        found = self._ranks.get((world, device))
-        if found is None or not found.is_alive:
-            if device == "apart" and (why := apart.why_unavailable()):
-                pytest.skip(why)
-            found = self._ranks[world, device] = Ranks(world, device)
-        return found
+        if device == "apart" and (why := apart.why_unavailable()):
+            pytest.skip(why)
+        return Ranks(self._processes[device], world)
+
+    def part(self) -> None:
+        """End all process groups."""
+        for each in self._processes.values():
+            each.part()
 
     def close(self) -> None:
         """End all processes."""
-        while self._ranks:
-            self._ranks.popitem()[1].close()
+        for each in self._processes.values():
+            each.close()
+
+
+@pytest.fixture(scope="package")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Give processes that last until the tests of the folder are done: each takes seconds to import torch."""
+    pool = Pool(tmp_path_factory.mktemp("meetings"))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    """Give the processes of this file."""
-    pool = Pool()
+def ranks(pool: Pool) -> Iterator[Pool]:
+    """Give the processes; the groups are those of one file."""
     yield pool
-    pool.close()
+    pool.part()

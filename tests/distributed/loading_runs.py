@@ -9,6 +9,7 @@ The second prints what loading a folder, and the start of a run, add to the memo
 import argparse
 import copy
 import json
+import tempfile
 import threading
 import time
 import warnings
@@ -222,7 +223,7 @@ def save(folder: Path, num_layers: int, width: int, **config: Any) -> int:
 
 def main() -> None:
     """Do what the command line says."""
-    from tests.distributed.ranks import Ranks
+    from tests.distributed.ranks import Processes, Ranks
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("act", choices=("make", "load"))
@@ -236,12 +237,14 @@ def main() -> None:
         print(f"{save(given.folder, given.layers, 1024) / MIB:.0f} MiB")
         return
     options = {"mapped": False if given.in_memory else None, "dtype": given.dtype and getattr(torch, given.dtype)}
-    ranks = Ranks(given.ranks)
-    try:
-        ranks.run(memory, given.folder, **options)  # modules are imported
-        found = ranks.run(memory, given.folder, **options)
-    finally:
-        ranks.close()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = Processes("cpu", Path(folder))
+        ranks = Ranks(processes, given.ranks)
+        try:
+            ranks.run(memory, given.folder, **options)  # modules are imported
+            found = ranks.run(memory, given.folder, **options)
+        finally:
+            processes.close()
     print(json.dumps([{key: round(value / MIB) for key, value in each.items()} for each in found]))
 
 

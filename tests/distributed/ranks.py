@@ -1,15 +1,15 @@
-"""`Ranks`: processes that meet once and then run one function after another together, as the ranks of a run do."""
+"""`Ranks`: processes that meet and then run one function after another together, as the ranks of a run do."""
 
 import contextlib
+import gc
 import os
 import queue
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
@@ -19,45 +19,83 @@ import torch.multiprocessing as mp
 START_S, RUN_S = 300, 240
 
 
+Task = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class Meeting(NamedTuple):
+    """Where processes make a group."""
+
+    world: int
+    file: str
+
+
 class RankError(AssertionError):
     """A function has failed on some ranks."""
 
 
-class Ranks:
-    """`world` processes on this machine with a process group of gloo.
+class Processes:
+    """Processes that train on one kind of device, started when they are needed, and anew after an error.
+
+    As many of them as a function needs are a process group of gloo.
 
     Args:
-        world: their number.
-        device: what each trains on: ``"cpu"``, or ``"apart"``, where each has a device of its own.
+        device: ``"cpu"``, or ``"apart"``, where each has a device of its own.
+        folder: where they meet.
     """
 
-    def __init__(self, world: int, device: str = "cpu") -> None:
-        self.world = world
-        self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
-        self._tasks = [context.Queue() for _ in range(world)]
-        self._results = context.Queue()
-        meeting = str(Path(self._folder.name) / "meeting")
-        args = [(rank, world, device, meeting, self._tasks[rank], self._results) for rank in range(world)]
-        self._processes = [context.Process(target=_serve, args=each, daemon=True) for each in args]
+    def __init__(self, device: str, folder: Path) -> None:
+        self._device, self._folder, self._num_meetings = device, folder, 0
+        self._world = 0  # in the group; 0: there is none
+        self._context = mp.get_context("spawn")
+        self._results = self._context.Queue()
+        self._tasks: list[Any] = []
+        self._processes: list[Any] = []
+
+    def run(self, world: int, task: Task) -> list[Any]:
+        """Return what a function returns on each of `world` ranks. Raises as `Ranks.run`."""
+        if not all(process.is_alive() for process in self._processes):
+            self.close()
+        while len(self._processes) < world:
+            self._start()
+        if self._world != world:
+            self._meet(world)
+        return self._together(world, task, RUN_S)
+
+    def part(self) -> None:
+        """End the group: what a module has left in the processes stays its own as far as `_part` knows it."""
+        if self._world:
+            self._together(len(self._processes), None, RUN_S)
+            self._world = 0
+
+    def close(self) -> None:
+        """End the processes; Python's own way out takes them longer than most tests."""
         for process in self._processes:
-            process.start()
-        self._collect(START_S)
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._tasks, self._processes, self._world = [], [], 0
+        self._results = self._context.Queue()
 
-    def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
-        """Return what a function of a module returns on each rank.
+    def _start(self) -> None:
+        rank = len(self._processes)
+        self._tasks.append(self._context.Queue())
+        args = (rank, self._device, self._tasks[rank], self._results)
+        self._processes.append(self._context.Process(target=_serve, args=args, daemon=True))
+        self._processes[rank].start()
 
-        Raises:
-            RankError: with the tracebacks of all ranks on which it has failed, or who did not answer.
-        """
-        for tasks in self._tasks:
-            tasks.put((function, args, keywords))
-        return self._collect(RUN_S)
+    def _meet(self, world: int) -> None:
+        self.part()
+        self._num_meetings += 1
+        file = self._folder / f"meeting-{self._device}-{self._num_meetings}"
+        self._together(world, Meeting(world, str(file)), START_S)
+        self._world = world
 
-    def _collect(self, timeout_s: float) -> list[Any]:
+    def _together(self, world: int, task: "Task | Meeting | None", timeout_s: float) -> list[Any]:
+        for tasks in self._tasks[:world]:
+            tasks.put(task)
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        while len(results) + len(errors) < self.world:
+        while len(results) + len(errors) < world:
             try:  # who waits for a rank that has failed does not answer
                 rank, result, error = self._results.get(timeout=10 if errors else timeout_s)
             except queue.Empty:
@@ -66,27 +104,27 @@ class Ranks:
                 results[rank] = result
             else:
                 errors[rank] = error
-        if len(results) < self.world:
-            silent = sorted(set(range(self.world)) - results.keys() - errors.keys())
+        if len(results) < world:
+            silent = sorted(set(range(world)) - results.keys() - errors.keys())
             self.close()
             texts = [f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())]
             raise RankError("\n".join([*texts, f"no answer from ranks {silent}"]))
-        return [results[rank] for rank in range(self.world)]
+        return [results[rank] for rank in range(world)]
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether all processes are there."""
-        return all(process.is_alive() for process in self._processes)
 
-    def close(self) -> None:
-        """End the processes."""
-        for tasks in self._tasks:
-            tasks.put(None)
-        for process in self._processes:
-            process.join(timeout=5)
-            process.kill()
-            process.join()
-        self._folder.cleanup()
+class Ranks(NamedTuple):
+    """The first `world` of some processes."""
+
+    processes: Processes
+    world: int
+
+    def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
+        """Return what a function of a module returns on each rank.
+
+        Raises:
+            RankError: with the tracebacks of all ranks on which it has failed, or who did not answer.
+        """
+        return self.processes.run(self.world, (function, args, keywords))
 
 
 def of_rank_0(pool: Any, world: int, train: Callable[..., dict[str, Any]], *args: Any, **keywords: Any) -> Any:
@@ -117,7 +155,7 @@ def _on_a_device() -> Iterator[None]:
             bitsandbytes._code_4bit_cache.clear()  # tables that would stay on the device
 
 
-def _serve(rank: int, world: int, device: str, meeting: str, tasks: Any, results: Any) -> None:
+def _serve(rank: int, device: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
     backend, scope = "gloo", contextlib.nullcontext
     if device == "apart":
@@ -127,16 +165,41 @@ def _serve(rank: int, world: int, device: str, meeting: str, tasks: Any, results
         training_device.choose(device)
         process_group.register()
         backend, scope = f"cpu:{process_group.BACKEND},apart:{process_group.BACKEND}", _on_a_device
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    limit = timedelta(seconds=RUN_S)
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=limit)
-    results.put((rank, None, None))
-    while (task := tasks.get()) is not None:
-        function, args, keywords = task
+    environ = dict(os.environ)
+    while True:
+        task, result = tasks.get(), None
         try:
-            with scope():
-                result = function(*args, **keywords)
+            if task is None:
+                _part(environ)
+            elif isinstance(task, Meeting):
+                _meet(rank, task, backend)
+            else:
+                function, args, keywords = task
+                with scope():
+                    result = function(*args, **keywords)
             results.put((rank, result, None))
         except BaseException:
             results.put((rank, None, traceback.format_exc()))
-    dist.destroy_process_group()
+
+
+def _meet(rank: int, meeting: Meeting, backend: str) -> None:
+    world = meeting.world
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    limit = timedelta(seconds=RUN_S)
+    dist.init_process_group(backend, init_method=f"file://{meeting.file}", rank=rank, world_size=world, timeout=limit)
+
+
+def _part(environ: dict[str, str]) -> None:
+    """Forget what libraries remember for a whole process, as tests/conftest.py does, and end the group."""
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_default_dtype(torch.float32)
+    if "accelerate.state" in sys.modules:
+        state = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    if "bitsandbytes.optim" in sys.modules:
+        sys.modules["bitsandbytes.optim"].GlobalOptimManager.get_instance().initialize()
