@@ -33,7 +33,6 @@ def changed(tmp_path):
         (ALWAYS, "done", "", "each.done()", "True"),
         (WITHOUT, "is_open", "", "self.is_open", "True"),
         (ARGUMENT, "_start.after", "", ", after=after)", ")"),
-        (ARGUMENT, "_start.0", "()", "record.views", "()"),
         (VALUE, "_start", "self", "self._start(record.views, after=after)", "(self)"),
         (VALUE, "return", "[]", "[each for each in self._open if each.done()]", "([])"),
         (CALL, "done", "True", "each.done()", "(True)"),

@@ -72,11 +72,7 @@ def _pytest(root: Path, tests: str, output: Path) -> None:
 
 
 def noticed_by(code: int | None, output: str) -> str | None:
-    """Return the test that noticed; None if none did.
-
-    Raises:
-        RuntimeError: pytest did not run the tests.
-    """
+    """Return the test that noticed; None if none did. Raises RuntimeError where pytest did not run."""
     if code == 0:
         return None
     if code is None:
@@ -127,8 +123,7 @@ def main() -> int:
                 except LookupError as error:
                     print(error)
                     num_failed += 1
-    if not num_chosen:
-        parser.error(f"no mutation has {' or '.join(args.words)} in its name, function or tests")
+    num_chosen or parser.error("no mutation has such a word in its name, function or tests")
     if not args.check:
         for module in HEAVY:
             importlib.import_module(module)

@@ -89,6 +89,5 @@ MUTATIONS = {
         Mutation(
             "an input is written after its copy from the device", "streaming: _Leaving.start", DELETE, "wait_host"
         ),
-        Mutation("reuse of a buffer waits for its write", "streaming: _Written.wait_host", DELETE, "wait_done"),
     ),
 }
