@@ -1,12 +1,12 @@
 """`StateVisits`: optimizer state and weights on SSD visit host memory while they are updated.
 
 [Note: State on SSD]
-State of one unit that lies on SSD is one record (`StateRecord`). Its tensors lie in a window: they can be read at any
-time, but the kernel works on a copy of the record in a host slot. One visit::
+State of one unit that lies on SSD is one record (`StateRecord`). Its tensors have addresses without memory; the kernel
+works on the record in a host slot. One visit::
 
     fetch    a slot is taken, and the record is read into it; ahead of time, in the order of the step before
-    update   the kernel gets the addresses of the window, moved by the distance between window and slot
-    write    the slot is written to the record behind what comes next; then the window shows the new bytes
+    update   the kernel gets the addresses of the tensors, moved by the distance between them and the slot
+    write    the slot is written to the record behind what comes next
 
 * Compute weights of a streamed unit that lie on SSD are a record, too ([Note: Weights on SSD]), and the kernel writes
   them in a slot. One visit brings all records that an update needs, and gets their slots together: two visits that each
@@ -14,10 +14,9 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 * Slots have the exact size of their record. All of them together never have more bytes than the cap, which is at least
   what the largest visit takes. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit
   that finds no slots takes those of records which are expected last, or waits for a write.
-* Who writes to the tensors with torch (a loaded checkpoint, a user) writes to private pages of the window. Versions
-  tell that it happened: the next visit then takes these tensors from the window, and the write drops the private pages.
-  Writes through ``.data`` leave no trace and are lost.
-* A record that was never written is not read. State that starts at zero is made zero in the slot; who looks visits it.
+* Users see `OnSsd` in ``optimizer.state``, which refuses to be read or written. `view` maps what a record has on the
+  drives: that is what ``state_dict()`` returns. Loading a state dict visits records.
+* A record that was never written is not read. State that starts at zero is made zero in the slot.
 * Several threads may visit different records at a time: the worker of overlapped updates, and the step itself. A
   record that is visited is not read ahead, and not visited a second time: what was read would be old.
 * A slot is given back when nothing reads or writes it any more, also where a visit is interrupted: [Note: Ctrl-C].
@@ -81,12 +80,16 @@ class StateVisits:
         self._writing: deque[_Written] = deque()
         self._next: dict[Visitor, tuple[Visitor, ...]] = {}  # by the first record of a visit: those of the visit after
         self._latest: Visitor | None = None
-        self._touched: dict[Visitor, None] = {}
         self._changed = threading.Condition()  # guards all above
 
     def reserve(self, name: str, nbytes: int) -> StateRecord:
-        """Return a new record; see `StateRecord`."""
-        record = StateRecord(self._store, name, nbytes)
+        """Return a new record of `nbytes` bytes, in which each tensor takes `taken_nbytes`.
+
+        Raises:
+            TierFullError: the store's budget is used up.
+            StorageError: the drive has no room for it, or fails.
+        """
+        record = StateRecord(self, self._store.reserve(name, nbytes))
         self._own.append(record)
         self._records.add(record)
         return record
@@ -130,45 +133,42 @@ class StateVisits:
 
     @uninterrupted
     def check(self) -> None:
-        """Read state that is written and compare checksums, before someone copies what windows show.
+        """Read all state and compare its checksums, before someone copies it.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
         self.wait()
         for record in self._own:
-            with self.checked(record):
-                pass
-
-    @contextmanager
-    def checked(self, record: StateRecord) -> Iterator[Buffer]:
-        """Return a region in which what was written of a record is in a slot; its checksum has been compared.
-
-        Raises:
-            StorageError: a drive has failed, or has damaged the record.
-        """
-        guests = _Guests(self, [record])
-        try:
-            guests.enter()
-            yield guests.fetched[record].slot
-        finally:
-            guests.leave()
+            guests = _Guests(self, [record])
+            try:
+                guests.enter()
+            finally:
+                guests.leave()
 
     @uninterrupted
-    def touched(self, record: Visitor) -> None:
-        """Learn that someone has written to tensors of a record; it is written when they are many."""
-        self._touched[record] = None
-        if sum(each.record.padded_nbytes for each in self._touched) > self._slots.cap_bytes:
-            self.wait()  # the end of a write drops what someone has written to the window meanwhile
+    def view(self, record: StateRecord) -> Buffer:
+        """Return memory that shows a record as it is now: pages of the page cache, until someone writes to them.
+
+        It stays valid when the run is over. The next update of the record may change what it shows.
+
+        Raises:
+            StorageError: a write has failed.
+        """
+        self.wait()
+        return self._store.view(record.record)
 
     @uninterrupted
     def wait(self) -> None:
-        """Return when all windows show the state of the last update, and all that someone wrote to them is written.
+        """Return when the drives have the state of the last update.
 
         Raises:
-            StorageError: a write has failed, now or before: what the window shows is not whole.
+            StorageError: a write has failed, now or before: what the drives have is not whole.
         """
-        self._write_dirty()
+        for own in self._own:
+            if own.blanks:
+                with self.visit([own]):
+                    pass
         with self._changed:
             while self._writing:
                 self._finish_write()
@@ -200,7 +200,7 @@ class StateVisits:
                 self._drop_fetched(next(reversed(self._fetched)))
 
     def take_records_as_they_are(self) -> None:
-        """Note that records have changed: what someone wrote to their windows is gone."""
+        """Note that records have changed: what was to be made zero in them is not."""
         for record in self._records:
             record.clean()
 
@@ -223,13 +223,6 @@ class StateVisits:
             self._slots.close()
         if errors:
             raise errors[0]
-
-    def _write_dirty(self) -> None:
-        self._touched.clear()
-        for record in self._own:
-            if record.is_dirty():
-                with self.visit([record]):
-                    pass
 
     def _following(self, first: Visitor) -> list[Visitor]:
         """Return the records of the visits that came after one the last time, by its first record."""
@@ -359,7 +352,6 @@ class _Guests(Stay):
                 slot = self.fetched[record].slot
                 visits._writing.append(_Written(slot, visits._store.write(record.record, slot)))
                 del self.fetched[record]  # the slot belongs to the write, also where the next write cannot begin
-                visits._touched.pop(record, None)
                 record.clean()
 
     def _give_back(self) -> None:

@@ -4,15 +4,13 @@ from tests.mutants.mutant import Mutant
 
 _RECORDS = "lightning_cxl/optim/state_records.py"
 _VISITS = "lightning_cxl/optim/state_visits.py"
+_LOADING = "lightning_cxl/optim/state_loading.py"
 _STATE = "lightning_cxl/optim/parameter_state.py"
-_ADAM = "lightning_cxl/optim/cpu_adam.py"
-_EIGHT = "lightning_cxl/optim/eight_bit.py"
 _TABLE = "lightning_cxl/optim/kernel_table.py"
 _T_RANKS = "tests/distributed/test_state_on_ssd.py"
 _CHECKPOINT = "lightning_cxl/run/ssd_checkpoint.py"
 T_VISITS = ("tests/unit/optim/test_state_visits.py",)
 _ON_SSD = "lightning_cxl/run/state_on_ssd.py"
-_ENTRY = "lightning_cxl/run/checkpoint.py"
 _FILE = "lightning_cxl/run/checkpoint_file.py"
 T_COPIED = ("tests/unit/run/test_copied_state.py",)
 T_RUN = ("tests/integration/test_state_on_ssd.py",)
@@ -30,37 +28,15 @@ MUTANTS = (
         "pass",
         T_VISITS,
     ),
-    Mutant(
-        "what a user wrote to state counts",
-        _RECORDS,
-        "        for tensor in self._written():\n",
-        "        for tensor in ():\n",
-        T_VISITS,
-    ),
-    Mutant("what a kernel codes counts", _EIGHT, "    torch.autograd.graph.increment_version", "    str", T_VISITS),
-    Mutant("new state is zero", _RECORDS, "            blank(at_slot)\n", "            pass\n", T_VISITS),
+    Mutant("new state is zero", _RECORDS, "            blank(Visit", "            str(Visit", T_VISITS),
     Mutant(
         "state that an interrupted step has not reached is zero",
-        _RECORDS,
-        "bool(self.blanks or self._written())",
-        "bool(self._written())",
+        _VISITS,
+        "            if own.blanks:\n",
+        "            if False:\n",
         T_VISITS,
     ),
     Mutant("state is zero once", _RECORDS, "        self.blanks.clear()\n", "", T_VISITS),
-    Mutant(
-        "who looks at state waits for writes",
-        _ADAM,
-        "        self.wait()\n        self.kept.settle()\n",
-        "        self.wait()\n",
-        T_VISITS,
-    ),
-    Mutant(
-        "loading waits for writes",
-        _VISITS,
-        "            self.wait()  # the end of a write",
-        "            self._write_dirty()  # the end of a write",
-        T_VISITS,
-    ),
     Mutant(
         "a visit that fails gives its slot back",
         _VISITS,
@@ -92,18 +68,30 @@ MUTANTS = (
         T_VISITS,
     ),
     Mutant("a write that failed is not forgotten", _VISITS, "if not record.record.is_whole:", "if False:", T_VISITS),
-    Mutant("lost state is refused", _STATE, "        if self.lost:\n", "        if False:\n", T_VISITS),
-    Mutant("state after a run is memory", _STATE, "            state.record = None\n", "            pass\n", T_VISITS),
-    Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    on_ssd.settle(number)\n", "", T_RUN),
-    Mutant("a reference fits the tensor", _CHECKPOINT, "or _reference(own, record) != value", "", T_RUN),
-    Mutant("a generation has what users wrote", _CHECKPOINT, "    on_ssd.visits.wait()  # what", "    # what", T_RUN),
     Mutant(
-        "state is checked before it is copied by others",
-        _ENTRY,
-        "                on_ssd.visits.check()\n",
-        "                pass\n",
-        T_RUN,
+        "state on SSD is not used as a tensor in memory",
+        _RECORDS,
+        "        raise UnsupportedError(\n",
+        "        str(\n",
+        T_VISITS,
     ),
+    Mutant(
+        "a view shows what has been written",
+        _VISITS,
+        "        self.wait()\n        return self._store.view",
+        "        return self._store.view",
+        T_VISITS,
+    ),
+    Mutant(
+        "what is copied is checked", _RECORDS, "            value.record.visits.check()\n", "            pass\n", T_RUN
+    ),
+    Mutant("a record is loaded once", _LOADING, ".record or parameter, [])", ".step, [])", T_VISITS),
+    Mutant("lost state is refused", _STATE, "        if self.lost:\n", "        if False:\n", T_VISITS),
+    Mutant(
+        "state after a run is memory", _STATE, "            own.come_to_memory(shown)\n", "            pass\n", T_VISITS
+    ),
+    Mutant("a generation is let go of after the file is there", _CHECKPOINT, "    on_ssd.settle(number)\n", "", T_RUN),
+    Mutant("a reference fits the tensor", _CHECKPOINT, " or own.reference() != value", "", T_RUN),
     Mutant(
         "state of an earlier run is not overwritten",
         "lightning_cxl/run/run.py",
@@ -337,13 +325,6 @@ MUTANTS = (
         'path / f"rank-{rank}"',
         "path",
         (f"{_T_RANKS}::test_training_is_that_of_state_in_memory",),
-    ),
-    Mutant(
-        "what users write to the state of a shard counts",
-        _STATE,
-        "                        self.record.show_as(value, shown)\n",
-        "                        pass\n",
-        (f"{_T_RANKS}::test_what_a_user_writes_to_the_state_counts",),
     ),
     Mutant(
         "all ranks check their state before one copies it",

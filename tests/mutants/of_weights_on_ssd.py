@@ -287,13 +287,6 @@ MUTANTS = (
         T_SETTLE,
     ),
     Mutant(
-        "a checkpoint checks weights in the slots that were planned",
-        "lightning_cxl/optim/state_visits.py",
-        "        for record in self._own:\n            with self.checked",
-        "        for record in self._records:\n            with self.checked",
-        T_PLANNED,
-    ),
-    Mutant(
         "a rule that puts no weights there is not silent",
         "lightning_cxl/run/host.py",
         "            _warn_of_weights_that_stay(inventory)\n",
