@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.inventory.workload import Mesh, Workload
 from lightning_cxl.machine.machine import MachineSsd
-from lightning_cxl.optim.state_records import taken_nbytes
+from lightning_cxl.optim.state_visits import taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import local
 from lightning_cxl.ssd_options import SSD

@@ -14,7 +14,7 @@ from lightning_cxl.optim.kernel_table import KernelTable, Update, is_as_before, 
 from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.optim.parameter_state import ParameterStates
 from lightning_cxl.optim.saved_state import check_moments, parameter_name
-from lightning_cxl.optim.state_records import Visit
+from lightning_cxl.optim.state_visits import Visit
 from lightning_cxl.optim.tensor_checks import check_compute_weights, check_parameter, usable_gradient
 from lightning_cxl.optim.threads import ThreadTeams
 from lightning_cxl.optim.visits import Visits

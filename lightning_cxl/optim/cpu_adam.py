@@ -18,6 +18,7 @@ from lightning_cxl.optim.number_formats import STATE_FORMATS, StatePrecision
 from lightning_cxl.optim.parameter_state import ParameterStates
 from lightning_cxl.optim.saved_state import parameter_name
 from lightning_cxl.optim.state_loading import StateLoading
+from lightning_cxl.optim.state_visits import read_states
 from lightning_cxl.optim.tensor_checks import check_parameter
 from lightning_cxl.optim.threads import ThreadTeams, chosen_isa, thread_count
 from lightning_cxl.optim.visits import NoVisits, Visits
@@ -151,13 +152,11 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """State by parameter, as of the last step: waits for updates that run behind, and decrypts what is on SSD.
+        """State by parameter, as of the last step: waits for updates that run behind.
 
-        Raises:
-            TierFullError: there is no memory for what is decrypted.
+        What lies on tier `ssd` cannot be read here: `state_dict` reads it, and `load_state_dict` writes it.
         """
         self.wait()
-        self.kept.settle()
         self.kept.check_not_lost()
         return self.plain_state
 
@@ -200,7 +199,7 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
             StorageError: a write of state on SSD has failed.
         """
         try:
-            self.kept.leave_run()
+            self.kept.leave_run(self.plain_state)
         finally:
             if self.kept.lost:
                 self.plain_state.clear()
@@ -276,7 +275,9 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: nothing of a run, which belongs to this process."""
         own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "_scale", "kept")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        plain = super().__getstate__()
+        state = defaultdict(dict, read_states(plain["state"]))
+        return {**plain, "state": state, **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, perhaps on another machine."""

@@ -20,7 +20,7 @@ from lightning_cxl.optim.number_formats import (
     pack,
 )
 from lightning_cxl.optim.parameter_state import KnownRow, ParameterState
-from lightning_cxl.optim.state_records import Visit
+from lightning_cxl.optim.state_visits import Visit
 from lightning_cxl.optim.threads import Stretch, ThreadTeams
 
 _COMPUTE_FORMATS = {torch.bfloat16: WEIGHTS_BF16, torch.float16: WEIGHTS_FP16}

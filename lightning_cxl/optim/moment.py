@@ -7,7 +7,7 @@ import torch
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.eight_bit import decode, encode, flattened, num_blocks
 from lightning_cxl.optim.number_formats import StatePrecision
-from lightning_cxl.optim.state_records import At
+from lightning_cxl.optim.state_visits import At
 from lightning_cxl.placement.placement import TensorRole
 
 AllocateState = Callable[[torch.Tensor, TensorRole, torch.dtype, int], torch.Tensor]
@@ -74,30 +74,36 @@ class Moment:
         if self.scales is not None:
             at(self.scales).zero_()
 
-    def load(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+    def load(self, values: torch.Tensor, scales: torch.Tensor | None = None, at: At = flattened) -> None:
         """Take over `values` of the parameter's shape, any element order.
 
         Args:
             values: floating point, or uint8 codes with `scales`.
             scales: one per block, in the memory order of `values`; in row-major order where these have gaps.
+            at: where the memory is now.
         """
-        own = self.scales
+        own, own_values = None if self.scales is None else at(self.scales), in_shape(self.values, at)
         if scales is not None:
             values = values.cpu() if is_dense(values) else values.cpu().contiguous()
         if own is not None and scales is not None and values.stride() == self.values.stride():
-            self.values.copy_(values)
+            own_values.copy_(values)
             own.copy_(scales)
             return
         plain = values if scales is None else decode(values, scales, unsigned=self.unsigned)
         if own is None:
-            self.values.copy_(plain)
+            own_values.copy_(plain)
             return
         ordered = torch.empty_strided(self.values.shape, self.values.stride(), dtype=torch.float32).copy_(plain)
-        encode(ordered, self.values, own, unsigned=self.unsigned)
+        encode(ordered, own_values, own, unsigned=self.unsigned)
 
-    def follow(self, parameter: torch.Tensor) -> None:
-        """Put the elements in the parameter's new order in memory."""
-        old = self.values
-        old_values = old.clone() if self.scales is None else decode(old, self.scales, unsigned=self.unsigned)
-        self.values = laid_out_as(old, parameter)
-        self.load(old_values)
+    def follow(self, parameter: torch.Tensor, at: At = flattened) -> None:
+        """Put the elements in the parameter's new order in memory, which is at `at` now."""
+        old = in_shape(self.values, at)
+        old_values = old.clone() if self.scales is None else decode(old, at(self.scales), unsigned=self.unsigned)
+        self.values = laid_out_as(self.values, parameter)
+        self.load(old_values, at=at)
+
+
+def in_shape(tensor: torch.Tensor, at: At) -> torch.Tensor:
+    """Return a dense tensor where its memory is now."""
+    return at(tensor).as_strided(tensor.shape, tensor.stride())

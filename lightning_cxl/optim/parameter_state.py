@@ -1,7 +1,8 @@
 """`ParameterState`: all that the optimizer keeps of one parameter, in memory that stays where it was placed."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,9 @@ from lightning_cxl.errors import ConfigError, StorageError
 from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
 from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.eight_bit import decode, dynamic_map, flattened
-from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision
+from lightning_cxl.optim.moment import AllocateState, Moment, allocate_from_torch, choose_precision, in_shape
 from lightning_cxl.optim.number_formats import StatePrecision, join, split
-from lightning_cxl.optim.state_records import At, StateRecord
+from lightning_cxl.optim.state_visits import At, OnSsd, StateRecord
 from lightning_cxl.optim.tensor_checks import follows
 from lightning_cxl.optim.threads import Stretch
 from lightning_cxl.optim.visits import NoVisits, Visits
@@ -72,11 +73,50 @@ class ParameterState:
             self.remainder = laid_out_as(memory, parameter)
         self._entries = self._shown = self._varying()
         self.record: StateRecord | None = None
-        """The record that this state lies in; None where it is in memory. Not part of a copy, which is in memory."""
+        """The record that this state lies in; None where it is in memory."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle keeps: all but where it is."""
-        return {**vars(self), "known": None, "record": None}
+        """Return what a copy or a pickle keeps."""
+        return {**vars(self), "known": None}
+
+    def lie_in(self, record: StateRecord, parameter: torch.Tensor) -> None:
+        """Learn that all of it is in a record, and show that to users of `parameter`."""
+        self.record = record
+        self._show(parameter)
+
+    def _show(self, parameter: torch.Tensor) -> None:
+        """Make what users see: tensors cut as the parameter is, and `OnSsd` for those that are not in memory."""
+        shard, record = local(parameter), self.record
+
+        def shown(value: torch.Tensor) -> torch.Tensor:
+            owner = parameter if shard is not parameter and value.shape == shard.shape else None
+            if value is self.step:
+                return value
+            if record is not None:
+                return OnSsd.of(record, value, owner)
+            return value if owner is None else sharded_like(value, owner)
+
+        self._shown = [(key, shown(value)) for key, value in self._entries]
+
+    @contextmanager
+    def reached(self) -> Iterator[At]:
+        """Return a region in which the state can be read and written, in memory or in a slot; yields where."""
+        if self.record is None:
+            yield flattened
+        else:
+            with self.record.visit() as visit:
+                yield visit.at_slot
+
+    def come_to_memory(self, shown: Mapping[str, torch.Tensor]) -> None:
+        """Lie in tensors that show what the record had, by key."""
+        views = {id(value): local(shown[key]) for key, value in self._entries}
+        for moment in (self.momentum, self.variance):
+            moment.values = views[id(moment.values)]
+            moment.scales = None if moment.scales is None else views[id(moment.scales)]
+        if self.remainder is not None:
+            self.remainder = views[id(self.remainder)]
+        self._entries, self.known, self.record = self._varying(), None, None
+        self._shown = [(key, shown[key]) for key, _ in self._entries]
 
     @property
     def entries(self) -> dict[str, torch.Tensor]:
@@ -117,7 +157,7 @@ class ParameterState:
                 "optimizer, which keeps the state of such weights in float32"
             )
 
-    def bind(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    def bind(self, parameter: torch.Tensor, state: dict[str, Any], at: At | None = None) -> None:
         """Make ``optimizer.state[parameter]`` refer to this memory.
 
         The keys are torch's (``exp_avg``, ``exp_avg_sq``), with 8-bit state bitsandbytes' (``state1``, ``absmax1``,
@@ -125,20 +165,18 @@ class ParameterState:
         someone else put there is copied in and replaced by ours. The parameter has passed `check` and
         `tensor_checks.check_parameter`, the state `saved_state.check_moments`. Of a parameter that is cut over
         processes the state shows tensors that are cut alike, but of each shard its own scales of 8-bit state.
+
+        Args:
+            parameter: of the optimizer.
+            state: of it. INOUT.
+            at: where the memory is now, for the caller who is in `reached`; None: it is reached here.
         """
         values, shard = self.momentum.values, local(parameter)
         if (values.shape, values.stride()) != (shard.shape, shard.stride()) and not follows(values, shard):
-            self._follow_layout(shard, state)
+            with self.reached() if at is None else nullcontext(at) as here:
+                self._follow_layout(parameter, state, here)
         if shard is not parameter and self._shown is self._entries:
-            whole = [each for each in self.tensors if each.shape == shard.shape]
-            self._shown = [
-                (key, sharded_like(value, parameter) if any(value is each for each in whole) else value)
-                for key, value in self._entries
-            ]
-            if self.record is not None:
-                for (_, value), (_, shown) in zip(self._entries, self._shown, strict=True):
-                    if shown is not value:
-                        self.record.show_as(value, shown)
+            self._show(parameter)
         if not state:
             self.step.zero_()
             if self.record is None:
@@ -148,7 +186,8 @@ class ParameterState:
         elif self.holds(state):
             return
         else:
-            self._take(parameter, state)
+            with self.reached() if at is None else nullcontext(at) as here:
+                self._take(parameter, state, here)
         state.clear()
         state.update(self._shown)
         if self.precision == "8bit":
@@ -171,7 +210,7 @@ class ParameterState:
             entries.append((REMAINDER, self.remainder))
         return entries
 
-    def _take(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+    def _take(self, parameter: torch.Tensor, state: Mapping[str, Any], at: At) -> None:
         """Copy another state in, of any precision; see `saved_state.check_moments` for what it may look like."""
         if state["step"] is not self.step:
             self.step.fill_(float(state["step"]))
@@ -179,33 +218,42 @@ class ParameterState:
         for moment, keys in zip((self.momentum, self.variance), MOMENT_KEYS, strict=True):
             key = keys.values if keys.values in state else keys.codes
             if state[key] is not shown.get(key):
-                moment.load(*_shard_of_moment(state[key], state.get(keys.scales), parameter, unsigned=moment.unsigned))
+                values, scales = (_in_memory(state.get(name)) for name in (key, keys.scales))
+                moment.load(*_shard_of_moment(values, scales, parameter, unsigned=moment.unsigned), at)
         saved = state.get(REMAINDER)
         if saved is not None and saved.dtype is not torch.int16:
             saved = None  # torch's optimizers carry it along as a number, and their steps make it meaningless
         if saved is not None and saved is not shown.get(REMAINDER):
-            saved = shard_of(saved, parameter)
+            saved = shard_of(_in_memory(saved), parameter)
         if self.remainder is None:
             if saved is not None:  # of split weights: these are float32 masters of the same compute weights
                 shard = local(parameter).detach()
                 shard.copy_(join(split(shard)[0], saved))
         elif saved is None:
-            self.remainder.zero_()
+            at(self.remainder).zero_()
         elif saved is not shown.get(REMAINDER):
-            self.remainder.copy_(saved)
+            in_shape(self.remainder, at).copy_(saved)
 
-    def _follow_layout(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    def _follow_layout(self, parameter: torch.Tensor, state: dict[str, Any], at: At) -> None:
         """Put the elements in the parameter's new order: the model's memory format has changed."""
-        before = self._entries
-        self.momentum.follow(parameter)
-        self.variance.follow(parameter)
+        before, shard = self._shown, local(parameter)
+        self.momentum.follow(shard, at)
+        self.variance.follow(shard, at)
         if self.remainder is not None:
-            new = laid_out_as(self.remainder, parameter)
-            self.remainder = new.copy_(self.remainder.clone())
+            old_values = in_shape(self.remainder, at).clone()
+            self.remainder = laid_out_as(self.remainder, shard)
+            in_shape(self.remainder, at).copy_(old_values)
         self._entries = self._shown = self._varying()
-        for (key, old), (_, new) in zip(before, self._entries, strict=True):
+        if self.record is not None or shard is not parameter:
+            self._show(parameter)
+        for (key, old), (_, new) in zip(before, self._shown, strict=True):
             if state.get(key) is old:
                 state[key] = new
+
+
+def _in_memory(value: Any) -> Any:
+    """Return state of another optimizer, which may lie on SSD."""
+    return value.read() if isinstance(value, OnSsd) else value
 
 
 def _shard_of_moment(
@@ -260,7 +308,8 @@ class ParameterStates:
         state = ParameterState(local(parameter), precision, allocate)
         record = self.visits.find(state.tensors)
         assert record is None or isinstance(record, StateRecord)
-        state.record = record
+        if record is not None:
+            state.lie_in(record, parameter)
         return state
 
     def of(self, parameter: torch.Tensor) -> ParameterState:
@@ -277,16 +326,9 @@ class ParameterStates:
             del self.by_parameter[parameter]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle keeps."""
-        return {**vars(self), "allocate": allocate_from_torch, "visits": NoVisits()}
-
-    def settle(self) -> None:
-        """Return when tensors of state show their values, as of the last update.
-
-        Raises:
-            StorageError: a write of state on SSD has failed.
-        """
-        self.visits.wait()
+        """Return what a copy or a pickle keeps; what lies on SSD is made again in memory when it is needed."""
+        in_memory = {parameter: own for parameter, own in self.by_parameter.items() if own.record is None}
+        return {**vars(self), "by_parameter": in_memory, "allocate": allocate_from_torch, "visits": NoVisits()}
 
     def check_not_lost(self) -> None:
         """Refuse to use state that is not whole.
@@ -297,21 +339,29 @@ class ParameterStates:
         if self.lost:
             raise StorageError(self.lost)
 
-    def leave_run(self) -> None:
-        """Take memory from torch from now on. What lies in windows is memory from now on: updates write to it.
+    def leave_run(self, states: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Take memory from torch from now on. State on SSD becomes memory that shows it, to which updates write.
+
+        Args:
+            states: of the optimizer, by parameter. INOUT.
 
         Raises:
             StorageError: state on SSD could not be written; it is lost.
         """
+        visits, self.visits, self.allocate = self.visits, NoVisits(), allocate_from_torch
+        on_ssd = {parameter: own for parameter, own in self.by_parameter.items() if own.record is not None}
         try:
-            self.visits.wait()
+            visits.wait()
+            views = {own.record: visits.view(own.record) for own in on_ssd.values() if own.record is not None}
         except StorageError as error:
             self.lost = f"the state of this optimizer was lost with its run: {error}"
+            self.by_parameter = {}
             raise
-        finally:
-            self._take_from_torch()
-
-    def _take_from_torch(self) -> None:
-        self.allocate, self.visits = allocate_from_torch, NoVisits()
-        for state in self.by_parameter.values():
-            state.record = None
+        for parameter, own in on_ssd.items():
+            assert own.record is not None
+            view, before = views[own.record], own.entries
+            shown = {key: value.shown_in(view) if isinstance(value, OnSsd) else value for key, value in before.items()}
+            own.come_to_memory(shown)
+            for key, value in (states.get(parameter) or {}).items():
+                if value is before.get(key):
+                    states[parameter][key] = shown[key]

@@ -8,8 +8,10 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.optim.moment import in_shape
 from lightning_cxl.optim.parameter_state import ParameterStates
 from lightning_cxl.optim.saved_state import checked_entries, match_groups, merged_groups
+from lightning_cxl.optim.state_visits import read_states
 from lightning_cxl.optim.tensor_checks import check_parameter
 from lightning_cxl.shards import local
 from lightning_cxl.torch_private import loading_hooks
@@ -22,6 +24,24 @@ class StateLoading:
     plain_state: defaultdict[torch.Tensor, Any]
     kept: ParameterStates
     wait: Callable[[], None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict; its tensors are not copies.
+
+        Of state on tier `ssd` tensors show what the drives have now, in pages of the page cache and not in memory of
+        the process; checksums have been compared. What is written to them changes no state, and the next step may
+        change what they show: clone what is to be kept.
+
+        Raises:
+            StorageError: a drive has failed, or has damaged state.
+        """
+        found = super().state_dict()  # type: ignore[misc]
+        return {**found, "state": read_states(found["state"])}
+
+    def unread_state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict with `OnSsd` for tensors on tier `ssd`, which are not read."""
+        unread: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return unread
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of CPUAdam, ``torch.optim.Adam`` or ``torch.optim.AdamW`` into the memory held already.
@@ -68,15 +88,19 @@ class StateLoading:
                 check_parameter(local(parameter), name)
                 self.kept.of(parameter).check(parameter, name)
             found.append((parameter, entry))
+        together: dict[Any, list[tuple[torch.Tensor, Mapping[str, Any]]]] = {}  # a record is read and written once
+        for parameter, entry in found:
+            if entry is None:
+                self.plain_state.pop(parameter, None)
+            else:
+                together.setdefault(self.kept.of(parameter).record or parameter, []).append((parameter, entry))
         with torch.no_grad():
-            for parameter, entry in found:
-                if entry is None:
-                    self.plain_state.pop(parameter, None)
-                    continue
-                state = dict(entry)
-                self.kept.of(parameter).bind(parameter, state)  # copies the saved tensors into our memory
-                self.plain_state[parameter] = state
-                self.note_written(parameter)
+            for several in together.values():
+                states = {parameter: dict(entry) for parameter, entry in several}
+                with self.kept.of(several[0][0]).reached() as at:
+                    for parameter, state in states.items():
+                        self.kept.of(parameter).bind(parameter, state, at)  # copies what was saved into our memory
+                self.plain_state.update(states)
 
     def load_parameter(self, parameter: torch.Tensor, name: str, entry: Mapping[str, Any]) -> None:
         """Copy the saved state of one parameter into the memory that its state has; an empty one clears it.
@@ -102,8 +126,16 @@ class StateLoading:
         for group, new in zip(self.param_groups, merged_groups(self.param_groups, groups), strict=True):
             group.update(new)
 
-    def note_written(self, parameter: torch.Tensor) -> None:
-        """Learn that all state of a parameter was written to: on SSD it then does not stay in memory for long."""
-        record = self.kept.of(parameter).record
-        if record is not None:
-            self.kept.visits.touched(record)
+    @torch.no_grad()
+    def load_remainder(self, parameter: torch.Tensor, remainder: torch.Tensor) -> None:
+        """Copy what a bfloat16 parameter lacks of its float32 master weights into the state of the parameter.
+
+        Args:
+            parameter: of this optimizer, which has state.
+            remainder: int16, shaped as the shard of the parameter that this process has.
+        """
+        self.wait()
+        own = self.kept.of(parameter)
+        assert own.remainder is not None, "only split weights have a remainder"
+        with own.reached() as at:
+            in_shape(own.remainder, at).copy_(remainder)

@@ -1,12 +1,12 @@
 """`StateVisits`: optimizer state and weights on SSD visit host memory while they are updated.
 
 [Note: State on SSD]
-State of one unit that lies on SSD is one record (`StateRecord`). Its tensors lie in a window: they can be read at any
-time, but the kernel works on a copy of the record in a host slot. One visit::
+State of one unit that lies on SSD is one record (`StateRecord`). Its tensors have addresses without memory; the kernel
+works on the record in a host slot. One visit::
 
     fetch    a slot is taken, and the record is read into it; ahead of time, in the order of the step before
-    update   the kernel gets the addresses of the window, moved by the distance between window and slot
-    write    the slot is written to the record behind what comes next; then the window shows the new bytes
+    update   the kernel gets the addresses of the tensors, moved by the distance between them and the slot
+    write    the slot is written to the record behind what comes next
 
 * Compute weights of a streamed unit that lie on SSD are a record, too ([Note: Weights on SSD]), and the kernel writes
   them in a slot. One visit brings all records that an update needs, and gets their slots together: two visits that each
@@ -14,10 +14,9 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 * Slots have the exact size of their record. All of them together never have more bytes than the cap, which is at least
   what the largest visit takes. What is fetched ahead may follow a write in its slot, which nobody waits for. A visit
   that finds no slots takes those of records which are expected last, or waits for a write.
-* Who writes to the tensors with torch (a loaded checkpoint, a user) writes to private pages of the window. Versions
-  tell that it happened: the next visit then takes these tensors from the window, and the write drops the private pages.
-  Writes through ``.data`` leave no trace and are lost.
-* A record that was never written is not read. State that starts at zero is made zero in the slot; who looks visits it.
+* Users see `OnSsd` in ``optimizer.state``, which refuses to be read or written. `view` maps what a record has on the
+  drives: that is what ``state_dict()`` returns. Loading a state dict visits records.
+* A record that was never written is not read. State that starts at zero is made zero in the slot.
 * Several threads may visit different records at a time: the worker of overlapped updates, and the step itself. A
   record that is visited is not read ahead, and not visited a second time: what was read would be old.
 * A slot is given back when nothing reads or writes it any more, also where a visit is interrupted: [Note: Ctrl-C].
@@ -25,21 +24,239 @@ time, but the kernel works on a copy of the record in a host slot. One visit::
 """
 
 import threading
+from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl.errors import StorageError
+from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.optim.record_index import RecordIndex
-from lightning_cxl.optim.state_records import StateRecord, Visit
+from lightning_cxl.shards import sharded_like
 from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.slots import HostSlots, Stay, uninterrupted
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.visitor import Visitor
+from lightning_cxl.storage.visitor import Visitor, is_in
+from lightning_cxl.storage.window import addresses_without_memory
+from lightning_cxl.torch_private import wrapper_tensor
+
+# ----------------------------------------------------------------------------------------------------
+# `RecordIndex`: in which record a tensor lies.
+
+
+class RecordIndex:
+    """Records by the addresses of their windows, which do not overlap."""
+
+    def __init__(self) -> None:
+        self._records: list[Visitor] = []  # in the order of their windows' addresses
+
+    def __iter__(self) -> Iterator[Visitor]:
+        return iter(self._records)
+
+    def add(self, record: Visitor) -> None:
+        """Find a record from now on."""
+        insort(self._records, record, key=_address)
+
+    def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
+        """Return the record in which some of the tensors lie; None where all are in memory."""
+        found = {record for tensor in tensors if (record := self._at(tensor.data_ptr())) is not None}
+        assert len(found) <= 1, "state of one parameter lies in several records"
+        return next(iter(found), None)
+
+    def _at(self, address: int) -> Visitor | None:
+        index = bisect_right(self._records, address, key=_address) - 1
+        record = self._records[index] if index >= 0 else None
+        return record if record is not None and is_in(record.window, address) else None
+
+
+def _address(record: Visitor) -> int:
+    return record.window.address
+
+
+# ----------------------------------------------------------------------------------------------------
+# `StateRecord`: optimizer state that lies on SSD and is read and written as one; `OnSsd`: what users see of it.
+
+At = Callable[[torch.Tensor], torch.Tensor]
+"""Returns where the bytes of a tensor of state are now, in one dimension."""
+
+_ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
+_METADATA = frozenset(("device", "dim", "dtype", "is_floating_point", "is_meta", "layout", "ndim", "nelement", "numel"))
+_METADATA |= {"requires_grad", "shape", "size"}
+
+
+def taken_nbytes(nbytes: int) -> int:
+    """Return the bytes that a tensor of `nbytes` takes of a record."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Visit(NamedTuple):
+    """Where the bytes of some records are while they are updated."""
+
+    places: Sequence[tuple[Buffer, Buffer]]
+    """Addresses and slot of each."""
+
+    def moved(self, address: int) -> int:
+        """Return where the byte at an address is now: in a slot, if the address is a record's."""
+        for window, slot in self.places:
+            if is_in(window, address):
+                return address - window.address + slot.address
+        return address
+
+    def at_slot(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a dense tensor as they are in the slot, in one dimension; others are returned flat."""
+        for window, slot in self.places:
+            if is_in(window, tensor.data_ptr()):
+                part = slot.slice(tensor.data_ptr() - window.address, tensor.nbytes)
+                return part.tensor((tensor.numel(),), tensor.dtype)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class StateRecord:
+    """Cuts the tensors of optimizer state from one record.
+
+    Its tensors have addresses, by which they are found in a slot, and no memory: an access ends the process.
+
+    Args:
+        visits: bring it to slots.
+        record: the bytes.
+
+    Raises:
+        TierFullError: there are no addresses left.
+    """
+
+    def __init__(self, visits: "StateVisits", record: Record) -> None:
+        self.visits = visits
+        self.record = record
+        self.window: Buffer = addresses_without_memory(record.padded_nbytes)
+        self.blanks: list[Callable[[At], None]] = []
+        """Make state zero that shall start so, at the next visit."""
+        self._used_bytes = 0
+
+    def take(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return a 1-D tensor of the record."""
+        nbytes = numel * dtype.itemsize
+        tensor = self.window.slice(self._used_bytes, nbytes).tensor((numel,), dtype)
+        self._used_bytes += taken_nbytes(nbytes)
+        return tensor
+
+    def visit(self) -> AbstractContextManager[Visit]:
+        """Return a region in which the record is in a slot; it is written behind it."""
+        return self.visits.visit([self])
+
+    @torch.no_grad()
+    def fill(self, slot: Buffer) -> None:
+        """Make zero in a slot what shall start so. Other state that was never written stays undefined."""
+        for blank in self.blanks:
+            blank(Visit([(self.window, slot)]).at_slot)
+
+    def clean(self) -> None:
+        """Note that the record is written as `fill` has left it."""
+        self.blanks.clear()
+
+
+class OnSsd(torch.Tensor):
+    """Stands in ``optimizer.state`` for a tensor that lies on SSD: knows its shape, and refuses everything else.
+
+    A copy or a pickle of it is an ordinary tensor in memory.
+    """
+
+    record: StateRecord
+    tensor: torch.Tensor
+    _owner: torch.Tensor | None
+
+    @staticmethod
+    def of(record: StateRecord, tensor: torch.Tensor, owner: torch.Tensor | None = None) -> "OnSsd":
+        """Return what stands for a tensor of a record.
+
+        Args:
+            record: has the tensor.
+            tensor: by its address.
+            owner: that the tensor is cut like, over processes; None where it is whole.
+        """
+        shape = tensor.shape if owner is None else owner.shape
+        shown: OnSsd = wrapper_tensor(OnSsd, shape, tensor.dtype, torch.device("cpu"))
+        shown.record, shown.tensor, shown._owner = record, tensor, owner
+        return shown
+
+    def reference(self) -> dict[str, Any]:
+        """Return where the tensor lies, without its bytes: record, offset, dtype, shape and stride."""
+        return {
+            "lightning_cxl_record": self.record.record.name,
+            "offset": self.tensor.data_ptr() - self.record.window.address,
+            "dtype": str(self.tensor.dtype).removeprefix("torch."),
+            "shape": list(self.tensor.shape),
+            "stride": list(self.tensor.stride()),
+        }
+
+    def shown_in(self, view: Buffer) -> torch.Tensor:
+        """Return the tensor in a view of its record, see `StateVisits.view`."""
+        part = view.slice(self.tensor.data_ptr() - self.record.window.address, self.tensor.nbytes)
+        flat = part.tensor((self.tensor.numel(),), self.tensor.dtype)
+        plain = flat.as_strided(self.tensor.shape, self.tensor.stride())
+        return plain if self._owner is None else sharded_like(plain, self._owner)
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor as it is on the drive now; its memory is pages of the page cache.
+
+        Raises:
+            StorageError: a write has failed, or the run is over.
+        """
+        return self.shown_in(self.record.visits.view(self.record))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(getattr(func, "__self__", func), "__name__", "") in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return cls.__torch_dispatch__(func, types, (), {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+        raise UnsupportedError(
+            "this state lies on tier `ssd` and is no tensor in memory: `optimizer.state_dict()` reads it, and "
+            "`optimizer.load_state_dict()` writes it"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<{self.tensor.dtype} {tuple(self.shape)} on tier `ssd`: read it with `optimizer.state_dict()`>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a tensor in memory."""
+        memo[id(self)] = copied = self.read().clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary tensor."""
+        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def read_states(
+    states: Mapping[Any, Mapping[str, Any]], *, compares_checksums: bool = True
+) -> dict[Any, dict[str, Any]]:
+    """Return state of parameters with tensors in the place of `OnSsd`, whose memory is pages of the page cache.
+
+    Args:
+        states: by whatever key.
+        compares_checksums: of all records first.
+
+    Raises:
+        StorageError: a drive has failed, or has damaged a record.
+    """
+    views: dict[StateRecord, Buffer] = {}
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, OnSsd):
+            return value
+        if compares_checksums and not views:
+            value.record.visits.check()
+        if value.record not in views:
+            views[value.record] = value.record.visits.view(value.record)
+        return value.shown_in(views[value.record])
+
+    return {key: {name: read(value) for name, value in entry.items()} for key, entry in states.items()}
+
 
 _MAX_AHEAD = 2  # visits, besides the present one
 
@@ -81,12 +298,16 @@ class StateVisits:
         self._writing: deque[_Written] = deque()
         self._next: dict[Visitor, tuple[Visitor, ...]] = {}  # by the first record of a visit: those of the visit after
         self._latest: Visitor | None = None
-        self._touched: dict[Visitor, None] = {}
         self._changed = threading.Condition()  # guards all above
 
     def reserve(self, name: str, nbytes: int) -> StateRecord:
-        """Return a new record; see `StateRecord`."""
-        record = StateRecord(self._store, name, nbytes)
+        """Return a new record of `nbytes` bytes, in which each tensor takes `taken_nbytes`.
+
+        Raises:
+            TierFullError: the store's budget is used up.
+            StorageError: the drive has no room for it, or fails.
+        """
+        record = StateRecord(self, self._store.reserve(name, nbytes))
         self._own.append(record)
         self._records.add(record)
         return record
@@ -130,45 +351,42 @@ class StateVisits:
 
     @uninterrupted
     def check(self) -> None:
-        """Read state that is written and compare checksums, before someone copies what windows show.
+        """Read all state and compare its checksums, before someone copies it.
 
         Raises:
             StorageError: a drive has failed, or has damaged a record.
         """
         self.wait()
         for record in self._own:
-            with self.checked(record):
-                pass
-
-    @contextmanager
-    def checked(self, record: StateRecord) -> Iterator[Buffer]:
-        """Return a region in which what was written of a record is in a slot; its checksum has been compared.
-
-        Raises:
-            StorageError: a drive has failed, or has damaged the record.
-        """
-        guests = _Guests(self, [record])
-        try:
-            guests.enter()
-            yield guests.fetched[record].slot
-        finally:
-            guests.leave()
+            guests = _Guests(self, [record])
+            try:
+                guests.enter()
+            finally:
+                guests.leave()
 
     @uninterrupted
-    def touched(self, record: Visitor) -> None:
-        """Learn that someone has written to tensors of a record; it is written when they are many."""
-        self._touched[record] = None
-        if sum(each.record.padded_nbytes for each in self._touched) > self._slots.cap_bytes:
-            self.wait()  # the end of a write drops what someone has written to the window meanwhile
+    def view(self, record: StateRecord) -> Buffer:
+        """Return memory that shows a record as it is now: pages of the page cache, until someone writes to them.
+
+        It stays valid when the run is over. The next update of the record may change what it shows.
+
+        Raises:
+            StorageError: a write has failed.
+        """
+        self.wait()
+        return self._store.view(record.record)
 
     @uninterrupted
     def wait(self) -> None:
-        """Return when all windows show the state of the last update, and all that someone wrote to them is written.
+        """Return when the drives have the state of the last update.
 
         Raises:
-            StorageError: a write has failed, now or before: what the window shows is not whole.
+            StorageError: a write has failed, now or before: what the drives have is not whole.
         """
-        self._write_dirty()
+        for own in self._own:
+            if own.blanks:
+                with self.visit([own]):
+                    pass
         with self._changed:
             while self._writing:
                 self._finish_write()
@@ -200,7 +418,7 @@ class StateVisits:
                 self._drop_fetched(next(reversed(self._fetched)))
 
     def take_records_as_they_are(self) -> None:
-        """Note that records have changed: what someone wrote to their windows is gone."""
+        """Note that records have changed: what was to be made zero in them is not."""
         for record in self._records:
             record.clean()
 
@@ -223,13 +441,6 @@ class StateVisits:
             self._slots.close()
         if errors:
             raise errors[0]
-
-    def _write_dirty(self) -> None:
-        self._touched.clear()
-        for record in self._own:
-            if record.is_dirty():
-                with self.visit([record]):
-                    pass
 
     def _following(self, first: Visitor) -> list[Visitor]:
         """Return the records of the visits that came after one the last time, by its first record."""
@@ -359,7 +570,6 @@ class _Guests(Stay):
                 slot = self.fetched[record].slot
                 visits._writing.append(_Written(slot, visits._store.write(record.record, slot)))
                 del self.fetched[record]  # the slot belongs to the write, also where the next write cannot begin
-                visits._touched.pop(record, None)
                 record.clean()
 
     def _give_back(self) -> None:

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from lightning_cxl.optim.state_records import Visit
+from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.optim.state_visits import StateRecord, Visit
 from lightning_cxl.storage.visitor import Visitor
 
 
@@ -22,11 +23,14 @@ class Visits(Protocol):
     def visit(self, records: Sequence[Visitor]) -> AbstractContextManager[Visit]:
         """Return a region in which records are in slots; they are written behind it."""
 
-    def touched(self, record: Visitor) -> None:
-        """Learn that someone has written to tensors of a record; it is written when they are many."""
-
     def wait(self) -> None:
-        """Return when all windows show the state of the last update."""
+        """Return when the drives have the state of the last update."""
+
+    def check(self) -> None:
+        """Read all state and compare its checksums."""
+
+    def view(self, record: StateRecord) -> Buffer:
+        """Return memory that shows a record as it is now."""
 
     def show_weights(self) -> None:
         """Return when parameters show what visits have made of them."""
@@ -46,11 +50,15 @@ class NoVisits:
         """Refuse: there is no record."""
         raise AssertionError("nothing lies on SSD")
 
-    def touched(self, record: Visitor) -> None:
-        """Return at once."""
-
     def wait(self) -> None:
         """Return at once."""
+
+    def check(self) -> None:
+        """Return at once."""
+
+    def view(self, record: StateRecord) -> Buffer:
+        """Refuse: there is no record."""
+        raise AssertionError("nothing lies on SSD")
 
     def show_weights(self) -> None:
         """Return at once."""

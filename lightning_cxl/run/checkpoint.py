@@ -82,7 +82,7 @@ def refer_to_ssd(
 ) -> Iterator[dict[str, Any]]:
     """Return a region in which a checkpoint is written; yields what to write.
 
-    See [Note: Referring checkpoints]. Of state that is copied all checksums are compared first.
+    See [Note: Referring checkpoints].
 
     Args:
         checkpoint: as the framework made it.
@@ -94,11 +94,9 @@ def refer_to_ssd(
         StorageError: the state on SSD cannot be committed or read, or is damaged.
     """
     if on_ssd is None or not on_ssd.refers:
-        if on_ssd is not None:
-            on_ssd.visits.check()
         yield {**checkpoint, KEY: own}
         return
-    states = ssd_checkpoint.refer(checkpoint["optimizer_states"], on_ssd.visits)
+    states = ssd_checkpoint.refer(checkpoint["optimizer_states"])
     with ssd_checkpoint.commit_beside(on_ssd, path) as entry:
         yield {**checkpoint, "optimizer_states": states, KEY: {**own, SSD: entry}}
 
@@ -141,7 +139,7 @@ def load_optimizers(
         ordered = by_name(state, names, current)
         if isinstance(optimizer, CPUAdam):
             if on_ssd is not None:
-                ordered = ssd_checkpoint.resolve(ordered, optimizer, on_ssd.visits)
+                ordered = ssd_checkpoint.resolve(ordered, optimizer)
             optimizer.load_state_dict(ordered)
         else:
             load_plain(optimizer, ordered, current)
@@ -334,8 +332,9 @@ def restore_masters(
             if remainder is not None:
                 upper, lower = split(value.float().contiguous())
                 local(pair.master).copy_(upper)
-                local(remainder).copy_(lower)
                 if isinstance(owner, CPUAdam):
-                    owner.note_written(pair.master)
+                    owner.load_remainder(pair.master, lower)
+                else:
+                    local(remainder).copy_(lower)
             elif not pair.is_shared:
                 local(pair.master).copy_(value)

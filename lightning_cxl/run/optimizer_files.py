@@ -51,7 +51,6 @@ class _StateDict(_FileMethod):
         run = self._settled_run()
         if run.on_ssd is not None:
             run.on_ssd.check_weights()
-            run.on_ssd.visits.check()
         own = entry_of([self._optimizer], run.masters, run.num_received)
         mine = {run.masters.name_of(p) for group in self._optimizer.param_groups for p in group["params"]}
         masters = {name: master for name, master in own["master_weights"].items() if name in mine}

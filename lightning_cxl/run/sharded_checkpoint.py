@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS
+from lightning_cxl.optim.state_visits import read_states
 from lightning_cxl.run.checkpoint_file import META, lying_at, put_in_place, unfinished
 from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.shards import first_element, is_sharded
@@ -113,11 +114,12 @@ def _not_written(path: Path, error: BaseException) -> CheckpointError:
 
 def optimizer_tensors(optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> dict[str, Any]:
     """Return the state of an optimizer by names of parameters, as FSDP2's own tools do; tensors are not copied."""
+    known = read_states(optimizer.state, compares_checksums=False)  # `check_together` does, on all processes
     states, groups = {}, []
     for group in optimizer.param_groups:
         names = [name_of(parameter) for parameter in group["params"]]
         for name, parameter in zip(names, group["params"], strict=True):
-            entry = optimizer.state.get(parameter)
+            entry = known.get(parameter)
             if entry:
                 states[name] = _saved_entry(entry, parameter)
         groups.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": names})

@@ -28,28 +28,22 @@ import torch
 from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.optim.state_visits import OnSsd
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.folder import MANIFEST
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.visitor import Visitor
 
 log = logging.getLogger(__name__)
 
 _REFERENCE = "lightning_cxl_record"
 
 
-def refer(states: list[Mapping[str, Any]], visits: StateVisits) -> list[dict[str, Any]]:
+def refer(states: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return state dicts of optimizers with references in the place of tensors that lie in records."""
-
-    def referred(value: Any) -> Any:
-        record = visits.find([value]) if isinstance(value, torch.Tensor) else None
-        return value if record is None else _reference(value, record)
-
-    return _converted(states, referred)
+    return _converted(states, lambda value: value.reference() if isinstance(value, OnSsd) else value)
 
 
 def _converted(states: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
@@ -58,16 +52,6 @@ def _converted(states: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any
         {**each, "state": {k: {n: convert(v) for n, v in entry.items()} for k, entry in each["state"].items()}}
         for each in states
     ]
-
-
-def _reference(tensor: torch.Tensor, record: Visitor) -> dict[str, Any]:
-    return {
-        _REFERENCE: record.record.name,
-        "offset": tensor.data_ptr() - record.window.address,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "stride": list(tensor.stride()),
-    }
 
 
 def is_reference(value: object) -> bool:
@@ -215,13 +199,12 @@ def _check(store: Store, records: list[Record]) -> None:
             store.read(record, memory).wait_host()
 
 
-def resolve(state: Mapping[str, Any], optimizer: CPUAdam, visits: StateVisits) -> dict[str, Any]:
+def resolve(state: Mapping[str, Any], optimizer: CPUAdam) -> dict[str, Any]:
     """Return a state dict with the optimizer's own tensors in the place of references to them.
 
     Args:
         state: in the order of the optimizer's parameters.
         optimizer: whose state lies in the records referred to.
-        visits: of the run.
 
     Raises:
         CheckpointError: a reference is to another place than the parameter's tensor has now.
@@ -232,15 +215,14 @@ def resolve(state: Mapping[str, Any], optimizer: CPUAdam, visits: StateVisits) -
             entry = entries.get(key)
             if entry is not None and any(map(is_reference, entry.values())):
                 own = optimizer.kept.of(parameter).entries
-                entries[key] = {name: _resolved(value, own.get(name), visits) for name, value in entry.items()}
+                entries[key] = {name: _resolved(value, own.get(name)) for name, value in entry.items()}
     return {**state, "state": entries}
 
 
-def _resolved(value: Any, own: torch.Tensor | None, visits: StateVisits) -> Any:
+def _resolved(value: Any, own: torch.Tensor | None) -> Any:
     if not is_reference(value):
         return value
-    record = None if own is None else visits.find([own])
-    if own is None or record is None or _reference(own, record) != value:
+    if not isinstance(own, OnSsd) or own.reference() != value:
         raise CheckpointError(
             f"the checkpoint's optimizer state is at {value['offset']} in record `{value[_REFERENCE]}`, and this run "
             f"keeps it elsewhere. Give the run the model, the optimizer, `state`, `master` and rules of the run that "

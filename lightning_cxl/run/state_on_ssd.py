@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.tensors import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
-from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.optim.state_visits import OnSsd, StateRecord, StateVisits, taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.saved_generation import saved_generation
 from lightning_cxl.run.ssd_use import Pace, SsdUse
@@ -155,11 +154,13 @@ class StateOnSsd:
         Raises:
             UnsupportedError: there is such state.
         """
-        own = {file for record in self._record_of.values() for file in files_shown_at(record.window.address)}
+        own = set(self.store.files)
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 for value in state.values():
-                    if isinstance(value, torch.Tensor) and own.intersection(files_shown_at(value.data_ptr())):
+                    if not isinstance(value, torch.Tensor) or isinstance(value, OnSsd):
+                        continue
+                    if own.intersection(files_shown_at(value.data_ptr())):
                         raise UnsupportedError(
                             f"the optimizer has state of an earlier run in `{self.folders[0]}`, which this run would "
                             f"overwrite: make a new optimizer and resume from that run's checkpoint, use another "

@@ -144,6 +144,27 @@ class Store:
                     raise
             return record.window.buffer
 
+    def view(self, record: Record) -> Buffer:
+        """Return memory that shows what was written last, in pages of the page cache; zeros where nothing was.
+
+        What is written to it becomes memory of the process. It does not follow later writes, which may change it.
+
+        Raises:
+            StorageError: the store is closed, or the kernel refuses.
+        """
+        with self._lock:
+            self._check_open()
+            window = Window(self._drives, record.part_nbytes, record.padded_nbytes)
+            entry = record.entry()
+            if entry is not None:
+                window.show(record.versions[entry.version])
+            return window.buffer
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files with the records, one on each drive."""
+        return tuple(drive.path.resolve() for drive in self._drives)
+
     def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
         """Start reading what was written last, also where that write is still on its way.
 

@@ -1,4 +1,4 @@
-"""`Visitor`: a record whose tensors lie in its window, and whose bytes visit host slots."""
+"""`Visitor`: a record whose tensors have addresses, and whose bytes visit host slots."""
 
 from typing import Protocol
 
@@ -7,19 +7,16 @@ from lightning_cxl.storage.record import Record
 
 
 class Visitor(Protocol):
-    """A record with a window, as those see it who bring it to a slot and write it back."""
+    """A record and the addresses of its tensors, as those see it who bring it to a slot and write it back."""
 
     record: Record
     window: Buffer
-
-    def is_dirty(self) -> bool:
-        """Return whether someone has written to the window: the record has older bytes then."""
 
     def fill(self, slot: Buffer) -> None:
         """Bring what is newer than the drives into a slot, which is at least as large and has what is on the drives."""
 
     def clean(self) -> None:
-        """Note that the record has what the window shows, or has newer bytes than it does."""
+        """Note that the record is written as `fill` has left the slot."""
 
 
 def is_in(window: Buffer, address: int) -> bool:

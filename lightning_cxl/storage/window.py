@@ -1,5 +1,6 @@
 """Address ranges that show what lies on drives, without memory of their own."""
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ class _Shown(NamedTuple):
     end: int
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
 _shown: weakref.WeakKeyDictionary[Buffer, _Shown] = weakref.WeakKeyDictionary()
 
 
@@ -47,6 +49,13 @@ def next_unseen(drives: Sequence[Drive], offset: int, nbytes: int) -> int:
 
 def _paths(drives: Sequence[Drive]) -> tuple[Path, ...]:
     return tuple(drive.path.resolve() for drive in drives)
+
+
+def addresses_without_memory(nbytes: int) -> Buffer:
+    """Return addresses that nothing else has; who reads or writes there is killed (SIGSEGV)."""
+    mapping = Mapping(nbytes)
+    _libc.mprotect(ctypes.c_void_p(mapping.address), ctypes.c_size_t(mapping.nbytes), 0)
+    return Buffer(mapping.address, nbytes, (), None, mapping)
 
 
 class Window:

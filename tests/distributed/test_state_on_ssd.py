@@ -87,13 +87,6 @@ def test_checkpoints_go_on_in_any_number_of_processes(ranks, tmp_path, before, a
         assert torch.equal(rest["weights"][name], weights), name
 
 
-def test_what_a_user_writes_to_the_state_counts(ranks, tmp_path):
-    ours, theirs = (ranks.of(2).run(ssd_runs.fit_and_zero, each)[0] for each in (on_ssd(tmp_path / "ssd"), {}))
-    plain = run(ranks, 2, 3)["weights"]
-    assert all(torch.equal(ours[name], weights) for name, weights in theirs.items())
-    assert not all(torch.equal(plain[name], weights) for name, weights in theirs.items())
-
-
 def test_what_one_drive_has_damaged_no_rank_saves(ranks, tmp_path):
     path = tmp_path / "it.ckpt"
     found = ranks.of(2).run(ssd_runs.save_what_is_damaged, tmp_path / "ssd", path, on_ssd(tmp_path / "ssd"))

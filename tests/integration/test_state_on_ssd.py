@@ -362,7 +362,7 @@ def test_residents_and_units_are_updated_at_the_same_time(tmp_path, in_backward)
         assert_same(ours, train(make_model, offload(**options), steps=12, task=LlamaTask))
 
 
-class ZeroesMomentum(Callback):
+class UsesState(Callback):
     """Writes to optimizer state while it is saved."""
 
     def __init__(self, path):
@@ -372,17 +372,50 @@ class ZeroesMomentum(Callback):
         trainer.save_checkpoint(self.path)
 
     def on_save_checkpoint(self, trainer, module, checkpoint):
-        """Lightning has asked for the state before, and waited for its writes."""
         for entry in trainer.optimizers[0].state.values():
             entry["exp_avg"].zero_()
 
 
 @pytest.mark.parametrize("checkpoint", ["copy", "reference"])
-def test_a_checkpoint_has_what_someone_wrote_to_the_state(tmp_path, checkpoint):
-    fit(on_ssd(tmp_path / "ssd", ssd={"checkpoint": checkpoint}), 2, callbacks=[ZeroesMomentum(tmp_path / "it.ckpt")])
-    saved = lightning_cxl.plain_checkpoint(torch.load(tmp_path / "it.ckpt", weights_only=True, map_location="cpu"))
-    entries = saved["optimizer_states"][0]["state"].values()
-    assert all(not entry["exp_avg"].any() and entry["exp_avg_sq"].any() for entry in entries)
+def test_state_on_ssd_is_not_written_in_passing(tmp_path, checkpoint):
+    with pytest.raises(UnsupportedError, match=r"lies on tier `ssd`.*state_dict\(\)` reads it"):
+        fit(on_ssd(tmp_path / "ssd", ssd={"checkpoint": checkpoint}), 2, callbacks=[UsesState(tmp_path / "it.ckpt")])
+
+
+class LoadsState(Callback):
+    """Reads and writes state between steps, as a callback may."""
+
+    def on_train_batch_end(self, trainer, module, *args):
+        optimizer = trainer.optimizers[0]
+        saved = optimizer.state_dict()
+        for entry in saved["state"].values():
+            entry["exp_avg"].mul_(0.5)
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
+def test_state_is_read_and_written_as_a_state_dict_in_a_run(tmp_path, checkpoint):
+    options = {"make_model": lambda: tiny_llama(), "callbacks": [LoadsState()]}
+    ours = fit(on_ssd(tmp_path / "ssd", ssd={"checkpoint": checkpoint}), 4, **options)
+    theirs = fit(offload(), 4, **options)
+    assert_same((ours.losses, weights(ours)), (theirs.losses, weights(theirs)))
+
+
+@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
+def test_state_is_memory_of_the_users_optimizer_after_the_run(tmp_path, checkpoint):
+    strategies = {"ours": on_ssd(tmp_path / "ssd", ssd={"checkpoint": checkpoint}), "theirs": offload()}
+    states = {}
+    for name, strategy in strategies.items():
+        seed_everything(11, verbose=False)
+        module = Sequential(bfloat16_llama())
+        trainer = make_trainer(strategy, max_steps=3)
+        trainer.fit(module, token_data())
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        states[name] = trainer.optimizers[0].state_dict()["state"]
+    saved = torch.load(tmp_path / "ours.ckpt", weights_only=True, map_location="cpu")["optimizer_states"][0]["state"]
+    for key, entry in states["theirs"].items():
+        for name, value in entry.items():
+            assert torch.equal(states["ours"][key][name], value) and torch.equal(saved[key][name], value), (key, name)
 
 
 class DamagesTheDrive(Callback):

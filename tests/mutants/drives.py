@@ -1,6 +1,6 @@
 """Records on drives, commits and checksums; state, weights and inputs on SSD."""
 
-from tests.mutants.mutation import ALWAYS, ARGUMENT, CALL, DELETE, NEVER, VALUE, WITHOUT, Mutation
+from tests.mutants.mutation import ALWAYS, ARGUMENT, DELETE, NEVER, VALUE, WITHOUT, Mutation
 
 MUTATIONS = {
     "unit/storage/test_store.py": (
@@ -45,13 +45,8 @@ MUTATIONS = {
     ),
     "unit/optim/test_state_visits.py": (
         Mutation("the kernel works on the buffer", "optim: KernelTable.add", DELETE, "moved"),
-        Mutation("state that a user wrote is kept", "optim: StateRecord.fill", CALL, "_written", "()"),
         Mutation("new state is zero", "optim: StateRecord.fill", DELETE, "blank"),
-        Mutation(
-            "state that an interrupted step has not reached is zero", "optim: StateRecord.is_dirty", WITHOUT, "blanks"
-        ),
         Mutation("state is zeroed once", "optim: StateRecord.clean", DELETE, "clear"),
-        Mutation("an access to state waits for writes", "optim/cpu_adam: CPUAdam.state", DELETE, "settle"),
         Mutation("a buffer is kept until its read is done", "optim: _Guests._give_back", ALWAYS, "done"),
         Mutation("a read waits for the write from its buffer", "optim: StateVisits._fetch", ARGUMENT, "read.after"),
         Mutation("a failed write of state is an error", "optim: StateVisits.wait", NEVER, "is_whole"),
@@ -70,7 +65,7 @@ MUTATIONS = {
         Mutation("an update has all records that it needs", "optim: _parts", DELETE, "append", nth=0),
     ),
     "integration/test_state_on_ssd.py": (
-        Mutation("state is verified before it is copied", "run: refer_to_ssd", DELETE, "check"),
+        Mutation("state is verified before it is copied", "optim: read_states", DELETE, "check"),
     ),
     "integration/test_killed_runs.py": (
         Mutation("the first save after a kill can write", "run: StateOnSsd.make_room", DELETE, "settle number"),

@@ -33,6 +33,7 @@ from lightning_cxl.integrations.lightning.precision import (
 from lightning_cxl.integrations.lightning.sharded import ShardedStrategy
 from lightning_cxl.integrations.reporting import Reporting
 from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import Run
@@ -200,6 +201,9 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         """Return the state of an optimizer for a checkpoint; one that refers to state on SSD needs no values of it."""
         if self._root is not None:
             return optimizer_tensors(unwrap(optimizer), self._name_of())
+        own = unwrap(optimizer)
+        if self._on_ssd is not None and self._on_ssd.refers and isinstance(own, CPUAdam):
+            return own.unread_state_dict()
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

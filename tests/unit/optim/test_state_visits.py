@@ -4,6 +4,7 @@ import contextlib
 import copy
 import errno
 import os
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cxl.errors import StorageError
+from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.state_records import StateRecord, taken_nbytes
-from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.optim.state_visits import OnSsd as StandIn
+from lightning_cxl.optim.state_visits import StateRecord, StateVisits, taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.slots import HostSlots
@@ -170,7 +171,7 @@ def test_two_threads_update_different_records(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("state", ["fp32", "8bit"])
-def test_what_is_loaded_or_written_by_a_user_counts(tmp_path, state) -> None:
+def test_what_is_loaded_counts(tmp_path, state) -> None:
     plain_parameters = make_parameters(torch.bfloat16)
     plain = CPUAdam(plain_parameters, state=state)
     give_gradients(plain_parameters, 0)
@@ -181,24 +182,149 @@ def test_what_is_loaded_or_written_by_a_user_counts(tmp_path, state) -> None:
             ours.copy_(theirs)
     own.optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     assert_equal_runs(own, plain, plain_parameters)
-    for optimizer, parameters in ((own.optimizer, own.parameters), (plain, plain_parameters)):
-        with torch.no_grad():
-            optimizer.state[parameters[2]]["remainder"].add_(3)
-        give_gradients(parameters, 1)
-        optimizer.step()
+    remainder = plain.state[plain_parameters[2]]["remainder"].add_(3)
+    own.optimizer.load_remainder(own.parameters[2], remainder)
+    step_both(own, plain, plain_parameters, 1)
     assert_equal_runs(own, plain, plain_parameters)
     own.close()
 
 
-def test_loading_keeps_little_in_memory(tmp_path) -> None:
-    """Loaded state is written as it comes: private pages of all windows together stay under the cap."""
+def test_loading_reads_and_writes_each_record_once(tmp_path) -> None:
     own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=2)
     give_gradients(own.parameters, 0)
     own.optimizer.step()
     saved = copy.deepcopy(own.optimizer.state_dict())
+    before = own.store.stats()
     own.optimizer.load_state_dict(saved)
-    assert own.optimizer.state_dict()["state"].keys() == saved["state"].keys()
-    assert sum(_private_bytes(record) for record in own.records) == 0
+    own.visits.wait()
+    nbytes = sum(record.record.padded_nbytes for record in own.records)
+    now = own.store.stats()
+    assert (now["read_bytes"] - before["read_bytes"], now["written_bytes"] - before["written_bytes"]) == (
+        nbytes,
+        nbytes,
+    )
+    again = own.optimizer.state_dict()["state"]
+    assert all(torch.equal(again[i][key], saved["state"][i][key]) for i in again for key in again[i])
+    own.close()
+
+
+def one_step(tmp_path) -> OnSsd:
+    own = OnSsd(tmp_path, make_parameters(torch.float32))
+    give_gradients(own.parameters, 0)
+    own.optimizer.step()
+    return own
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda state: state["exp_avg"].norm(),
+        lambda state: state["exp_avg"].zero_(),
+        lambda state: state["exp_avg"].data,
+        lambda state: state["exp_avg"].data_ptr(),
+        lambda state: state["exp_avg"].numpy(),
+        lambda state: state["exp_avg"][0],
+        lambda state: state["exp_avg"].to("cpu"),
+        lambda state: state["exp_avg"] + 1,
+        lambda state: torch.zeros(96, 64).copy_(state["exp_avg"]),
+        lambda state: torch._foreach_mul_([state["exp_avg"]], 2),
+    ],
+)
+def test_direct_access_says_how_to_read_and_write_it(tmp_path, use) -> None:
+    own = one_step(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"tier `ssd`.*state_dict\(\)` reads it.*load_state_dict\(\)` writes it"):
+        use(own.optimizer.state[own.parameters[0]])
+    own.close()
+
+
+def test_what_can_be_asked_without_reading_is_answered(tmp_path) -> None:
+    own = one_step(tmp_path)
+    entry = own.optimizer.state[own.parameters[0]]
+    shown = entry["exp_avg"]
+    assert len(own.optimizer.state) == len(SHAPES) and entry and entry["step"] == 1
+    assert isinstance(shown, torch.Tensor) and shown.shape == (96, 64) and shown.dtype is torch.float32
+    assert shown.numel() == 96 * 64 and shown.device.type == "cpu" and shown.is_floating_point()
+    assert "state_dict()" in repr(own.optimizer.state)
+    own.close()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "an entry"])
+def test_copies_of_an_optimizer_are_in_memory_and_go_on(tmp_path, how) -> None:
+    own, plain_parameters = one_step(tmp_path / "ssd"), make_parameters(torch.float32)
+    plain = CPUAdam(plain_parameters)
+    give_gradients(plain_parameters, 0)
+    plain.step()
+    if how == "an entry":
+        copied = copy.deepcopy(own.optimizer.state[own.parameters[0]])
+        assert type(copied["exp_avg"]) is torch.Tensor
+        assert torch.equal(copied["exp_avg"], plain.state[plain_parameters[0]]["exp_avg"])
+        own.close()
+        return
+    if how == "torch.save":
+        torch.save((own.parameters, own.optimizer), tmp_path / "it")
+        parameters, copied = torch.load(tmp_path / "it", weights_only=False)
+    elif how == "pickle":
+        parameters, copied = pickle.loads(pickle.dumps((own.parameters, own.optimizer)))
+    else:
+        parameters, copied = copy.deepcopy((own.parameters, own.optimizer))
+    own.close()
+    give_gradients(parameters, 1)
+    give_gradients(plain_parameters, 1)
+    copied.step()
+    plain.step()
+    ours, theirs = state_of(copied), state_of(plain)
+    assert all(torch.equal(ours[i][key], theirs[i][key]) for i in theirs for key in theirs[i])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters, plain_parameters, strict=True))
+
+
+def test_what_is_written_to_a_state_dict_changes_no_state_until_it_is_loaded(tmp_path) -> None:
+    own = one_step(tmp_path)
+    before, changed = state_of(own.optimizer), own.optimizer.state_dict()
+    changed["state"][0]["exp_avg"].fill_(3)
+    assert torch.equal(own.optimizer.state_dict()["state"][0]["exp_avg"], before[0]["exp_avg"])
+    own.optimizer.load_state_dict(changed)
+    assert own.optimizer.state_dict()["state"][0]["exp_avg"].unique().tolist() == [3]
+    assert torch.equal(own.optimizer.state_dict()["state"][0]["exp_avg_sq"], before[0]["exp_avg_sq"])
+    own.close()
+
+
+def test_state_that_a_user_has_put_there_is_taken_over(tmp_path) -> None:
+    own = one_step(tmp_path)
+    state = own.optimizer.state[own.parameters[0]]
+    state["exp_avg"] = torch.full((96, 64), 2.0)
+    own.parameters[0].grad = torch.zeros(96, 64)
+    own.optimizer.step()
+    saved = own.optimizer.state_dict()["state"][0]
+    assert saved["exp_avg"].unique().tolist() == [pytest.approx(1.8)] and saved["exp_avg_sq"].any()
+    own.close()
+
+
+def test_state_follows_another_memory_format(tmp_path) -> None:
+    shape, results = (4, 8, 5, 5), []
+    for on_ssd in (True, False):
+        parameter = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
+        own = OnSsd(tmp_path, [parameter]) if on_ssd else None
+        optimizer = own.optimizer if own else CPUAdam([parameter])
+        for step in range(3):
+            if step == 1:
+                parameter.data = parameter.data.to(memory_format=torch.channels_last)
+            parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        results.append((parameter, optimizer.state_dict()["state"][0]["exp_avg"].clone()))
+        if own:
+            own.close()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+def test_schedulers_and_hooks_go_on(tmp_path) -> None:
+    own, seen = one_step(tmp_path), []
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(own.optimizer, 4)
+    own.optimizer.register_state_dict_post_hook(lambda _, found: seen.append(len(found["state"])))
+    give_gradients(own.parameters, 1)
+    own.optimizer.step()
+    scheduler.step()
+    own.optimizer.load_state_dict(own.optimizer.state_dict())
+    assert seen == [len(SHAPES)] and own.optimizer.param_groups[0]["lr"] < 1e-3
     own.close()
 
 
@@ -219,21 +345,6 @@ def test_state_outlives_the_store_as_memory(tmp_path) -> None:
     plain.step()
     assert_equal_runs(own, plain, plain_parameters)
     assert state_of(copied)[0]["step"] == 2
-
-
-def _private_bytes(record: StateRecord) -> int:
-    """Return the bytes of a window that are pages of this process alone."""
-    inside, private = False, 0
-    with open("/proc/self/smaps") as file:
-        for line in file:
-            head = line.split()[0]
-            if "-" in head and not head.endswith(":"):
-                begin, end = (int(number, 16) for number in head.split("-"))
-                inside = record.window.address <= begin < record.window.address + record.window.nbytes
-                inside = inside or begin <= record.window.address < end
-            elif inside and head == "Anonymous:":
-                private += int(line.split()[1]) * 1024
-    return private
 
 
 def test_what_a_tensor_takes_is_aligned() -> None:
@@ -266,9 +377,7 @@ def test_reads_behind_slow_writes_find_what_was_written(tmp_path) -> None:
     plain = CPUAdam(plain_parameters)
     for step in range(3):
         step_both(own, plain, plain_parameters, step)
-        assert torch.equal(
-            own.optimizer.state[own.parameters[5]]["exp_avg"], plain.state[plain_parameters[5]]["exp_avg"]
-        )
+        assert torch.equal(state_of(own.optimizer)[5]["exp_avg"], state_of(plain)[5]["exp_avg"])
     assert_equal_runs(own, plain, plain_parameters)
     own.close()
 
@@ -314,8 +423,9 @@ def test_visits_of_several_records_get_their_slots_together(tmp_path) -> None:
     own.optimizer.step()
     first, second, third = own.records
     counted = {record: record.take(torch.int64, 1) for record in own.records}
-    for value in counted.values():
-        value.zero_()
+    for record, value in counted.items():
+        with record.visit() as visit:
+            visit.at_slot(value).zero_()
 
     def visit_often(records: list[StateRecord]) -> None:
         for _ in range(60):
@@ -327,7 +437,7 @@ def test_visits_of_several_records_get_their_slots_together(tmp_path) -> None:
         for done in [threads.submit(visit_often, [first, second]), threads.submit(visit_often, [third])]:
             done.result(60)
     own.visits.wait()
-    assert [int(counted[record]) for record in own.records] == [60, 60, 60]
+    assert [int(now(record, counted[record])) for record in own.records] == [60, 60, 60]
     own.close()
 
 
@@ -357,6 +467,11 @@ def test_a_visit_takes_that_slot_also_while_another_thread_visits(tmp_path) -> N
     own.close()
 
 
+def now(record: StateRecord, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what the drive has of a tensor."""
+    return StandIn.of(record, tensor).read()
+
+
 def visit_and_add(visits: StateVisits, record: StateRecord, tensor: torch.Tensor, inside=None) -> None:
     with visits.visit([record]) as visit:
         if inside is not None:
@@ -382,7 +497,7 @@ def test_what_is_visited_is_not_read_ahead(tmp_path) -> None:
     visit_and_add(own.visits, first, tensors[0], inside=other_thread)
     visit_and_add(own.visits, first, tensors[0])
     own.visits.wait()
-    assert tensors[0].unique().tolist() == [2]
+    assert now(own.records[0], tensors[0]).unique().tolist() == [2]
     own.close()
 
 
@@ -394,7 +509,7 @@ def test_two_threads_visit_one_record_one_after_the_other(tmp_path) -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda _: visit_and_add(own.visits, own.records[0], tensor), range(40)))
     own.visits.wait()
-    assert tensor.unique().tolist() == [40]
+    assert now(own.records[0], tensor).unique().tolist() == [40]
     own.close()
 
 
@@ -503,12 +618,12 @@ def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(tmp_path, 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(own.visits, "visit", interrupted)
         own.optimizer.step()
-    assert not visited[0].is_dirty()
-    state, records = own.optimizer.state, set()
-    for parameter in own.parameters:
+    assert not visited[0].blanks
+    state, records = own.optimizer.state_dict()["state"], set()
+    for index, parameter in enumerate(own.parameters):
         record = own.optimizer.kept.of(parameter).record
         records |= {record} - {None, *visited}
         if record in records:
-            assert not state[parameter]["exp_avg"].any() and not state[parameter]["exp_avg_sq"].any()
+            assert not state[index]["exp_avg"].any() and not state[index]["exp_avg_sq"].any()
     assert records and all(record.record.is_written for record in records)
     own.close()

@@ -10,6 +10,7 @@ import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord
+from lightning_cxl.optim.state_visits import OnSsd
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.checkpoint_file import save_file
 from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
@@ -63,7 +64,7 @@ class Run:
 
     @property
     def value(self):
-        return self.record.window.tensor((1,), torch.uint8)[0].item()
+        return self.state.visits.view(self.record).tensor((1,), torch.uint8)[0].item()
 
     @property
     def generations(self):
@@ -183,8 +184,8 @@ def referring(run, path):
     """Save what refers to the record of a run, and end the run; returns states and entry of the checkpoint."""
     tensor = run.record.take(torch.uint8, NBYTES)
     run.step(7)
-    states = [{"state": {0: {"exp_avg": tensor}}, "param_groups": []}]
-    referred = refer(states, run.state.visits)
+    states = [{"state": {0: {"exp_avg": OnSsd.of(run.record, tensor)}}, "param_groups": []}]
+    referred = refer(states)
     with commit_beside(run.state, str(path)) as entry:
         torch.save({KEY: {SSD: entry}}, path)
     run.state.close()
