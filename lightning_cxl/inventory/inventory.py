@@ -39,7 +39,7 @@ from lightning_cxl.inventory.tensors import (
     with_slots,
 )
 from lightning_cxl.inventory.workload import Overlap, Workload
-from lightning_cxl.optim.precisions import Precisions
+from lightning_cxl.optim.cpu_adam import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import ModuleTiers
 from lightning_cxl.shards import is_sharded, local

@@ -10,9 +10,9 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optim
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.tensors import HostTensor
+from lightning_cxl.optim.cpu_adam import Precisions
 from lightning_cxl.optim.masters import master_dtype, needs_master
 from lightning_cxl.optim.number_formats import MasterForm
-from lightning_cxl.optim.precisions import Precisions
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import local
 

@@ -10,8 +10,8 @@ import torch
 
 from lightning_cxl.memory.host_tensors import is_dense, is_ordinary
 from lightning_cxl.native import _grads
-from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.number_formats import GRAD_FORMATS
+from lightning_cxl.optim.param_groups import plain
 from lightning_cxl.shards import local, sums_over_processes
 
 

@@ -28,7 +28,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -36,11 +36,9 @@ from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.shards import sharded_like
 from lightning_cxl.storage.engine import StorageTransfer
-from lightning_cxl.storage.record import Record
+from lightning_cxl.storage.record import Record, Visitor, addresses_without_memory, is_in
 from lightning_cxl.storage.slots import HostSlots, Stay, uninterrupted
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.visitor import Visitor, is_in
-from lightning_cxl.storage.window import addresses_without_memory
 from lightning_cxl.torch_private import wrapper_tensor
 
 # ----------------------------------------------------------------------------------------------------
@@ -583,3 +581,60 @@ class _Guests(Stay):
             if self._has_entered:
                 visits._visited.difference_update(self._records)
                 visits._changed.notify_all()
+
+
+# ----------------------------------------------------------------------------------------------------
+# `Visits`: where optimizer state and weights are updated, as the optimizer sees it. See [Note: State on SSD].
+
+
+class Visits(Protocol):
+    """Says where state and weights are updated."""
+
+    def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
+        """Return the record in which some of the tensors lie; None where all are in memory."""
+
+    def expect(self, records: Sequence[Visitor]) -> None:
+        """Start reading records that are visited next in this order, as far as there are slots."""
+
+    def visit(self, records: Sequence[Visitor]) -> AbstractContextManager[Visit]:
+        """Return a region in which records are in slots; they are written behind it."""
+
+    def wait(self) -> None:
+        """Return when the drives have the state of the last update."""
+
+    def check(self) -> None:
+        """Read all state and compare its checksums."""
+
+    def view(self, record: StateRecord) -> Buffer:
+        """Return memory that shows a record as it is now."""
+
+    def show_weights(self) -> None:
+        """Return when parameters show what visits have made of them."""
+
+
+class NoVisits:
+    """All state and all weights are in memory."""
+
+    def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
+        """Return None."""
+        return None
+
+    def expect(self, records: Sequence[Visitor]) -> None:
+        """Return at once."""
+
+    def visit(self, records: Sequence[Visitor]) -> AbstractContextManager[Visit]:
+        """Refuse: there is no record."""
+        raise AssertionError("nothing lies on SSD")
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def check(self) -> None:
+        """Return at once."""
+
+    def view(self, record: StateRecord) -> Buffer:
+        """Refuse: there is no record."""
+        raise AssertionError("nothing lies on SSD")
+
+    def show_weights(self) -> None:
+        """Return at once."""

@@ -26,7 +26,7 @@ from lightning_cxl.placement.rules import resolve
 from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for
 from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.planning.settle_state import settle_state
-from lightning_cxl.run.ssd_use import SsdUse, io_data, tier_row
+from lightning_cxl.run.state_on_ssd import SsdUse, io_data, tier_row
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
 from lightning_cxl.updates.step import why_after_backward

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.run import sharded_checkpoint
 from lightning_cxl.run.checkpoint import entry_of, restore_masters
-from lightning_cxl.run.saved_generation import KEY
-from lightning_cxl.run.state_on_ssd import check_together
+from lightning_cxl.run.state_on_ssd import KEY, check_together
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.agreement import on_all_ranks
 

@@ -34,7 +34,7 @@ from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.hook import activate
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.optim.visits import NoVisits
+from lightning_cxl.optim.state_visits import NoVisits
 from lightning_cxl.planning.decide import Plan
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.placed_memory import PlacedMemory

@@ -26,7 +26,7 @@ from lightning_cxl.planning.policies import check_policy
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import FinishedRun, Run
 from lightning_cxl.ssd_options import SSD
-from lightning_cxl.storage.rank_folders import remove_left
+from lightning_cxl.storage.folder import remove_left
 from lightning_cxl.tables import table_lines
 from lightning_cxl.units import format_bytes
 from lightning_cxl.weights.load import refuse_unready

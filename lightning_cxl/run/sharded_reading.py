@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER
-from lightning_cxl.optim.resharded import of_this_shard
+from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER, of_this_shard
 from lightning_cxl.run.checkpoint_file import META, lying_at, needs_code
-from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.sharded_checkpoint import first_failure
+from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.shards import is_sharded, local, sharded_like
 
 # ----------------------------------------------------------------------------------------------------

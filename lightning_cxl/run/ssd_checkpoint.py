@@ -29,8 +29,7 @@ from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.state_visits import OnSsd
-from lightning_cxl.run.saved_generation import saved_generation
-from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.run.state_on_ssd import StateOnSsd, saved_generation
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.folder import MANIFEST
 from lightning_cxl.storage.record import Record

@@ -1,31 +1,181 @@
 """`StateOnSsd`: what of a run lies on SSD, state, weights and inputs of units: store, slots, and each one's record."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import os
+import pickle
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.tensors import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
+from lightning_cxl.machine.topology import Tier
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.state_visits import OnSsd, StateRecord, StateVisits, taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.run.saved_generation import saved_generation
-from lightning_cxl.run.ssd_use import Pace, SsdUse
 from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.shards import local
 from lightning_cxl.ssd_options import SsdOptions
-from lightning_cxl.storage.area import Area
 from lightning_cxl.storage.drive import BLOCK_BYTES
-from lightning_cxl.storage.rank_folders import make_parents, remove_left
+from lightning_cxl.storage.folder import make_parents, remove_left
+from lightning_cxl.storage.record import files_shown_at
 from lightning_cxl.storage.slots import HostSlots
-from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.window import files_shown_at
+from lightning_cxl.storage.store import Area, Store
 from lightning_cxl.streaming.hop import Hop, WeightRecord
 from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
 from lightning_cxl.transfer.engine import TransferEngine
+
+# ----------------------------------------------------------------------------------------------------
+# `SsdUse`: what a run has stored on, and moved from and to, the tier `ssd`: measured, for its report.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SsdUse:
+    """What the tier `ssd` holds now, and what a run has moved so far."""
+
+    used_bytes: int = 0
+    """Of records, all versions."""
+    peak_bytes: int = 0
+    """Most that these have been."""
+    held_bytes: int = 0
+    """Of the files."""
+    read_bytes: int = 0
+    """In `num_steps`, as all that follows."""
+    written_bytes: int = 0
+    num_steps: float = 0.0
+    """Of the optimizer; the first is not counted."""
+    seconds: float = 0.0
+    """With everything between the steps."""
+
+
+class Pace:
+    """Measures what steps move, from the end of the first one on: that one makes the state, and starts the device."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, Mapping[str, int]] | None = None
+        self._last: tuple[float, Mapping[str, int]] = (0.0, {})
+
+    def note(self, counts: Mapping[str, int], num_records: int) -> None:
+        """Note between two steps what was moved since the run began.
+
+        Args:
+            counts: ``read_bytes``, ``written_bytes``, and ``num_visits``: how often a record was updated, or of steps.
+            num_records: that one step updates; 1 where steps are counted.
+        """
+        if counts["num_visits"] == self._last[1].get("num_visits"):
+            return  # between micro-batches of one step
+        self._last = time.monotonic(), {**counts, "num_records": num_records}
+        if self._first is None and counts["num_visits"] >= num_records:
+            self._first = self._last
+
+    def of_steps(self) -> dict[str, Any]:
+        """Return the fields of `SsdUse` that are about steps; none before the second step is over."""
+        if self._first is None:
+            return {}
+        (start, before), (end, after) = self._first, self._last
+        moved = {name: after[name] - before[name] for name in ("read_bytes", "written_bytes", "num_visits")}
+        return {
+            "read_bytes": moved["read_bytes"],
+            "written_bytes": moved["written_bytes"],
+            "num_steps": moved["num_visits"] / after["num_records"],
+            "seconds": end - start,
+        }
+
+
+def tier_row(tier: Tier, use: SsdUse) -> dict[str, int]:
+    """Return the row of the tier in the report's table of tiers."""
+    return {
+        "capacity_bytes": tier.capacity_bytes,
+        "budget_bytes": tier.capacity_bytes,
+        "used_bytes": use.used_bytes,
+        "peak_bytes": use.peak_bytes,
+        "held_bytes": use.held_bytes,
+    }
+
+
+def io_data(use: SsdUse) -> dict[str, Any]:
+    """Return what a step has moved, JSON-able; empty before the first step."""
+    if not use.num_steps or not use.written_bytes:
+        return {}
+    return {
+        "num_steps": use.num_steps,
+        "step_seconds": use.seconds / use.num_steps if use.seconds > 0 else None,
+        "read_bytes_per_step": use.read_bytes / use.num_steps,
+        "written_bytes_per_step": use.written_bytes / use.num_steps,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# `saved_generation`: to which generation of state on SSD a checkpoint file refers, read without the types in it.
+
+KEY = "lightning_cxl"
+"""Of our entry in a checkpoint."""
+SSD = "ssd"
+"""In our entry, where the checkpoint refers to state on SSD: ``folders`` and ``generation``."""
+
+
+def saved_generation(path: str | os.PathLike[str], folders: Sequence[str]) -> int | None:
+    """Return the number of the generation to which a checkpoint file refers.
+
+    Neither tensors nor classes of the file are loaded, and no code that it names runs: a user's own types are no
+    obstacle.
+
+    Args:
+        path: of a local file.
+        folders: of the store that has the generation.
+
+    Returns:
+        None: there is no such file, it cannot be read, or it refers to nothing in these folders.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (name,) = [each for each in archive.namelist() if fnmatch(each, "*/data.pkl")]
+            with archive.open(name) as file:
+                saved = _Unpickler(file).load()[KEY][SSD]
+        return int(saved["generation"]) if saved["folders"] == list(folders) else None
+    except Exception:  # whatever a damaged file makes of the unpickler
+        return None
+
+
+class _Anything(dict[Any, Any]):
+    """Stands for an object of any class: has the entries of a mapping, and takes everything else without effect."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def __call__(self, *args: object) -> "_Anything":
+        return _Anything()
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+    def append(self, item: object) -> None:
+        pass
+
+    def extend(self, items: object) -> None:
+        pass
+
+    def add(self, item: object) -> None:
+        pass
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _Anything
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,10 @@ import torch
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.area import Area
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record
 from lightning_cxl.storage.slots import HostSlots, Stay, uninterrupted
-from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.store import Area, Store
 from lightning_cxl.streaming.fetch import Fetch
 from lightning_cxl.streaming.hop import Hop
 from lightning_cxl.transfer.engine import Transfer, TransferEngine

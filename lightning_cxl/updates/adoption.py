@@ -24,11 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_cxl.gradients.guard import OverflowGuard, ReplacedMethod
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.offload import GradientSink
-from lightning_cxl.optim.awaited_params import AwaitedParams, plain
-from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.cpu_adam import CPUAdam, Precisions
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
-from lightning_cxl.optim.precisions import Precisions
-from lightning_cxl.optim.visits import Visits
+from lightning_cxl.optim.param_groups import AwaitedParams, plain
+from lightning_cxl.optim.state_visits import Visits
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.step import HostStep, StateMemory, WholeUpdates, evaluates_first
 

@@ -35,9 +35,9 @@ from torch.optim import Optimizer
 from lightning_cxl.gradients.guard import OverflowGuard
 from lightning_cxl.gradients.offload import ArrivedGradients, GradientSink
 from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
-from lightning_cxl.optim.awaited_params import plain
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
+from lightning_cxl.optim.param_groups import plain
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights

@@ -14,8 +14,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_cxl.errors import LightningCXLError, LightningCXLWarning
-from lightning_cxl.run.async_save import AsyncSaves
 from lightning_cxl.run.session import Session
+from lightning_cxl.run.sharded_checkpoint import AsyncSaves
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.streaming.units import find_units

@@ -8,7 +8,7 @@ import torch
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.run.run import Run
-from lightning_cxl.run.saved_generation import KEY
+from lightning_cxl.run.state_on_ssd import KEY
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 

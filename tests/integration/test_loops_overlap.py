@@ -132,7 +132,7 @@ def test_a_file_is_made_when_updates_are_done(monkeypatch):
         found.append([unit.is_updating() for unit in units])
         return entry_of(*args)
 
-    monkeypatch.setattr("lightning_cxl.run.optimizer_files.entry_of", noting)
+    monkeypatch.setattr("lightning_cxl.run.user_loop.entry_of", noting)
     optimizer.state_dict()
     assert found == [[False] * 3]
     accelerator.free_memory()

@@ -16,7 +16,7 @@ from lightning_cxl.planning.decide import free_for
 from lightning_cxl.planning.settle_state import memory_bytes_of
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.session import format_report
-from lightning_cxl.run.ssd_use import SsdUse
+from lightning_cxl.run.state_on_ssd import SsdUse
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import offload, train
 from tests.models import TinyTransformer

@@ -7,8 +7,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 import lightning_cxl
-from lightning_cxl.optim.eight_bit import num_blocks
-from lightning_cxl.optim.number_formats import join
+from lightning_cxl.optim.number_formats import join, num_blocks
 from tests.cases import every_pair
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data

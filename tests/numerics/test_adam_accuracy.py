@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.native import _adam
-from lightning_cxl.optim.hyperparameters import AdamScalars
+from lightning_cxl.optim.param_groups import AdamScalars
 from tests.numerics.adam_case import COMBINATIONS, ISAS, Case, equal_bits, examples, hyper_parameters, seeds, steps
 from tests.numerics.bit_patterns import bfloat16_neighbours, ulp
 from tests.numerics.exact_adam import Options, exact_adam, storage_error

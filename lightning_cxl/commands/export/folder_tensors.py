@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.sharded_checkpoint import TIED
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.weights.files import Staging
 
 

@@ -17,8 +17,8 @@ from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import joined
 from lightning_cxl.run.checkpoint import names_by_key
-from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.ssd_checkpoint import is_reference
+from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.weights.files import MergedTensor, WeightSource
 
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.run import loop_files
-from lightning_cxl.run.saved_generation import KEY
+from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.run.user_loop import UserLoop
 
 _KEYS = "keys"

@@ -15,14 +15,12 @@ from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedEr
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import AsyncCheckpointIO, Trainer
 from lightning_cxl.integrations.lightning.processes import ProcessesStrategy
-from lightning_cxl.run.async_save import AsyncSaves
 from lightning_cxl.run.checkpoint import LoadedCheckpoint
 from lightning_cxl.run.checkpoint_file import remove
 from lightning_cxl.run.cutting import cut_for, cut_state
-from lightning_cxl.run.saved_generation import KEY
 from lightning_cxl.run.session import Session
-from lightning_cxl.run.sharded_checkpoint import TIED, is_sharded_checkpoint, save
-from lightning_cxl.run.state_on_ssd import check_together
+from lightning_cxl.run.sharded_checkpoint import TIED, AsyncSaves, is_sharded_checkpoint, save
+from lightning_cxl.run.state_on_ssd import KEY, check_together
 from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.processes import gather_on_machine
 

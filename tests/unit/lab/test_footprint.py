@@ -5,7 +5,7 @@ import pytest
 from footprint import PUBLISHED, ModelShape, shape_named, split_masters, zero_offload
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.optim.eight_bit import BLOCK_SIZE
+from lightning_cxl.optim.number_formats import BLOCK_SIZE
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates import step as updates
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_cxl.optim import resharded
-from lightning_cxl.optim.eight_bit import decode, dynamic_map, encode, num_blocks
+from lightning_cxl.optim import parameter_state as resharded
+from lightning_cxl.optim.number_formats import decode, dynamic_map, encode, num_blocks
 
 
 def saved(values, begins):

@@ -13,9 +13,8 @@ from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord
 from lightning_cxl.optim.state_visits import OnSsd
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.checkpoint_file import save_file
-from lightning_cxl.run.saved_generation import KEY, SSD, saved_generation
 from lightning_cxl.run.ssd_checkpoint import commit_beside, refer, whole
-from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd, saved_generation
 from lightning_cxl.ssd_options import read_ssd_options
 from lightning_cxl.storage.folder import Folder
 from lightning_cxl.storage.store import Store

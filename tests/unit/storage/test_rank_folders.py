@@ -2,8 +2,7 @@
 
 import pytest
 
-from lightning_cxl.storage.folder import Folder
-from lightning_cxl.storage.rank_folders import make_parents, remove_left
+from lightning_cxl.storage.folder import Folder, make_parents, remove_left
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
 

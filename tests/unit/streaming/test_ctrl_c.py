@@ -10,9 +10,8 @@ import torch
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.state_visits import StateVisits
-from lightning_cxl.storage.area import Area
 from lightning_cxl.storage.slots import HostSlots, Stay, uninterrupted
-from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.store import Area, Store
 from lightning_cxl.streaming.hop import Hop
 from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
 from lightning_cxl.transfer.engine import HostEngine

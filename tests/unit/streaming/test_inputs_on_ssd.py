@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import StorageError
-from lightning_cxl.storage.area import Area
 from lightning_cxl.storage.slots import HostSlots
-from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.store import Area, Store
 from lightning_cxl.storage.system import System
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.hop import Hop
