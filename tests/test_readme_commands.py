@@ -24,7 +24,7 @@ NOT_RUN = {
 MODEL = "Qwen/Qwen2.5-0.5B"
 MAKE_MODEL = f"""
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from lightning_cxl.finetune.tokenizer import cached_tokenizer
+from lightning_cxl.finetune.data import cached_tokenizer
 tokenizer = cached_tokenizer(iter(["What is 1? It is 1."]), 300, "readme")
 tokenizer.save_pretrained({MODEL!r})
 shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)

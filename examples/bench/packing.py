@@ -31,8 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl import chunked_loss, pack_sequences, packed_arguments
-from lightning_cxl.finetune.corpus import stdlib_files
-from lightning_cxl.finetune.tokenizer import train_tokenizer
+from lightning_cxl.finetune.data import stdlib_files, train_tokenizer
 
 VOCABULARY = 8192
 Batch = dict[str, torch.Tensor]

@@ -1,78 +1,234 @@
-"""The command line of the main job: LightningCLI over `CausalLM` and `TextData`."""
+"""The main job: LightningCLI over `CausalLM` and `TextData`; short errors about options; what a run ends with."""
 
+import contextlib
 import difflib
+import inspect
 import logging
 import os
+import pickle
+import re
+import resource
+import shlex
 import sys
+import textwrap
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pydoc import locate
+from typing import IO, Any, NoReturn
 
 import datasets
 import transformers
 
 from lightning_cxl.commands.overview import COMMANDS, PROGRAM
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import ConfigError, LightningCXLError
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.finetune.option_errors import option_errors
-from lightning_cxl.finetune.parser import ShortErrors
-from lightning_cxl.finetune.summary import FitSummary
-from lightning_cxl.integrations.lightning.lightning_api import LightningCLI, StrategyRegistry
+from lightning_cxl.integrations.lightning.lightning_api import (
+    Callback,
+    LightningArgumentParser,
+    LightningCLI,
+    LightningModule,
+    StrategyRegistry,
+    Trainer,
+)
+from lightning_cxl.units import format_bytes
 from lightning_cxl.weights.model_names import require_model
 
+_EXAMPLE = "--config examples/configs/finetune_stdlib.yaml"
 _NO_MODEL = """a model is needed: a hub id or a folder, or a file with options. For example:
   {program} --model.name_or_path Qwen/Qwen2.5-0.5B --data.text_files chats.jsonl
-  {program} --config examples/configs/finetune_stdlib.yaml"""
+  {program} {example}"""
+_UNKNOWN = re.compile(r"unrecognized arguments: .*?--([\w.-]+)|does not accept option '([\w.-]+)'")
+_OF_CLASS = re.compile(r"( *)- Problem with given class_path '(?P<name>[\w.]+)':\n(?P<problem>(?:\1 .*\n?)+)")
+_MOST_LINES, _MOST_WIDTH = 12, 240
+_PARSERS = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "jsonargparse"}
+_READERS = {"torch", "fsspec", "yaml", *sys.stdlib_module_names}
+_FILES = re.compile(r"lightning_cxl\.(finetune|run\.checkpoint)")  # our code that opens files which options name
+_ACCIDENTS = (ArithmeticError, LookupError, AttributeError, AssertionError)  # say nothing about an option
 
 
-def _help(name: str) -> str:
-    more = "" if name == "fit" else " --ckpt_path last.ckpt"
-    return f"{COMMANDS[name].does}; example: {PROGRAM} {name} --config examples/configs/finetune_stdlib.yaml{more}"
+class FitSummary(Callback):
+    """Collects what a run of `CausalLM` ends with; `describe` shows it.
+
+    The loss before training is the one of Lightning's sanity check, when that covers the whole validation set
+    (``num_sanity_val_steps=-1``); a resumed run shows the one of its first start.
+    """
+
+    def __init__(self, max_new_tokens: int = 64) -> None:
+        self.max_new_tokens = max_new_tokens
+        self.before: float | None = None
+        self.after, self.sample = "not measured", ""
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.num_sanity_val_batches == trainer.num_val_batches and "val_loss" in trainer.callback_metrics:
+            self.before = float(trainer.callback_metrics["val_loss"])
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
+            self.after = f"{float(trainer.callback_metrics['val_loss']):.4f} (step {trainer.global_step})"
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not isinstance(pl_module, CausalLM):
+            raise ConfigError(f"FitSummary is for a CausalLM, not a {type(pl_module).__name__}: remove the callback")
+        data = getattr(trainer, "datamodule", None)
+        if isinstance(data, TextData) and data.tokenizer is not None:
+            with trainer.precision_plugin.forward_context():  # while the weights are where the strategy runs them
+                tokens = pl_module.generate_tokens(data.held_out(1)[0][0], max_new_tokens=self.max_new_tokens)
+            self.sample = data.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def on_predict_batch_end(  # type: ignore[no-untyped-def]  # the Trainer's arguments
+        self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0
+    ) -> None:
+        tokenizer = getattr(pl_module, "tokenizer", None)
+        if tokenizer is not None and batch_idx == 0 and trainer.is_global_zero:
+            for number, (ids, predicted) in enumerate(zip(batch["input_ids"][:3], outputs, strict=False), 1):
+                print(f"row {number}, text:      {tokenizer.decode(ids[1:49])!r}")
+                print(f"row {number}, predicted: {tokenizer.decode(predicted[:48])!r}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, KeyboardInterrupt) or trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        callback = trainer.checkpoint_callback
+        saved = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+        print(f"\ninterrupted after step {trainer.global_step}", file=sys.stderr)
+        if saved:
+            arguments = re.sub(r"(^|\0)--ckpt_path[=\0][^\0]*", "", "\0".join(sys.argv[1:])).split("\0")
+            again = shlex.join(["python", "-m", "lightning_cxl", *arguments, "--ckpt_path", saved])
+            print(f"saved: {saved}\ngo on from there: {again}", file=sys.stderr)
+        else:
+            print("no checkpoint was saved yet: lower ModelCheckpoint's every_n_train_steps", file=sys.stderr)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss_before": self.before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.before = state_dict["loss_before"]
+
+    def describe(self, trainer: Trainer) -> str:
+        """Return everything as text; the memory report only under a strategy that has one."""
+        before = "not measured" if self.before is None else f"{self.before:.4f}"
+        peak = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        report = [str(trainer.strategy)] if hasattr(trainer.strategy, "report") else []
+        losses, sample = f"validation loss: before {before}, after {self.after}", f"sample:\n{self.sample}"
+        return "\n\n".join([losses, sample, *report, f"peak host memory of this process: {peak}"])
+
+
+class ShortErrors(LightningArgumentParser):
+    """A parser whose errors have a few lines, and the nearest name; ``--help`` shows all options."""
+
+    _file = "<unicode string>"
+
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        self._file = str(path)
+        return super().parse_path(path, *args, **kwargs)
+
+    def print_usage(self, file: IO[str] | None = None) -> None:
+        pass
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        parser: Any = getattr(ex, "subcommand_parser", None) or self
+        message = message.replace("<unicode string>", self._file)
+        super().error(_shortened(message) + _advice(message, parser._option_string_actions), ex)
+        raise AssertionError("the parser goes on after an error")
+
+
+def _shortened(message: str) -> str:
+    """Return a message of jsonargparse without what it repeats of a file, and without all that would have been valid.
+
+    Where a class got wrong arguments, what stays is which, and what is wrong.
+    """
+    if not (found := list(_OF_CLASS.finditer(message))):
+        lines = [line if len(line) <= _MOST_WIDTH else f"{line[:_MOST_WIDTH]} ..." for line in message.splitlines()]
+        return "\n".join([*lines[:_MOST_LINES], *(["..."] if len(lines) > _MOST_LINES else [])])
+    problems = [message.splitlines()[0]]
+    for name, problem in (each.group("name", "problem") for each in found):
+        option, made = re.search(r"Option '(\w+)[\w.]*' is not accepted", problem), locate(name)
+        near = _near(option[1], inspect.signature(made).parameters) if option and callable(made) else ""
+        problems.append(f"{name}: {textwrap.dedent(problem).strip()}{near}")
+    return "\n".join(problems)
+
+
+def _near(typed: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(typed, known, n=1)
+    return f"\ndid you mean `{near[0]}`?" if near else ""
+
+
+def _advice(message: str, options: Iterable[str]) -> str:
+    if re.search(r'Parser key "model":\s+Unable to load config', message):
+        return "\n`--model` takes a file with options: write `--model.name_or_path` for a folder or a hub id"
+    found = _UNKNOWN.search(message)
+    return _near(f"--{found[1] or found[2]}", options) if found else ""
+
+
+@contextlib.contextmanager
+def option_errors() -> Iterator[None]:
+    """Turn errors that options cause into `ConfigError`; all others keep their traceback.
+
+    An option is the cause where Lightning or jsonargparse itself raises, or where a file cannot be read or written that
+    they opened, or our code for text, models and checkpoints. What the user's modules raise, or torch while it
+    computes, is let through.
+    """
+    try:
+        yield
+    except (LightningCXLError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, LightningCXLError):
+            cause = cause.__cause__  # not __context__: a bug in what handles our error is no error of ours
+        if cause is not None:  # jsonargparse put our error into one of its own
+            raise cause from error
+        if not _is_about_options(error):
+            raise
+        raise ConfigError(str(error).strip() or type(error).__name__) from error
+
+
+def _is_about_options(error: Exception) -> bool:
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, OSError | EOFError | UnicodeError | pickle.UnpicklingError):
+        return names[-1].split(".")[0] in _PARSERS and not isinstance(error, _ACCIDENTS)
+    while names[-1].split(".")[0] in _READERS:
+        names.pop()
+    return names[-1].split(".")[0] in _PARSERS or _FILES.match(names[-1]) is not None
 
 
 class FinetuneCLI(LightningCLI):
     """``fit``, ``validate``, ``test`` and ``predict``; model and data agree on tokenizer and vocabulary."""
 
     def __init__(self) -> None:
-        """Parse `sys.argv` and run."""
         self.summary = FitSummary()
+        helps = {name: f"{COMMANDS[name].does}; example: {PROGRAM} {name} {_EXAMPLE}" for name in self.subcommands()}
         super().__init__(
             CausalLM,
             TextData,
             parser_class=ShortErrors,
             seed_everything_default=42,
             trainer_defaults={"strategy": "cxl_offload", "num_sanity_val_steps": -1, "callbacks": [self.summary]},
-            parser_kwargs={
-                "prog": PROGRAM,
-                "description": "Train a causal language model on text or conversations, and see how well it does.",
-                **{name: {"description": _help(name)} for name in self.subcommands()},
-            },
+            parser_kwargs={"prog": PROGRAM, **{name: {"description": text} for name, text in helps.items()}},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,  # CausalLM saves its own plain options
             # a job that SLURM puts back into its queue keeps its number, which names the folder of the logger
             save_config_kwargs={"overwrite": "SLURM_RESTART_COUNT" in os.environ},
         )
 
-    def add_arguments_to_parser(self, parser) -> None:  # type: ignore[no-untyped-def]  # jsonargparse is untyped here
-        """Link the options that model and data share."""
+    def add_arguments_to_parser(self, parser: Any) -> None:
         parser.link_arguments("model.name_or_path", "data.tokenizer_name_or_path")
         parser.link_arguments("data.vocab_size", "model.vocab_size")
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what Lightning trips over, and names of nothing, before anything is read; fill in what a run needs.
-
-        Raises:
-            ConfigError: no model was chosen; a number of the Trainer that must not be 0; no such strategy or model, or
-                the hub cannot be asked for it.
-        """
+        """Refuse what Lightning would fail on later, and wrong names, before anything is read; fill in defaults."""
         config = self.config[self.subcommand]
         for name in ("accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"):
             if config.trainer[name] == 0:
                 raise ConfigError(f"trainer.{name} must be larger than 0")
-        _check_strategy(config.trainer.strategy)
+        strategy, known = config.trainer.strategy, StrategyRegistry.available_strategies()
+        if isinstance(strategy, str) and strategy not in known:  # if no name is near, Lightning has a message
+            for near in difflib.get_close_matches(strategy, known, n=1, cutoff=0.8):
+                raise ConfigError(f"there is no strategy {strategy!r}: did you mean {near!r}?")
         name = config.model.name_or_path
         if name is None and not any(each.startswith(("--config", "-c", "--model")) for each in sys.argv):
-            raise ConfigError(_NO_MODEL.format(program=f"{PROGRAM} {self.subcommand}"))
+            raise ConfigError(_NO_MODEL.format(program=f"{PROGRAM} {self.subcommand}", example=_EXAMPLE))
         if name is not None:
             require_model(name, weights_for=self.subcommand or "")
             config.trainer.precision = config.trainer.precision or "bf16-true"
@@ -83,16 +239,6 @@ class FinetuneCLI(LightningCLI):
         """Print the summary (Lightning calls this after ``fit``)."""
         if self.trainer.is_global_zero:
             print(f"\n{self.summary.describe(self.trainer)}")
-
-
-def _check_strategy(name: object) -> None:
-    """Say the nearest name for one that is not registered; where none is near, Lightning's own message does."""
-    known = StrategyRegistry.available_strategies()
-    if not isinstance(name, str) or name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    if near:
-        raise ConfigError(f"there is no strategy {name!r}: did you mean {near[0]!r}?")
 
 
 def main(arguments: Sequence[str]) -> None:

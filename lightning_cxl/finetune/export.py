@@ -12,18 +12,15 @@ from lightning_cxl.weights.hf import save_pretrained
 
 
 def export_pretrained(module: CausalLM, folder: str | Path, weights: dict[str, Any] | None = None) -> Path:
-    """Write `folder` for ``AutoModelForCausalLM.from_pretrained`` (safetensors) and ``AutoTokenizer``.
-
-    Of a module that trains adapters (`lora`) these alone are written, for ``PeftModel.from_pretrained``.
+    """Write `folder` for `from_pretrained` of ``AutoModelForCausalLM`` and ``AutoTokenizer``, or of ``PeftModel``.
 
     Args:
-        module: its model is written.
+        module: its model is written; with `lora` its adapters alone.
         folder: may be there.
-        weights: of the model, whole, where it is cut over processes; None: those that it has.
+        weights: of the model, whole, where it is sharded over processes; None: those that it has.
 
     Raises:
-        ConfigError: the module has no model yet, or one that is cut, and no weights are given.
-        CheckpointError, OSError: the file system refused.
+        ConfigError: the module has no model yet, or a sharded one, and no weights are given.
     """
     if module.model is None:
         raise ConfigError("nothing to export: the module has no model yet (call configure_model, or load a checkpoint)")
@@ -31,9 +28,8 @@ def export_pretrained(module: CausalLM, folder: str | Path, weights: dict[str, A
         raise ConfigError(
             "each process has a part of the weights: add the callback ExportPretrained, or export a checkpoint"
         )
-    folder = Path(folder)
     given = {} if weights is None else {"state_dict": weights}
-    if module.lora is not None:
+    if module.options.lora is not None:
         module.model.save_pretrained(str(folder), save_embedding_layers=False, **given)  # else it asks the hub of them
     elif weights is None:
         save_pretrained(module.model, folder)
@@ -41,35 +37,23 @@ def export_pretrained(module: CausalLM, folder: str | Path, weights: dict[str, A
         module.model.save_pretrained(str(folder), **given)
     if module.tokenizer is not None:
         module.tokenizer.save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 class ExportPretrained(Callback):
-    """Exports a `CausalLM` when training ends."""
+    """Exports a `CausalLM` when training ends, to `dirpath` or ``export`` in the Trainer's log folder."""
 
     def __init__(self, dirpath: str | None = None) -> None:
-        """Choose the folder.
-
-        Args:
-            dirpath: None: ``export`` in the Trainer's log folder.
-        """
         self.dirpath = dirpath
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Export; the first process writes what all gather.
-
-        Raises:
-            ConfigError: the module is not a `CausalLM`.
-        """
         if not isinstance(pl_module, CausalLM):
-            raise ConfigError(
-                f"ExportPretrained exports a CausalLM, not a {type(pl_module).__name__}: remove the callback"
-            )
+            kind = type(pl_module).__name__
+            raise ConfigError(f"ExportPretrained exports a CausalLM, not a {kind}: remove the callback")
         model, weights = pl_module.model, None
         if model is not None and is_cut(model):  # all processes gather
             trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
-            weights = whole_state(model, lambda name: pl_module.lora is None or name in trained)
+            weights = whole_state(model, lambda name: pl_module.options.lora is None or name in trained)
         root = Path(trainer.log_dir or trainer.default_root_dir)  # the first process tells the others
         if trainer.is_global_zero:
-            folder = export_pretrained(pl_module, self.dirpath or root / "export", weights)
-            print(f"exported to {folder}")
+            print(f"exported to {export_pretrained(pl_module, self.dirpath or root / 'export', weights)}")

@@ -11,11 +11,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_cxl.commands.export.export import export_checkpoint
 from lightning_cxl.errors import CheckpointError, ConfigError
+from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
 from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.finetune.summary import FitSummary
 from lightning_cxl.sequences.attention import packed_arguments
 from tests import training_device
 from tests.integration.training import EXACT, make_trainer, offload

@@ -3,14 +3,12 @@
 import pytest
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.finetune.chat import (
+from lightning_cxl.finetune.data import (
     FALLBACK_TEMPLATE,
-    TemplateMismatchError,
     plain_text,
     samples_of,
     with_template,
 )
-from lightning_cxl.finetune.conversations import Conversation
 from tests.unit.finetune.chats import (
     CHATML,
     FORGETS_THOUGHTS,
@@ -32,8 +30,7 @@ def question(text):
 
 def learned(template, messages=TWO_TURNS, *, train_on_all=False, tools=None, **special):
     tokenizer = byte_tokenizer(template, **special)
-    found = samples_of(Conversation(messages, tools), tokenizer, train_on_all=train_on_all)
-    return tokenizer, [tuple(sample) for sample in found]
+    return tokenizer, samples_of(messages, tools, tokenizer, train_on_all=train_on_all)
 
 
 @pytest.mark.parametrize("template", [CHATML, OPENS_WITH_THOUGHT])
@@ -114,14 +111,8 @@ def test_all_tokens_are_learned_where_that_is_asked(template):
 
 
 def test_a_template_that_hides_where_answers_are_is_refused():
-    with pytest.raises(TemplateMismatchError, match=r"mark it in the template .* or train on all"):
+    with pytest.raises(ValueError, match=r"mark it in the template .* or train on all"):
         learned(REWRITES)
-
-
-def test_what_a_template_refuses_says_why():
-    template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(TemplateMismatchError, match="refuses the conversation: roles must alternate"):
-        learned(template)
 
 
 def test_tools_reach_the_template():
@@ -134,8 +125,8 @@ def test_tools_reach_the_template():
 def test_a_tokenizer_without_template_gets_one_in_plain_letters(bos):
     tokenizer = with_template(byte_tokenizer(**bos))
     assert tokenizer.chat_template == FALLBACK_TEMPLATE
-    (found,) = samples_of(Conversation(TWO_TURNS), tokenizer, train_on_all=False)
-    assert tuple(found) == by_hand(
+    (found,) = samples_of(TWO_TURNS, None, tokenizer, train_on_all=False)
+    assert found == by_hand(
         tokenizer,
         bos.get("bos_token", ""),
         "### System:\nBe kind.\n\n### User:\nHi\n\n### Assistant:\n",
@@ -163,4 +154,4 @@ def test_a_tokenizer_that_does_not_know_characters_is_refused():
 
 def test_a_new_tokenizer_learns_from_roles_and_contents():
     messages = [*TWO_TURNS[1:2], {"role": "assistant", "tool_calls": [{}]}]
-    assert plain_text(Conversation(messages)) == "### User:\nHi\n\n### Assistant:\n\n\n"
+    assert plain_text(messages) == "### User:\nHi\n\n### Assistant:\n\n\n"

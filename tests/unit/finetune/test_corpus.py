@@ -5,7 +5,7 @@ import pytest
 
 from lightning_cxl.cache import cache_folder
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.finetune.corpus import corpus_fingerprint, load_documents, stdlib_files, user_files
+from lightning_cxl.finetune.data import corpus_fingerprint, load_texts, stdlib_files, user_files
 
 
 def test_stdlib_files_are_the_running_interpreters_sources_without_tests_and_packages():
@@ -54,7 +54,7 @@ def test_documents_are_whole_files_cached_in_our_folder_without_network(text_fol
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     files = user_files(f"{text_folder}/**/*.txt")
-    documents = load_documents(files)
+    documents = load_texts(files)
     assert documents["text"][:] == [path.read_text() for path in files]
     assert cache_folder() == cache
     assert all(str(file["filename"]).startswith(str(cache)) for file in documents.cache_files)
@@ -62,15 +62,15 @@ def test_documents_are_whole_files_cached_in_our_folder_without_network(text_fol
 
 def test_fingerprint_depends_on_text_and_order_alone(text_folder, tmp_path):
     files = user_files(f"{text_folder}/*.txt")
-    first = corpus_fingerprint(load_documents(files))
+    first = corpus_fingerprint(load_texts(files))
     copies = []
     for number, path in enumerate(files):
         copies.append(tmp_path / f"copy{number}.txt")
         copies[-1].write_text(path.read_text())
-    assert corpus_fingerprint(load_documents(copies)) == first
-    assert corpus_fingerprint(load_documents(copies[::-1])) != first
+    assert corpus_fingerprint(load_texts(copies)) == first
+    assert corpus_fingerprint(load_texts(copies[::-1])) != first
     copies[0].write_text("changed")
-    assert corpus_fingerprint(load_documents(copies)) != first
+    assert corpus_fingerprint(load_texts(copies)) != first
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -79,6 +79,6 @@ def test_nobody_else_enters_the_cache_of_texts(tmp_path, exists):
     if exists:
         folder.mkdir(mode=0o755, parents=True)
     (tmp_path / "a.txt").write_text("a secret")
-    load_documents([tmp_path / "a.txt"])
+    load_texts([tmp_path / "a.txt"])
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(folder in path.parents for path in cache_folder().rglob("*.arrow"))

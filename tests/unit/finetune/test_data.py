@@ -1,14 +1,10 @@
 import pytest
 import torch
-from datasets import Dataset
 from tokenizers import processors
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.finetune import data as module
-from lightning_cxl.finetune.chat import FALLBACK_TEMPLATE, IGNORED
-from lightning_cxl.finetune.data import TextData, _cut
-from lightning_cxl.finetune.samples import pack
-from lightning_cxl.finetune.tokenizer import train_tokenizer
+from lightning_cxl.finetune.data import FALLBACK_TEMPLATE, IGNORED, TextData, cut, pack, train_tokenizer
 from lightning_cxl.sequences.attention import separate
 from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_tokenizer
 
@@ -16,10 +12,9 @@ from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_to
 def test_packing_keeps_every_token_between_end_of_text_tokens():
     texts = [f"text number {i}" for i in range(9)]
     tokenizer = train_tokenizer(texts, 270)
-    packed = pack(Dataset.from_dict({"text": texts}), tokenizer, 8)
-    assert packed[0]["input_ids"].dtype == torch.int64
-    assert {len(row) for row in packed["input_ids"][:]} == {8}
-    decoded = tokenizer.decode(torch.cat(list(packed["input_ids"][:]))).split("<|endoftext|>")
+    packed = pack({"text": texts}, tokenizer, 8)
+    assert {len(row) for row in packed["input_ids"]} == {8}
+    decoded = tokenizer.decode([token for row in packed["input_ids"] for token in row]).split("<|endoftext|>")
     assert set(decoded[:-1]) <= set(texts)
     assert len(decoded) >= 8  # all but what filled no block
 
@@ -31,17 +26,17 @@ def test_a_document_has_the_special_tokens_of_its_tokenizer_and_one_end(ends):
         single=f"<|im_start|> $A{' <|endoftext|>' if ends else ''}",
         special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|im_start|>", "<|endoftext|>")],
     )
-    packed = pack(Dataset.from_dict({"text": ["ab"] * 8}), tokenizer, 4)
-    assert tokenizer.batch_decode(packed["input_ids"][:]) == ["<|im_start|>ab<|endoftext|>"] * 8
+    packed = pack({"text": ["ab"] * 8}, tokenizer, 4)
+    assert tokenizer.batch_decode(packed["input_ids"]) == ["<|im_start|>ab<|endoftext|>"] * 8
 
 
 def test_split_is_disjoint_stable_and_as_large_as_asked(data, text_folder):
     data.setup()
-    train, val = data._train["input_ids"][:], data._val["input_ids"][:]
+    train, val = data._train["input_ids"][:], data._held_out["input_ids"][:]
     assert len(val) == round(0.2 * (len(train) + len(val)))
     again = TextData(f"{text_folder}/**/*.txt", seq_len=16, batch_size=2, vocab_size=300, val_fraction=0.2, seed=9)
     again.setup()
-    assert torch.equal(torch.stack(list(again._val["input_ids"][:])), torch.stack(list(val)))
+    assert torch.equal(torch.stack(list(again._held_out["input_ids"][:])), torch.stack(list(val)))
 
 
 def test_prepared_data_is_opened_from_the_cache_until_something_changes(data, text_folder, cache):
@@ -221,13 +216,14 @@ def test_documents_may_come_in_lines(write_lines, text_folder):
         ([turns(1), "{"], CHATML, r"chat\.jsonl`, line 2: not JSON"),
         ([{"text": "a"}, {"text": 3}], CHATML, r"chat\.jsonl`, line 2: `text` must be a string"),
         ([turns(1), turns(2)], REWRITES, r"chat\.jsonl`, line \d: .*not found in its text"),
+        ([turns(1)], "{{ raise_exception('must alternate') }}", r"line 1: .* refuses the conversation: must alternate"),
     ],
 )
 def test_an_error_in_a_line_names_file_and_line(write_lines, tmp_path, rows, template, message):
     good = write_lines(*[turns(7)] * 2 if "text" not in rows[0] else [{"text": "b"}], name="a_good_one.jsonl")
     path = write_lines(*rows)
     byte_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
-    if template == REWRITES:
+    if template != CHATML:
         good = path
     data = TextData([str(good), str(path)], tokenizer_name_or_path=str(tmp_path / "tokenizer"))
     with pytest.raises(ConfigError, match=message):
@@ -254,5 +250,5 @@ def test_too_few_conversations_are_an_error_with_the_numbers(write_lines, chat_t
 
 def test_a_held_out_sample_that_begins_with_its_answer_has_a_prompt():
     """Nothing can be generated from no token."""
-    prompt, expected = _cut({"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor([5, 6, IGNORED, IGNORED])})
+    prompt, expected = cut({"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor([5, 6, IGNORED, IGNORED])})
     assert prompt.tolist() == [5] and expected.tolist() == [6]

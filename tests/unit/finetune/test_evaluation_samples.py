@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.finetune.summary import FitSummary
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule
 from tests.unit.finetune.chats import MARKED, byte_tokenizer
 from tests.unit.finetune.conftest import SHAPE
@@ -37,8 +37,8 @@ def test_held_out_conversations_are_cut_where_the_answer_begins(chats):
 def test_held_out_blocks_are_cut_after_their_first_tokens(text_folder):
     data = TextData(f"{text_folder}/**/*.txt", seq_len=24, batch_size=2, vocab_size=300)
     data.setup()
-    (sample,) = data.held_out(1)
-    assert (len(sample.prompt), len(sample.expected)) == (16, 8)
+    ((prompt, expected),) = data.held_out(1)
+    assert (len(prompt), len(expected)) == (16, 8)
 
 
 def test_a_sample_that_begins_with_its_answer_has_a_token_to_go_on_from(chats, write_lines, make_trainer):

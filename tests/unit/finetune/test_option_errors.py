@@ -7,7 +7,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_cxl.errors import ConfigError, TierFullError
-from lightning_cxl.finetune.option_errors import option_errors
+from lightning_cxl.finetune.cli import option_errors
 
 
 @pytest.fixture
@@ -91,4 +91,4 @@ def test_only_files_that_the_main_job_itself_reads_are_about_options(raising):
     with pytest.raises(OSError, match="no page"), option_errors():
         raising("lightning_cxl.finetune.model", "training()", training=training)()
     with pytest.raises(ConfigError, match="no text"), option_errors():
-        raising("lightning_cxl.finetune.corpus", "raise OSError('no text')")()
+        raising("lightning_cxl.finetune.data", "raise OSError('no text')")()

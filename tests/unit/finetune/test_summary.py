@@ -1,25 +1,24 @@
 import pytest
 
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.finetune.summary import FitSummary
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule
 from tests.unit.finetune.conftest import SHAPE
 
 
 def test_losses_are_those_of_the_whole_validation_set_before_and_after(tiny_model, data, make_trainer):
-    summary = FitSummary("word1", max_new_tokens=8)
+    summary = FitSummary(max_new_tokens=8)
     trainer = make_trainer(max_steps=6, num_sanity_val_steps=-1, val_check_interval=3, callbacks=[summary])
     tiny_model.configure_model()
     fresh = make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
     trainer.fit(tiny_model, data)
-    assert summary.loss_before == fresh
-    assert summary.loss_after == make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
-    assert summary.loss_after < summary.loss_before
+    after = make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
+    assert summary.before == fresh > after
     text = summary.describe(trainer)
-    assert f"before {fresh:.4f}, after {summary.loss_after:.4f} (step 6)" in text
+    assert f"before {fresh:.4f}, after {after:.4f} (step 6)" in text
     assert f"sample:\n{summary.sample}" in text
-    assert summary.sample.startswith("word1")
+    assert summary.sample.startswith(data.tokenizer.decode(data.held_out(1)[0][0]))
     assert "peak host memory" in text
 
 
@@ -38,8 +37,8 @@ def test_a_resumed_run_knows_the_first_loss(tiny_model, data, make_trainer, tmp_
     second = FitSummary()
     resumed = make_trainer(max_steps=4, num_sanity_val_steps=-1, val_check_interval=4, callbacks=[second])
     resumed.fit(CausalLM(**SHAPE), data, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
-    assert second.loss_before == first.loss_before is not None
-    assert second.loss_after_step == 4
+    assert second.before == first.before is not None
+    assert second.after.endswith("(step 4)")
 
 
 def test_a_strategy_with_a_report_has_it_printed(tiny_model, data, make_trainer, monkeypatch):

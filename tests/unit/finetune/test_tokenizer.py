@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.finetune import tokenizer as module
-from lightning_cxl.finetune.tokenizer import END_OF_TEXT, cached_tokenizer, load_tokenizer, train_tokenizer
+from lightning_cxl.finetune import data as module
+from lightning_cxl.finetune.data import cached_tokenizer, load_tokenizer, train_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "class A:\n    pass\n" * 20]
 
@@ -19,7 +21,7 @@ def test_training_learns_merges_and_keeps_the_vocabulary_bound():
     tokenizer = train_tokenizer(TEXTS, 280)
     assert len(tokenizer) == 280
     assert len(tokenizer("def f(x)")["input_ids"]) < len("def f(x)")
-    assert tokenizer.eos_token == END_OF_TEXT
+    assert tokenizer.eos_token == "<|endoftext|>"
 
 
 def test_too_small_a_vocabulary_is_refused():
@@ -43,7 +45,8 @@ def test_the_cache_is_used_per_corpus_and_size(monkeypatch):
 def test_a_failed_save_leaves_nothing_behind(cache, monkeypatch):
     class Unsavable:
         def save_pretrained(self, folder):
-            (cache / "tokenizers" / folder / "half").write_text("")
+            Path(folder).mkdir()
+            Path(folder, "half").write_text("")
             raise OSError(28, "no space left")
 
     monkeypatch.setattr(module, "train_tokenizer", lambda *_: Unsavable())

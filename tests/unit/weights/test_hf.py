@@ -11,8 +11,8 @@ from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pre
 from lightning_cxl.commands.export.model_sources import build_empty
 from lightning_cxl.commands.planned_model import model_on_meta
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.finetune.data import load_tokenizer
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.finetune.tokenizer import load_tokenizer
 from tests.models import TINY_LLAMA
 
 BERT = {
