@@ -142,7 +142,7 @@ def test_the_benchmark_of_state_on_ssd_writes_rows(tmp_path):
 def test_the_benchmark_of_a_large_model_trains_it_from_its_files(tmp_path):
     command = [sys.executable, EXAMPLES / "bench" / "ssd_largest.py", "--folder", tmp_path, "--size=tiny"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    options = ["--layers=6", "--steps=3", "--everything"]
+    options = ["--layers=6", "--steps=5", "--everything"]
     done = subprocess.run([*command, *options], env=environment, check=True, capture_output=True, timeout=200)
     moved = json.loads(done.stdout.splitlines()[-1])["ssd"]
     assert 0 < moved["written_bytes_per_step"] < moved["read_bytes_per_step"]
