@@ -104,9 +104,9 @@ def as_number(value: object) -> float:
 # ----------------------------------------------------------------------------------------------------
 # `AwaitedParams`: the list of a group's parameters, which waits for what runs behind before it is read.
 #
-# Whoever walks ``optimizer.param_groups`` gets at weights past the modules, which wait too ([Note: Awaited
-# parameters]). Learning-rate schedulers read the other entries of a group only, and what belongs to the step itself
-# uses `plain`.
+# A loop over ``optimizer.param_groups`` gets at weights past the modules, which wait too
+# ([Note: Awaited parameters]). Learning-rate schedulers read the other entries of a group only, and what belongs to
+# the step itself uses `plain`.
 
 
 class AwaitedParams(list[torch.Tensor]):
